@@ -201,17 +201,18 @@ def predicted_lookups() -> str:
 
 
 def predicted_trainings() -> str:
-    """Errors of predicted steps of trainings, by CPU."""
+    """Errors of predicted steps of trainings, by CPU and number of ranks."""
     kinds = {
         "own_trace": "operators of its own trace",
         "other_batches": "operators of other batch sizes",
         "repeat": "same step again",
     }
     rows = [
-        [cpu, *(f"{results[kind]['mape_percent']:.1f} %" for kind in kinds)]
-        for cpu, results in _by_cpu("predict_training")
+        [cpu, ranks, *(f"{results[kind]['mape_percent']:.1f} %" for kind in kinds)]
+        for ranks, name in (("1", "predict_training"), ("2", "predict_training_ranks"))
+        for cpu, results in _by_cpu(name)
     ]
-    return _table(["CPU", *kinds.values()], rows)
+    return _table(["CPU", "ranks", *kinds.values()], rows)
 
 
 def _by_cpu(name: str) -> list[tuple[str, dict[str, Any]]]:

@@ -14,14 +14,25 @@ from examples.benchmarks import predict_lookups, predict_training
 from examples.benchmarks.predict_training import (
     between,
     record,
-    time_steps,
     typical_step,
     without_profiler,
 )
-from examples.benchmarks.prediction import trainings
+from examples.benchmarks.prediction import rank_trainings, timed_steps, trainings
+from examples.benchmarks.prediction.timed_steps import time_steps
 from examples.benchmarks.prediction.trainings import TRAININGS, training_step
 from schedules.cost.machine import load_machine
-from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Kernel, Launch, Op
+from tvm_fusion.bench.exchange_probe import ExchangeProbe
+from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.prediction.api import load_traces
+from tvm_fusion.prediction.machines import NATIVE
+from tvm_fusion.prediction.timeline.execution_graph import (
+    HOST,
+    Collective,
+    ExecutionGraph,
+    Kernel,
+    Launch,
+    Op,
+)
 
 US = 1e-6
 
@@ -51,16 +62,45 @@ def micros(found: ExecutionGraph) -> list[float]:
 
 def test_a_typical_step_has_the_means_of_the_middle_half():
     one = graph(900, 900, 800, 800, 10, 1, 30, 5, 20, 3)
-    assert micros(typical_step([one], 5)) == pytest.approx([20, 3])
+    assert micros(*typical_step([[one]], 5)) == pytest.approx([20, 3])
     two = graph(700, 700, 600, 600, 40, 9, 50, 9, 60, 9)
-    assert micros(typical_step([one, two], 5)) == pytest.approx([35, 6.5])
+    assert micros(*typical_step([[one], [two]], 5)) == pytest.approx([35, 6.5])
 
 
 def test_steps_of_different_operators_are_refused():
     with pytest.raises(ValueError, match="5 steps do not call the same operators"):
-        typical_step([graph(*range(10), names="aba")], 5)
+        typical_step([[graph(*range(10), names="aba")]], 5)
     with pytest.raises(ValueError, match="do not call the same operators"):
-        typical_step([graph(*range(11))], 5)
+        typical_step([[graph(*range(11))]], 5)
+
+
+def rank(number: int, *times: tuple[float, float]) -> ExecutionGraph:
+    """Steps of an operator and an all-reduce that it launches."""
+    ops = []
+    for step, (own, reduced) in enumerate(times):
+        part = Collective("all_reduce", "", step)
+        kernels = (
+            Kernel(-1 - step, "k", own * US, HOST),
+            Kernel(1 + step, "r", reduced * US, 7, collective=part),
+        )
+        ops.append(Op("a", tuple(map(Launch, kernels)), after=(step,) if step else ()))
+    return ExecutionGraph(tuple(ops), number, start=5.0)
+
+
+def test_a_typical_step_of_ranks_has_the_least_times_of_their_collectives():
+    run = [
+        rank(0, (1, 1), (1, 1), (10, 50), (20, 60)),
+        rank(1, (1, 1), (1, 1), (30, 40), (50, 90)),
+    ]
+    found = typical_step([run], 4)
+    assert [micros(graph) for graph in found] == [pytest.approx(t) for t in ([15, 50], [40, 50])]
+    assert [(graph.rank, graph.start) for graph in found] == [(0, 0.0), (1, 0.0)]
+    # What waits is told by the second step of another run.
+    other = [replace(graph, ops=tuple(replace(op, after=()) for op in graph.ops)) for graph in run]
+    assert [op.after for graph in found for op in graph.ops] == [(1,), (1,)]
+    assert [op.after for graph in typical_step([run], 4, other) for op in graph.ops] == [(), ()]
+    with pytest.raises(ValueError, match="4 steps do not call the same operators"):
+        typical_step([[run[0], rank(1, *[(1, 1)] * 5)]], 4)
 
 
 def test_times_between_batches_by_hand():
@@ -87,15 +127,20 @@ def test_steps_train(name, tmp_path, monkeypatch):
     batch = min(TRAININGS[name][2]) // 4
     step = training_step(name, batch)
     run = record(step, tmp_path / "x.json", 0.0)
-    found = typical_step(run.graphs[:1], 3)
+    (found,) = typical_step([run.graphs], 3)
     names = {op.name for op in found.ops}
     assert any(op.startswith("autograd::engine") for op in names)
     assert all(time > 0 for time in micros(found)) and not run.warnings
 
 
+def few_steps(monkeypatch) -> None:
+    monkeypatch.setattr(predict_training, "TURNS", 1)
+    monkeypatch.setattr(predict_training, "TRACED", 3)
+    monkeypatch.setattr(timed_steps, "WARM_UP", 1)
+
+
 def test_two_trainings_predict_each_other(monkeypatch, tmp_path):
-    for name, count in (("TURNS", 1), ("TRACED", 3), ("WARM_UP", 1)):
-        monkeypatch.setattr(predict_training, name, count)
+    few_steps(monkeypatch)
     small = {name: (*TRAININGS[name][:2], (2, 4, 8)) for name in ("mlp", "cnn")}
     monkeypatch.setattr(predict_training, "TRAININGS", small)
     monkeypatch.setattr(trainings, "TRAININGS", small)
@@ -111,8 +156,9 @@ def test_two_trainings_predict_each_other(monkeypatch, tmp_path):
 
 def test_a_step_is_timed_after_others():
     calls = []
-    assert time_steps(lambda: calls.append(1), 3) >= 0
-    assert len(calls) == predict_training.WARM_UP + 3
+    times = time_steps(lambda: calls.append(1), 3)
+    assert len(times) == 3 and min(times) >= 0
+    assert len(calls) == timed_steps.WARM_UP + 3
 
 
 def test_a_launch_counts_if_the_cores_exchange_as_before():
@@ -128,7 +174,8 @@ def test_a_launch_has_a_time_of_each_batch_and_table(monkeypatch):
     monkeypatch.setattr(predict_lookups, "ROUNDS", 2)
     with torch.no_grad():
         arena = torch.zeros(predict_lookups.ARENA // 4)
-        found = predict_lookups.measure(arena, 1)
+        probe = ExchangeProbe(resolve(NATIVE, cores=2), predict_lookups.THREADS)
+        found = predict_lookups.measure(arena, 1, probe)
     tables = len(predict_lookups.draw(1).rows)
     for direction in predict_lookups.DIRECTIONS:
         halves = found[direction]
@@ -136,3 +183,27 @@ def test_a_launch_has_a_time_of_each_batch_and_table(monkeypatch):
         assert all(len(batch) == tables for half in halves for batch in half)
         assert all(time > 0 for half in halves for batch in half for time in batch)
     assert len(found["exchange"]) == 2 and min(found["exchange"]) > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_predict_each_others_trainings(monkeypatch, tmp_path):
+    monkeypatch.setattr(predict_training, "TURNS", 1)
+    results = predict_training.results_of(
+        predict_training.measure_ranks(["mlp", "dlrm"], 2, tmp_path)
+    )
+    assert len(results["cases"]) == 8
+    (run,) = load_traces(tmp_path / "dlrm-128.structure")
+    assert not run.warnings and len(run.graphs) == 2
+    for found in run.graphs:
+        kinds = {kernel.collective.kind for kernel in found.kernels if kernel.collective}
+        assert kinds >= {"all_to_all", "all_reduce"}
+        launched = [kernel.id for kernel in found.kernels if kernel.collective]
+        assert sorted(id_ for op in found.ops for id_ in op.after) == launched
+    for by in ("own_trace", "other_batches"):
+        assert all(0 < time < math.inf for time in results["predicted_ms"][by])
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_told(tmp_path):
+    with pytest.raises(RuntimeError, match=r"ranks ended with \[2, 2\]"):
+        rank_trainings.run_ranks(tmp_path, ["none"], 1, 1)

@@ -20,10 +20,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,9 +47,12 @@ from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
 )
 from schedules.cost.machine import Figure, Machine, load_machine  # noqa: E402
 from schedules.cost.table_lookups import TableLookups  # noqa: E402
+from tvm_fusion.bench.exchange_probe import ExchangeProbe  # noqa: E402
 from tvm_fusion.cli.json_text import json_text  # noqa: E402
+from tvm_fusion.compiler.targets.target import resolve  # noqa: E402
 from tvm_fusion.machine.host import host_cpu  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
+from tvm_fusion.prediction.machines import NATIVE  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 THREADS = 2
@@ -58,7 +62,6 @@ ARENA = 1 << 30  # bytes in which all tables lie
 MOST = 48 << 20  # bytes of rows that a launch reads
 WIDTHS = (16, 32, 64, 128, 256)
 SEEDS = (0, 1, 2)
-LEAST_EXCHANGE = 2e-6  # seconds of a megabyte that count as none
 STEADY = 1.5  # times by which the exchange before and after a launch may differ
 KEEP_MEMORY = {-1: 2**31 - 1, -4: 0}
 """Options of glibc's mallopt: M_TRIM_THRESHOLD as large as can be, and M_MMAP_MAX none."""
@@ -112,8 +115,15 @@ def draw(seed: int) -> Launch:
         read = sum(4 * bags * n * d for n, d in zip(lookups, widths, strict=True))
         if held <= ARENA and read <= MOST:
             break
-    skews = [0.0 if random.random() < 0.25 else random.uniform(0, 1.5) for _ in range(count)]
-    batches = [
+    return Launch(rows, widths, draw_batches(random, bags, rows, lookups))
+
+
+def draw_batches(
+    random: np.random.Generator, bags: int, rows: Sequence[int], lookups: Sequence[float]
+) -> list[list[Batch]]:
+    """Batches of some bags for tables of some rows, with a mean number of lookups a bag of each."""
+    skews = [0.0 if random.random() < 0.25 else random.uniform(0, 1.5) for _ in rows]
+    return [
         [
             (torch.from_numpy(zipf(random, int(sizes.sum()), e, skew)), _offsets(sizes))
             for e, mean, skew in zip(rows, lookups, skews, strict=True)
@@ -121,7 +131,6 @@ def draw(seed: int) -> Launch:
         ]
         for _ in range(BATCHES)
     ]
-    return Launch(rows, widths, batches)
 
 
 def _bag_sizes(random: np.random.Generator, bags: int, mean: float) -> np.ndarray:
@@ -187,17 +196,17 @@ def _update(table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -
     return run
 
 
-def measure(arena: torch.Tensor, seed: int) -> dict[str, Any]:
+def measure(arena: torch.Tensor, seed: int, probe: ExchangeProbe) -> dict[str, Any]:
     """Microseconds of each batch and table, by direction: medians of even and of odd rounds."""
     launch = draw(seed)
     tables = tables_in(arena, launch)
-    result: dict[str, Any] = {"seed": seed, "exchange": [exchange_seconds()]}
+    result: dict[str, Any] = {"seed": seed, "exchange": [probe.seconds()]}
     for name, prepare in zip(DIRECTIONS, (forward, backward), strict=True):
         batches = [prepare(tables, batch) for batch in launch.batches]
         times = [[[_timed(run) for run in batch] for batch in batches] for _ in range(ROUNDS + 1)]
         halves = [np.median(times[1 + half :: 2], axis=0) for half in (0, 1)]
         result[name] = (1e6 * np.array(halves)).round(2).tolist()
-    result["exchange"].append(exchange_seconds())
+    result["exchange"].append(probe.seconds())
     return result
 
 
@@ -219,19 +228,6 @@ def _timed(run: Run) -> float:
     return time.perf_counter() - begin
 
 
-def exchange_seconds() -> float:
-    """Seconds that a byte takes longer if another core has written it than if the same one has."""
-    rows, width = 1024, 256
-    source, copy, same = torch.zeros(rows, width), torch.zeros(rows, width), torch.arange(rows)
-    times: list[list[float]] = [[], []]
-    for _ in range(ROUNDS):
-        for found, order in zip(times, (same, same.flip(0)), strict=True):
-            source.fill_(1.0)
-            found.append(_timed(partial(torch.index_select, source, 0, order, out=copy)))
-    own, other = (float(np.median(found)) for found in times)
-    return max(other - own, LEAST_EXCHANGE) / (4 * rows * width)
-
-
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory; other C libraries have no such choice."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -245,10 +241,12 @@ def measure_more(launches: list[dict[str, Any]], seconds: float) -> None:
     torch.set_num_threads(THREADS)
     keep_freed_memory()
     arena = torch.full((ARENA // 4,), 1e-3)
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")  # PyTorch's threads have the cores
+    probe = ExchangeProbe(resolve(NATIVE, cores=THREADS), THREADS)
     end = time.monotonic() + seconds
     with torch.no_grad():
         while time.monotonic() < end:
-            found = measure(arena, launches[-1]["seed"] + 1 if launches else 0)
+            found = measure(arena, launches[-1]["seed"] + 1 if launches else 0, probe)
             if is_steady(found):
                 launches.append(found)
 

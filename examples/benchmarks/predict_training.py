@@ -2,6 +2,7 @@
 """Predicted and measured steps of PyTorch trainings on this CPU.
 
     python examples/benchmarks/predict_training.py [--only mlp cnn] [--rounds 15]
+    python examples/benchmarks/predict_training.py --ranks 2   # DDP and sharded tables, over gloo
 
 Each training has four batch sizes. A step of each is timed without profiler; then PyTorch's
 profiler records some steps, and each operator takes its mean in the half of them nearest to the
@@ -9,7 +10,9 @@ median step, without what the profiler adds to the events inside it. Predicted a
 overheads of the host from the traces of the other models: steps whose operators take the times of
 their own trace, and steps of a batch whose operators take times between those of the other three
 batch sizes, so that nothing of that batch is known. All is measured in three turns; beside the
-errors stands the difference of the first and the last. Writes results/CPU/predict_training.json.
+errors stands the difference of the first and the last. Writes results/CPU/predict_training.json,
+or predict_training_ranks.json: steps of two ranks of one thread each, half of the batch on each
+(``prediction/rank_trainings.py``).
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.benchmarks.predict_traces import errors  # noqa: E402
+from examples.benchmarks.prediction.timed_steps import (  # noqa: E402
+    TRACED,
+    event_cost,
+    profiler,
+    time_steps,
+)
 from examples.benchmarks.prediction.trainings import (  # noqa: E402
     TRAININGS,
     Step,
@@ -41,17 +49,19 @@ from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
 from tvm_fusion.prediction.api import TracedRun, load_traces  # noqa: E402
 from tvm_fusion.prediction.timeline.edits import map_kernels  # noqa: E402
-from tvm_fusion.prediction.timeline.execution_graph import ExecutionGraph, Kernel, Op  # noqa: E402
+from tvm_fusion.prediction.timeline.execution_graph import (  # noqa: E402
+    HOST,
+    ExecutionGraph,
+    Kernel,
+    Op,
+)
 from tvm_fusion.prediction.timeline.ranks import simulate  # noqa: E402
 from tvm_fusion.prediction.traces.overheads import Overheads, ProfilerCost  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 THREADS = 2
-WARM_UP = 5
 TURNS = 3  # of all trainings
-TRACED = 9  # steps that are recorded
 WARMED = 2  # of them those that do not count
-TINY = 2000  # operators by which the cost of the profiler is measured
 MOST_SLOPE = 1.5  # of the logarithm of an operator's time over that of the batch
 MICRO = 1e-6
 
@@ -70,15 +80,15 @@ class Measured:
         Median seconds of a step in each turn.
     overheads : Overheads
         Overheads in its traces.
-    graph : ExecutionGraph
-        A step of them.
+    graphs : list of ExecutionGraph
+        A step of them, of each rank.
     """
 
     name: str
     batch: int
     times: list[float]
     overheads: Overheads
-    graph: ExecutionGraph
+    graphs: list[ExecutionGraph]
 
     @property
     def seconds(self) -> float:
@@ -86,69 +96,88 @@ class Measured:
         return float(np.median(self.times))
 
 
-def time_steps(step: Step, count: int) -> float:
-    """Median seconds of some steps after some others."""
-    for _ in range(WARM_UP):
-        step()
-    times = []
-    for _ in range(count):
-        begin = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times))
-
-
 def record(step: Step, path: Path, cost: float) -> TracedRun:
     """Trace of some steps, and its overheads without ``cost`` seconds an event."""
-    with _profiler() as profiler:
+    with profiler() as found:
         for _ in range(TRACED):
             step()
-    profiler.export_chrome_trace(str(path))
+    found.export_chrome_trace(str(path))
     (run,) = load_traces(path, ProfilerCost(cost / MICRO))
     return run
 
 
-def _profiler() -> torch.profiler.profile:
-    return torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    )
-
-
-def event_cost() -> float:
-    """Seconds that the profiler adds to an event: by operators on one element."""
-    one = torch.zeros(1)
-
-    def step() -> None:
-        for _ in range(TINY):
-            one.add_(one)
-
-    plain = time_steps(step, TRACED)
-    with _profiler():
-        traced = time_steps(step, TRACED)
-    return max(traced - plain, 0.0) / TINY
-
-
-def typical_step(graphs: Sequence[ExecutionGraph], count: int) -> ExecutionGraph:
+def typical_step(
+    runs: Sequence[Sequence[ExecutionGraph]],
+    count: int,
+    structure: Sequence[ExecutionGraph] | None = None,
+) -> list[ExecutionGraph]:
     """The second of some steps, with operators of their mean times in the middle half of all.
 
     The sum of the operators' medians would be less than the median of a step. Of each trace of
-    ``count`` steps the first two do not count.
+    ``count`` steps the first two do not count. A collective takes the least time of its ranks,
+    which do not wait for another then.
+
+    Parameters
+    ----------
+    runs : sequence of sequences of ExecutionGraph
+        Graph of each rank, of each trace.
+    count : int
+        Steps of a trace.
+    structure : sequence of ExecutionGraph, optional
+        Graph of each rank of some steps, of which the second is taken; by default the first run.
+
+    Returns
+    -------
+    list of ExecutionGraph
+        One a rank; all start together.
 
     Raises
     ------
     ValueError
         If the steps do not call the same operators.
     """
-    length = len(graphs[0].ops) // count
-    steps = [g.ops[at : at + length] for g in graphs for at in range(0, len(g.ops), length)]
-    if len(steps) != count * len(graphs) or any(_names(s) != _names(steps[0]) for s in steps):
-        raise ValueError(f"{graphs[0].name}: {count} steps do not call the same operators")
-    counted = [step for number, step in enumerate(steps) if number % count >= WARMED]
-    times = np.array([[kernel.seconds for op in step for kernel in op.kernels] for step in counted])
-    order, outer = np.argsort(times.sum(axis=1)), len(times) // 4
-    means = iter(times[order[outer : len(order) - outer]].mean(axis=0).tolist())
-    second = replace(graphs[0], ops=steps[1])
-    return map_kernels(second, lambda kernel, _: replace(kernel, seconds=next(means)))
+    chosen = structure or runs[0]
+    length = [len(graph.ops) // count for graph in runs[0]]
+    second = [
+        replace(graph, ops=graph.ops[own : 2 * own], start=0.0)
+        for graph, own in zip(chosen, length, strict=True)
+    ]
+    times = []
+    for run in runs:
+        for step in range(count):
+            parts = [
+                replace(graph, ops=graph.ops[step * own :][:own])
+                for graph, own in zip(run, length, strict=True)
+            ]
+            alike = all(map(_calls_the_same, parts, second))
+            if not alike or any(map(lambda g, own: len(g.ops) != own * count, run, length)):
+                raise ValueError(f"{run[0].name}: {count} steps do not call the same operators")
+            if step >= WARMED:
+                times.append(_intrinsic(parts))
+    each = np.array(times)
+    order, outer = np.argsort(each.sum(axis=1)), len(each) // 4
+    means = iter(each[order[outer : len(order) - outer]].mean(axis=0).tolist())
+    return [_retimed(graph, means) for graph in second]
+
+
+def _calls_the_same(one: ExecutionGraph, other: ExecutionGraph) -> bool:
+    kernels = [len(list(graph.kernels)) for graph in (one, other)]
+    return _names(one.ops) == _names(other.ops) and kernels[0] == kernels[1]
+
+
+def _intrinsic(ranks: Sequence[ExecutionGraph]) -> list[float]:
+    """Times of the kernels of all ranks; of the n-th collective the least of the ranks."""
+    found = [[kernel.seconds for kernel in graph.kernels] for graph in ranks]
+    places = [[n for n, one in enumerate(graph.kernels) if one.collective] for graph in ranks]
+    for meeting in zip(*places, strict=True):
+        least = min(times[place] for times, place in zip(found, meeting, strict=True))
+        for times, place in zip(found, meeting, strict=True):
+            times[place] = least
+    return [seconds for times in found for seconds in times]
+
+
+def _retimed(graph: ExecutionGraph, times: Iterator[float]) -> ExecutionGraph:
+    return map_kernels(graph, lambda kernel, _: replace(kernel, seconds=next(times)))
 
 
 def _names(ops: Sequence[Op]) -> list[str]:
@@ -165,27 +194,57 @@ def measure(names: Sequence[str], rounds: int, folder: Path) -> list[Measured]:
     for turn in range(TURNS):
         for name, batch in cases:
             step = training_step(name, batch)
-            times[name, batch].append(time_steps(step, rounds))
+            times[name, batch].append(float(np.median(time_steps(step, rounds))))
             path = folder / f"{name}-{batch}.{turn}.json"
             runs[name, batch].append(record(step, path, cost))
             print(f"{name} {batch}: {1e3 * times[name, batch][-1]:.2f} ms", flush=True)
-    return [
-        Measured(
-            *case,
-            times[case],
-            Overheads().merge(run.overheads for run in runs[case]),
-            without_profiler(typical_step([run.graphs[0] for run in runs[case]], TRACED), cost),
-        )
-        for case in cases
-    ]
+    return [_measured(*case, times[case], runs[case], None, cost) for case in cases]
+
+
+def measure_ranks(names: Sequence[str], rounds: int, folder: Path) -> list[Measured]:
+    """The same of two ranks; which operator waits for which collective execution traces tell."""
+    from examples.benchmarks.prediction.rank_trainings import run_ranks
+
+    found = run_ranks(folder, names, rounds, TURNS)
+    print(f"the profiler adds {found.cost / MICRO:.2f} us to an event")
+    each = ProfilerCost(found.cost / MICRO)
+
+    def loaded(case: str) -> TracedRun:
+        return load_traces(folder / case, each)[0]
+
+    cases = [(name, batch) for name in names for batch in TRAININGS[name][2]]
+    result = []
+    for name, batch in cases:
+        case = f"{name}-{batch}"
+        runs = [loaded(f"{case}.{turn}") for turn in range(TURNS)]
+        structure = loaded(f"{case}.structure")
+        result.append(_measured(name, batch, found.steps[case], runs, structure, found.cost))
+    return result
+
+
+def _measured(
+    name: str,
+    batch: int,
+    times: list[float],
+    runs: Sequence[TracedRun],
+    structure: TracedRun | None,
+    cost: float,
+) -> Measured:
+    graphs = structure.graphs if structure else None
+    step = typical_step([run.graphs for run in runs], TRACED, graphs)
+    overheads = Overheads().merge(run.overheads for run in runs)
+    return Measured(name, batch, times, overheads, [without_profiler(one, cost) for one in step])
 
 
 def without_profiler(graph: ExecutionGraph, cost: float) -> ExecutionGraph:
     """The operators of a trace without what the profiler added to the events inside them."""
 
     def shorter(kernel: Kernel, op: Op) -> Kernel:
-        share = cost * sum(op.events) / max(sum(1 for _ in op.kernels), 1)
-        return replace(kernel, seconds=max(kernel.seconds - share, 0.0))
+        total = sum(one.seconds for one in op.kernels if one.stream == HOST)
+        if kernel.stream != HOST or not total:
+            return kernel
+        left = max(1 - cost * sum(op.events) / total, 0.0)
+        return replace(kernel, seconds=kernel.seconds * left)
 
     return map_kernels(graph, shorter)
 
@@ -217,6 +276,10 @@ def _seconds(graph: ExecutionGraph) -> list[float]:
     return [kernel.seconds for op in graph.ops for kernel in op.kernels]
 
 
+def _host_seconds(graph: ExecutionGraph) -> float:
+    return sum(kernel.seconds for kernel in graph.kernels if kernel.stream == HOST)
+
+
 def _power(low: float, high: float, share: float, ratio: float) -> float:
     if min(low, high) <= 0:
         return max((1 - share) * low + share * high, 0.0)
@@ -231,12 +294,17 @@ def predictions(cases: Sequence[Measured]) -> dict[str, list[float]]:
     for own in cases:
         overheads = Overheads().merge(one.overheads for one in cases if one.name != own.name)
         others = {
-            one.batch: one.graph for one in cases if one.name == own.name and one.batch != own.batch
+            one.batch: one.graphs
+            for one in cases
+            if one.name == own.name and one.batch != own.batch
         }
-        found["own_trace"].append(simulate([own.graph], overheads).seconds)
-        unseen = between(own.batch, others)
-        found["other_batches"].append(simulate([unseen], overheads).seconds)
-        found["operators_alone"].append(sum(_seconds(own.graph)))
+        found["own_trace"].append(simulate(own.graphs, overheads).seconds)
+        unseen = [
+            between(own.batch, {batch: graphs[rank] for batch, graphs in others.items()})
+            for rank in range(len(own.graphs))
+        ]
+        found["other_batches"].append(simulate(unseen, overheads).seconds)
+        found["operators_alone"].append(max(map(_host_seconds, own.graphs)))
     return found
 
 
@@ -269,8 +337,9 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS))
     options.add_argument("--rounds", type=int, default=15, help="steps that are timed in a turn")
+    options.add_argument("--ranks", type=int, choices=[1, 2], default=1)
     options.add_argument("--traces", type=Path, help="folder to keep the traces in")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_training.json")
+    options.add_argument("--output", type=Path)
     chosen = options.parse_args()
     if len(set(chosen.only)) < 2:
         options.error("--only: expected two trainings or more, each predicted by the others")
@@ -278,10 +347,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.traces or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        results = results_of(measure(chosen.only, chosen.rounds, folder))
-    settings = {"machine": host_info(), "torch": torch.__version__, "threads": THREADS}
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(chosen.output) as aside:
+        how = measure if chosen.ranks == 1 else measure_ranks
+        results = results_of(how(chosen.only, chosen.rounds, folder))
+    settings = {"machine": host_info(), "torch": torch.__version__}
+    settings |= {"threads": THREADS // chosen.ranks, "ranks": chosen.ranks}
+    name = "predict_training.json" if chosen.ranks == 1 else "predict_training_ranks.json"
+    output = chosen.output or CPU_FOLDER / name
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(output) as aside:
         aside.write_text(json_text({"settings": settings, "results": results}) + "\n")
     Console(width=100).print(table_of(results))
     return 0

@@ -78,8 +78,13 @@ class RecommendationModel(nn.Module):
         hidden = self.bottom(dense)
         found = [table(rows) for table, rows in zip(self.tables, indices, strict=True)]
         vectors = torch.stack([hidden, *found], dim=1)
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        return self.top(torch.cat([hidden, products[:, self.pairs]], dim=1))
+        return self.top(interact(hidden, vectors, self.pairs))
+
+
+def interact(hidden: torch.Tensor, vectors: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Dense features (batch, width) and the products of pairs of (batch, tables + 1, width)."""
+    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+    return torch.cat([hidden, products[:, pairs]], dim=1)
 
 
 Inputs = tuple[torch.Tensor, ...]

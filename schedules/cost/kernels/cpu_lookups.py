@@ -60,12 +60,14 @@ def base_seconds(table: TableLookups, machine: Machine, is_backward: bool) -> fl
 
 
 def _exchange(machine: Machine) -> float:
-    """Bytes/s of what another core has just written.
+    """Bytes/s of what another core has just written; a single thread reads what it wrote itself.
 
     Where a file of ``calibrate`` lacks it, that of its family, and if that is unknown, too, enough
     for as much as a pass over L3.
     """
     known = machine.get("bandwidth.exchange", 0.0) or _family_exchange(machine.name)
+    if _threads(machine) == 1:
+        known = 0.0
     return known or EXCHANGES * machine["bandwidth.L3"]
 
 

@@ -97,6 +97,14 @@ def test_gradients_wait_for_the_other_core():
     assert times[0] - times[1] == pytest.approx(EXCHANGES * moved * (1 / exchange - 1e-12))
 
 
+def test_a_single_thread_reads_what_it_wrote_itself():
+    machine = load_machine("znver4")
+    figures = {**machine.figures, "multiprocessors": Figure(1, "by hand")}
+    slow = {**figures, "bandwidth.exchange": Figure(1e6, "by hand")}
+    times = [base_seconds(BATCH, replace(machine, figures=one), True) for one in (figures, slow)]
+    assert times[0] == times[1] < base_seconds(BATCH, machine, True)
+
+
 def test_a_calibrated_machine_exchanges_as_its_family():
     machine = load_machine("znver4")
     figures = {k: v for k, v in machine.figures.items() if k != "bandwidth.exchange"}

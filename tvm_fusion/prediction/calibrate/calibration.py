@@ -64,6 +64,9 @@ class Timer(Protocol):
     def peak(self) -> float:
         """Floating-point operations a second at this moment."""
 
+    def exchange(self) -> float | None:
+        """Seconds of a byte that another core has just written; None for a single thread."""
+
 
 def calibrate(
     output: Path,
@@ -112,6 +115,9 @@ def calibrate(
         bare = _with(bare, {f"overhead.{name}": one for name, one in used.overheads().items()})
         _write(output, bare, samples)
         used = (timer or _timer)(bare)
+    if "bandwidth.exchange" not in bare.figures and (passed := used.exchange()) is not None:
+        bare = _with(bare, {"bandwidth.exchange": 1 / passed})
+        _write(output, bare, samples)
     known = {sample["case"] for sample in samples}
     for number, case in enumerate(todo):
         if case.name in known:

@@ -26,6 +26,7 @@ from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.tuning.records import Records
 
+from ...bench.exchange_probe import ExchangeProbe
 from ...bench.machine_limits import PeakProbe
 from ...compiler import pipeline
 from ...runtime.host_arrays import aligned_empty
@@ -40,6 +41,9 @@ SECONDS = 0.3
 COPIES = 2.0
 """Bytes of all copies of the weights, in last-level caches."""
 MOST_COPIES = 64
+EXCHANGES = 9
+"""Measurements of what cores pass to each other, of which the median counts."""
+_PAUSE = 0.25  # seconds between two of them, since a virtual machine's cores change their places
 _CHAIN = 33
 
 Timed = tuple[KernelCall, float]
@@ -66,6 +70,20 @@ class KernelTimer:
     def peak(self) -> float:
         """Floating-point operations a second at this moment."""
         return self._crew.run(self._probe.flops, 0.0, 4)
+
+    def exchange(self) -> float | None:
+        """Typical seconds of a byte that another core has just written; None for a single thread.
+
+        Takes some seconds.
+        """
+        if self._crew.threads == 1:
+            return None
+        probe = ExchangeProbe(self._target, self._crew.threads)
+        found = [probe.seconds()]
+        while len(found) < EXCHANGES:
+            time.sleep(_PAUSE)
+            found.append(probe.seconds())
+        return statistics.median(found)
 
     def measure(self, case: Case) -> list[Timed]:
         """Time all kernels of a case: each call as its model sees it, and its typical seconds."""

@@ -182,6 +182,10 @@ class RankSimulation:
         for index, op in enumerate(timeline.graph.ops):
             front = fronts.get(op.thread, timeline.graph.start)
             now = max(front, timeline.host_end) if op.follows else front
+            awaited = [id_ for id_ in op.after if id_ in self._runs]
+            if awaited:
+                yield awaited
+                now = self._wait(awaited, index, now)
             now += costs.t1(previous, op) if op.gap is None else op.gap
             begin = now
             if not op.steps:

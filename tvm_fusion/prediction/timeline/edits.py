@@ -230,7 +230,7 @@ def _rebucketed(
 
 def _is_plain(op: Op) -> bool:
     """True if an operator only launches kernels of the device."""
-    return not op.graph and all(
+    return not (op.graph or op.after) and all(
         isinstance(step, Launch)
         and not step.blocking
         and step.kernel.stream != HOST
@@ -275,6 +275,7 @@ def _redirected(
 
     ops = []
     for op in graph.ops:
+        first = awaited(op.after)
         steps: list[Launch | Wait] = []
         for step in op.steps:
             if isinstance(step, Launch):
@@ -284,5 +285,5 @@ def _redirected(
             else:
                 after = None if step.after is None else awaited(step.after)
                 steps.append(changed(step, after=after))
-        ops.append(changed(op, steps=tuple(steps)))
+        ops.append(changed(op, steps=tuple(steps), after=first))
     return changed(graph, ops=tuple(ops))

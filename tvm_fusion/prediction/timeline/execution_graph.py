@@ -138,6 +138,8 @@ class Op:
         Operators and other events inside it, before each of its steps and after the last.
     graph : bool
         Whether one call launches all of its kernels.
+    after : tuple of int
+        Kernels that the host waits for before it, and before the gap or T1.
     """
 
     name: str
@@ -148,6 +150,7 @@ class Op:
     before: int = 0
     events: tuple[int, ...] = ()
     graph: bool = False
+    after: tuple[int, ...] = ()
 
     @property
     def kernels(self) -> Iterator[Kernel]:
@@ -190,19 +193,25 @@ class ExecutionGraph:
         for op in self.ops:
             if op.gap is not None:
                 self._check_time(op.gap, f"gap before {op.name}")
+            self._check_order(op, op.after, everything, seen)
             for step in op.steps:
                 awaited = step.after if isinstance(step, Wait) else step.kernel.after
-                late = [id_ for id_ in awaited or () if id_ in everything and id_ not in seen]
-                if late:
-                    raise PredictionError(
-                        f"rank {self.rank}: {op.name} waits for kernel {late[0]}, which is "
-                        "launched by it or later: a cycle"
-                    )
+                self._check_order(op, awaited or (), everything, seen)
                 if isinstance(step, Launch):
                     self._check_time(step.kernel.seconds, f"time of {step.kernel.name}")
                     if step.kernel.id in seen:
                         raise PredictionError(f"rank {self.rank}: two kernels {step.kernel.id}")
                     seen.add(step.kernel.id)
+
+    def _check_order(
+        self, op: Op, awaited: tuple[int, ...], everything: set[int], seen: set[int]
+    ) -> None:
+        late = [id_ for id_ in awaited if id_ in everything and id_ not in seen]
+        if late:
+            raise PredictionError(
+                f"rank {self.rank}: {op.name} waits for kernel {late[0]}, which is launched by it "
+                "or later: a cycle"
+            )
 
     def _check_time(self, seconds: float, what: str) -> None:
         if not 0 <= seconds < math.inf:

@@ -95,11 +95,13 @@ def _host_segments(rank: RankTimeline, end: float, waits: int) -> Iterator[PathS
 def active_seconds(rank: RankTimeline) -> float:
     """Time in which at least one kernel of a device runs, without waits for other ranks.
 
-    Without a device that of the kernels of the host.
+    Without a device that of the kernels of the host, collectives of its threads included.
     """
     runs = list(rank.kernels.values())
     on_device = [run for run in runs if run.kernel.stream != HOST]
-    return sum(end - start for start, end in _union(_busy(on_device or runs)))
+    if all(run.kernel.collective for run in on_device):
+        on_device = runs
+    return sum(end - start for start, end in _union(_busy(on_device)))
 
 
 def streams(rank: RankTimeline) -> list[int]:

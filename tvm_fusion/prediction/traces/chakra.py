@@ -21,7 +21,9 @@ from .kineto import HostEvent, KinetoTrace
 SCHEMAS = ("1.0.1", "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 """Schemas that are read; 1.0.2 and later may end in ``-chakra.0.0.4``."""
 
-_STRUCTURE = re.compile(r"\[pytorch\|profiler\|execution_(graph|trace)\|(process|thread)\]")
+_STRUCTURE = re.compile(
+    r"\[pytorch\|profiler\|execution_(graph|trace)\|(process|thread)\]|## process_group:init ##"
+)
 _TENSOR = 6
 """Entries of a tensor: id, storage, offset, elements, bytes of each, device."""
 
@@ -205,17 +207,20 @@ def _node(path: Path, value: Any) -> Node:
             )
     inputs, shapes, types = _operands(value, "input")
     outputs, _, _ = _operands(value, "output")
+    name = str(value.get("name", ""))
+    if name.startswith("c10d::") and name != "c10d::send" and isinstance(inputs, list):
+        outputs = inputs[:1]  # it returns its work, and writes its first operand
     return Node(
         value["id"],
         numbers["parent"],
-        str(value.get("name", "")),
+        name,
         numbers["rf_id"],
         numbers["tid"],
         tuple(_storages(inputs)),
         tuple(_storages(outputs)),
         _frozen(shapes),
         _frozen(types),
-        _collective(str(value.get("name", "")), attributes, inputs),
+        _collective(name, attributes, inputs),
     )
 
 

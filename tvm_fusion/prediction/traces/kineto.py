@@ -102,6 +102,8 @@ class DeviceEvent:
         Bytes of a copy.
     collective : dict, optional
         Arguments of a collective.
+    on_host : bool
+        Whether a thread of the host runs it.
     """
 
     name: str
@@ -111,6 +113,7 @@ class DeviceEvent:
     end: float
     bytes: float = 0.0
     collective: Mapping[str, Any] | None = None
+    on_host: bool = False
 
 
 @dataclass
@@ -149,6 +152,11 @@ class KinetoTrace:
     queued: dict[int, DeviceEvent] = field(default_factory=dict)
     python: dict[int, array[float]] = field(default_factory=dict)
     problems: dict[str, list] = field(default_factory=dict)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether no device ran anything."""
+        return all(event.on_host for event in self.device_events.values())
 
     def count_problem(self, reason: str, event: str) -> None:
         """Count an event that cannot be used."""

@@ -283,7 +283,8 @@ def _measure_calls(result: Overheads, op: TracedOp, cost: ProfilerCost) -> None:
     name, begin = op.event.name, op.event.start
     for number, (call, events) in enumerate(zip(op.calls, op.events, strict=False)):
         _add(result, "t5" if number else "t2", name, call.event.start - begin, events, cost)
-        if own_time(call) < HOST_WORK:
+        on_host = call.device is not None and call.device.on_host  # then it is a kernel
+        if own_time(call) < HOST_WORK and not on_host:
             recorded = cost.device if call.device else 0.0
             result.add("t4", call_name(call), own_time(call) - recorded)
         begin = call.event.end

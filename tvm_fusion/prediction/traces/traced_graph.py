@@ -10,32 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..timeline.execution_graph import HOST, Collective, ExecutionGraph, Kernel, Launch, Op, Wait
+from .collective_kind import collective_kind
 from .kernel_calls import bytes_of, kernel_call
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
 from .overheads import HOST_WORK, MICRO, call_name, own_time
 from .traced_ops import SLACK, TracedCall, TracedOp
 
-_KINDS = {
-    "allreduce": "all_reduce",
-    "alltoall": "all_to_all",
-    "alltoallv": "all_to_all",
-    "alltoallbase": "all_to_all",
-    "allgather": "all_gather",
-    "allgatherbase": "all_gather",
-    "allgatherintotensor": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "reducescatterbase": "reduce_scatter",
-    "reducescattertensor": "reduce_scatter",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "recv",
-}
-
 
 def traced_graph(trace: KinetoTrace, ops: list[TracedOp], rank: int) -> ExecutionGraph:
     """Graph of a trace; its kernels take the times that were measured.
 
-    Of a run on the CPU each operator is one kernel of the host.
+    Of a run on the CPU each operator is one kernel of the host; with collectives of gloo in it, one
+    before, during and after the call of each.
     """
     builder = _Builder(trace, rank)
     built = tuple(map(builder.op, ops))
@@ -60,7 +46,7 @@ class _Builder:
     def __init__(self, trace: KinetoTrace, rank: int) -> None:
         self._trace = trace
         self._rank = rank
-        self._on_host = not trace.device_events
+        self._on_host = trace.is_on_host
         self._sequence: Counter[str] = Counter()
         self._written: dict[int, int] = {}
         self._next = 0
@@ -72,13 +58,16 @@ class _Builder:
         begin = event.start
         for call in traced.calls:
             steps += self._host_work(event.name, call.event.start - begin)
-            steps += self._host_work(call.event.name, own_time(call))
-            steps.append(self._step(call, traced))
+            work = self._host_work(call.event.name, own_time(call))
+            step = self._step(call, traced)
+            # A thread of gloo begins while its call still runs.
+            steps += [step, *work] if call.device and call.device.on_host else [*work, step]
             begin = call.event.end
         steps += self._host_work(event.name, event.end - begin)
         known = 0.0 if gap is None else gap * MICRO if gap >= HOST_WORK else None
         counts, before = traced.events, traced.before
-        return Op(event.name, tuple(steps), event.thread, traced.follows, known, before, counts)
+        rest = traced.follows, known, before, counts
+        return Op(event.name, tuple(steps), event.thread, *rest, after=traced.awaited)
 
     def _host_work(self, name: str, micros: float) -> list[Launch | Wait]:
         """Work of the host inside an operator: long, or any on a CPU alone."""
@@ -93,6 +82,15 @@ class _Builder:
             return Wait(call.awaited, call_name(call))
         around = _around(op, call.event)
         part = self._collective(device, around)
+        if device.on_host:
+            kernel = Kernel(
+                call.event.correlation,
+                device.name,
+                (device.end - device.start) * MICRO,
+                device.stream,
+                collective=part,
+            )
+            return Launch(kernel, call_name(call))
         awaited = dict.fromkeys((*call.awaited, *self._read(device, op)))
         if part is not None:
             storages = (storage for event in around for storage in event.writes)
@@ -119,7 +117,7 @@ class _Builder:
         return [self._written.pop(storage) for storage in ready]
 
     def _collective(self, device: DeviceEvent, around: list[HostEvent]) -> Collective | None:
-        if not re.search("nccl|rccl", device.name, re.IGNORECASE):
+        if not re.search("nccl|rccl|gloo:", device.name, re.IGNORECASE):
             return None
         args = device.collective or next(
             (event.collective for event in reversed(around) if event.collective), {}
@@ -141,15 +139,6 @@ def _around(op: TracedOp, call: HostEvent) -> list[HostEvent]:
         for event in outer
         if event.kind != "runtime" and event.start <= call.start < event.end
     ]
-
-
-def collective_kind(name: str) -> str:
-    """Kind of a collective by any of its names: ``nccl:all_to_all``, ``alltoallv`` and others."""
-    bare = re.sub("[^a-z0-9]", "", name.lower().removeprefix("nccl:").removeprefix("c10d::"))
-    if bare in _KINDS:
-        return _KINDS[bare]
-    found = [kind for part, kind in _KINDS.items() if part in bare]
-    return found[0] if found else "send" if "sendrecv" in bare else bare
 
 
 def _annotated(around: list[HostEvent]) -> str:

@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from .gloo import launch_collectives
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
 
 SLACK = 2.0
@@ -60,6 +61,9 @@ class TracedOp:
         Calls of Python functions in that gap.
     events : tuple of int
         Events inside it, before each of its calls and after the last.
+    awaited : tuple of int
+        Correlations of collectives on the host's threads that the host waits for before it; the
+        gap is without that.
     """
 
     event: HostEvent
@@ -69,6 +73,7 @@ class TracedOp:
     gap: float | None = None
     before: int = 0
     events: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
 
 
 def traced_ops(trace: KinetoTrace) -> list[TracedOp]:
@@ -76,11 +81,37 @@ def traced_ops(trace: KinetoTrace) -> list[TracedOp]:
 
     Launches without a kernel are counted among the trace's problems.
     """
+    launch_collectives(trace)
     ops = list(_outermost(trace))
     _link_calls(trace, ops)
     ops = [op for op in ops if op.event.kind != "runtime" or op.calls]
+    _find_waits(trace, ops)
     _count_events(trace, ops)
     return ops
+
+
+def _find_waits(trace: KinetoTrace, ops: list[TracedOp]) -> None:
+    """Find where the host waits for collectives that its threads run, which no event tells.
+
+    At the operator after its call or after a gap in which it ended; where the execution trace says
+    what it writes, at the first operator that reads that.
+    """
+    pending: dict[int, tuple[TracedCall, DeviceEvent, TracedOp]] = {}
+    before: dict[int, TracedOp] = {}
+    for op in ops:
+        previous = before.get(op.event.thread)
+        reads = {storage for event in (op.event, *op.nested) for storage in event.reads}
+        for correlation, (call, device, caller) in list(pending.items()):
+            writes = reads.intersection(call.event.writes)
+            may_wait = caller is previous or not call.event.writes
+            waited = previous is not None and previous.event.end < device.end
+            if device.end <= op.event.start + SLACK and (writes or may_wait and waited):
+                op.awaited += (correlation,)
+                del pending[correlation]
+        for call in op.calls:
+            if call.device is not None and call.device.on_host:
+                pending[call.event.correlation] = call, call.device, op
+        before[op.event.thread] = op
 
 
 def _count_events(trace: KinetoTrace, ops: list[TracedOp]) -> None:
@@ -94,7 +125,8 @@ def _count_events(trace: KinetoTrace, ops: list[TracedOp]) -> None:
         if latest is not None:
             op.follows = event.start >= latest
             begin = latest if op.follows else threads.get(event.thread, event.start)
-            op.gap = event.start - begin
+            free = (trace.device_events[awaited].end for awaited in op.awaited)
+            op.gap = max(event.start - max([begin, *free]), 0.0)
             op.before = _between(python, begin, event.start)
         begin, counts = event.start, []
         ends = [*((call.event.start, call.event.end) for call in op.calls), (event.end, event.end)]
@@ -130,8 +162,8 @@ def _link_calls(trace: KinetoTrace, ops: list[TracedOp]) -> None:
     calls = [
         (event, op)
         for op in ops
-        for event in (op.nested if op.event.kind == "op" else [op.event])
-        if event.kind == "runtime"
+        for event in ((op.event, *op.nested) if op.event.kind == "op" else [op.event])
+        if event.kind == "runtime" or event.correlation in trace.device_events
     ]
     calls.sort(key=lambda pair: pair[0].start)
     devices = {**trace.queued, **trace.device_events}

@@ -17,15 +17,18 @@ from tvm_fusion.prediction.calibrate.calibration import calibrate
 from tvm_fusion.prediction.calibrate.cases import Case, cases
 from tvm_fusion.prediction.collectives import Collectives, Curve, collectives_of
 
-LIMITS = replace(load_machine("znver4"), name=host_cpu())
+FAMILY = load_machine("znver4")
+FIGURES = {name: one for name, one in FAMILY.figures.items() if name != "bandwidth.exchange"}
+LIMITS = replace(FAMILY, name=host_cpu(), figures=FIGURES)
 TODO = [Case(f"case {number}", lambda: None) for number in range(4)]
 
 
 class FakeTimer:
     """Says that a convolution takes twice its cycles; each case takes a second of its clock."""
 
-    def __init__(self, peak=LIMITS["peak_flops.float32"]):
-        self.now, self.measured, self._peak = 0.0, [], peak
+    def __init__(self, peak=LIMITS["peak_flops.float32"], exchange=2e-11):
+        self.now, self.measured, self._peak, self._exchange = 0.0, [], peak, exchange
+        self.exchanges = 0
 
     def measure(self, case):
         self.now += 1
@@ -38,6 +41,10 @@ class FakeTimer:
 
     def peak(self):
         return self._peak
+
+    def exchange(self):
+        self.exchanges += 1
+        return self._exchange
 
 
 def run(path, timer, budget, todo=TODO, threads=2):
@@ -64,6 +71,26 @@ def test_a_second_call_measures_what_the_budget_left(tmp_path):
     assert "4 kernels" in machine.figures["cpu.conv2d.factor"].origin
     assert load_machine(path) == machine
     assert machine["overhead.call"] == 2e-7
+
+
+def test_a_file_has_what_cores_pass_to_each_other(tmp_path):
+    path, first, second = tmp_path / "machine.json", FakeTimer(exchange=4e-11), FakeTimer()
+    assert run(path, first, 0.5)["bandwidth.exchange"] == pytest.approx(2.5e10)
+    found = load_machine(path).figures["bandwidth.exchange"]
+    assert found.value == pytest.approx(2.5e10) and found.origin.startswith("measured: tvm-fusion")
+    assert run(path, second, 60)["bandwidth.exchange"] == pytest.approx(2.5e10)
+    assert (first.exchanges, second.exchanges) == (1, 0)
+    # What an older call wrote is completed.
+    data = json.loads(path.read_text())
+    del data["figures"]["bandwidth.exchange"]
+    path.write_text(json.dumps(data))
+    assert run(path, second, 60)["bandwidth.exchange"] == pytest.approx(5e10)
+    assert second.exchanges == 1
+
+
+def test_a_single_thread_passes_nothing(tmp_path):
+    timer = FakeTimer(exchange=None)
+    assert "bandwidth.exchange" not in run(tmp_path / "machine.json", timer, 60).figures
 
 
 def test_curves_of_collectives_stay_in_the_file(tmp_path):

@@ -3,9 +3,10 @@
 
 from dataclasses import replace
 
-from schedules.cost.machine import load_machine
+from schedules.cost.machine import Figure, load_machine
 from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.prediction.calibrate import timing
 from tvm_fusion.prediction.calibrate.cases import cases
 from tvm_fusion.prediction.calibrate.timing import KernelTimer
 from tvm_fusion.prediction.machines import NATIVE
@@ -25,3 +26,26 @@ def test_kernels_of_some_cases_are_timed():
     assert {"cpu.matvec", "cpu.softmax", "cpu.conv2d", "cpu.coalescedreduce"} <= set(ops)
     assert all(seconds > 0 for _, seconds in found)
     assert timer.peak() > 1e9
+
+
+def test_what_cores_pass_to_each_other_is_a_median(monkeypatch):
+    found = iter([5e-12, 9e-11, 3e-11])
+
+    class Probe:
+        def __init__(self, target, threads):
+            assert threads == 2
+
+        def seconds(self):
+            return next(found)
+
+    monkeypatch.setattr(timing, "ExchangeProbe", Probe)
+    monkeypatch.setattr(timing, "EXCHANGES", 3)
+    monkeypatch.setattr(timing, "_PAUSE", 0.0)
+    machine = load_machine("znver4")
+    timers = [KernelTimer(resolve(NATIVE, cores=n), with_threads(machine, n)) for n in (2, 1)]
+    assert [timer.exchange() for timer in timers] == [3e-11, None]
+
+
+def with_threads(machine, count):
+    figures = {**machine.figures, "multiprocessors": Figure(count, "given")}
+    return replace(machine, figures=figures)

@@ -170,3 +170,14 @@ def test_less_is_never_slower(letters, length) -> None:
     one_stream = graph(*(op(launch(n, length), name=name) for n, name in enumerate(letters)))
     assert micros(fuse(one_stream, named("[ab]"), total)) <= micros(one_stream)
     assert micros(parallelize(one_stream, named("a"))) <= micros(one_stream)
+
+
+def test_operators_that_wait_keep_their_wait() -> None:
+    chain = graph(
+        op(launch(1, 10), name="a"),
+        op(launch(2, 20), name="b", after=(1,)),
+        op(launch(3, 30), name="c"),
+    )
+    assert [one.after for one in fuse(chain, named("[abc]"), total).ops] == [(), (1,), ()]
+    assert names(launch_graphs(chain)) == ["a", "b", "c"]
+    assert [one.after for one in remove(chain, named("a")).ops] == [(), ()]

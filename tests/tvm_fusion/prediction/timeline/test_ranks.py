@@ -39,6 +39,19 @@ def test_late_rank_holds_all() -> None:
     assert round(timeline.seconds / US, 3) == 167
 
 
+def test_the_host_waits_before_an_operator() -> None:
+    # Known at 17, it ends at 67: before that the host has ended the operator at 32. T1 follows.
+    timeline = simulate([graph(reduce_op(1, 50), op(name="next", after=(1,)))], COSTS)
+    without = simulate([graph(reduce_op(1, 50), op(name="next"))], COSTS)
+    begins, waited = (found.ranks[0].host[1].start / US for found in (without, timeline))
+    t1 = begins - without.ranks[0].host[0].end / US
+    assert t1 > 0 and round(waited, 3) == round(67 + t1, 3)
+    (wait,) = timeline.ranks[0].waits
+    assert (round(wait.end / US, 3), wait.kernel, wait.op) == (67, 1, 1)
+    with pytest.raises(PredictionError, match="next waits for kernel 1, .* or later: a cycle"):
+        graph(op(name="next", after=(1,)), reduce_op(1, 50))
+
+
 def test_collective_waits_for_its_stream_and_its_input() -> None:
     slow = op(launch(1, 300))
     first = graph(slow, reduce_op(2, 50, after=(1,)))
