@@ -237,8 +237,8 @@ def engines_of(python: str) -> list[str]:
     found = json.loads(printed.splitlines()[-1])
     if not found:
         raise DistributedError(
-            f"{python} can import none of {', '.join(stencil_peers.ENGINES)}; install some of: "
-            "pip install numba mpi4py mpich jax devito halide"
+            f"{python} can import none of {', '.join(stencil_peers.ENGINES)}; install them by: "
+            "pip install 'tvm-fusion[peers]', in an environment of its own"
         )
     return found
 

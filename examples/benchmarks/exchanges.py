@@ -124,7 +124,7 @@ def _ours(world: distributed.World, case: Case, number: int) -> tuple[Side, View
         for source in (0, 1):
             region: list[tuple[int, int]] = list(whole)
             region[case.axis] = (-case.halo, 0) if source == 0 else (0, case.halo)
-            messages.append(Message(source, 1 - source, name, tuple(region)))
+            messages.append(Message(source, 1 - source, name, tuple(region), case.axis == 0))
     window: list[tuple[int, int]] = list(whole)
     extent, halo = case.shape[case.axis], case.halo
     window[case.axis] = (-extent, halo) if world.rank == 0 else (-halo, extent)

@@ -341,7 +341,7 @@ def halide_threads(stencil: str, sizes: Sizes) -> float | None:
     image = hl.Buffer(whole)  # dimension 0 is the last of numpy's
     x, y, yo, yi = (hl.Var(name) for name in ("x", "y", "yo", "yi"))
     out = hl.Func("out")
-    lanes = 8
+    lanes = hl.get_host_target().natural_vector_size(hl.Float(32))
     if stencil == "blur":
         bx = hl.Func("bx")
         bx[x, y] = (image[x, y] + image[x + 1, y] + image[x + 2, y]) / 3.0

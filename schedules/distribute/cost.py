@@ -60,10 +60,22 @@ class Processor:
         Operations per second.
     bandwidth : float
         Bytes per second from and to memory.
+    only_read : float, optional
+        Bytes per second of what is only read, such as weights; by default ``bandwidth``.
     """
 
     rate: float
     bandwidth: float
+    only_read: float | None = None
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes per second of what is only read."""
+        return self.bandwidth if self.only_read is None else self.only_read
+
+    def slower(self, factor: float) -> Processor:
+        """A processor that needs so many times as long."""
+        return Processor(self.rate / factor, self.bandwidth / factor, self.read_bandwidth / factor)
 
     def seconds(self, work: Work) -> float:
         """Predicted time of some work."""

@@ -11,14 +11,23 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import tvm_ffi
 from tvm import s_tir, tirx
 
 from ..errors import OpError
-from .exchange import Exchange, Message, Region, difference, hull, messages_of, region_size
+from .exchange import (
+    Exchange,
+    Message,
+    Region,
+    difference,
+    hull,
+    is_contiguous,
+    messages_of,
+    region_size,
+)
 from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
 from .partition import Partition, balanced, bounds_of, grids
@@ -358,9 +367,18 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
             "inferred"
         )
     messages.sort(key=lambda m: (m.source, m.dest, m.buffer, m.region))
-    exchange = Exchange(len(choices.transfers), tuple(messages))
+    marked = tuple(replace(m, contiguous=_is_contiguous(m, parts)) for m in messages)
+    exchange = Exchange(len(choices.transfers), marked)
     repeat = {taker.name: output.name for taker, output in again.items()}
     return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, repeat)
+
+
+def _is_contiguous(message: Message, parts: Sequence[Part]) -> bool:
+    """True if a message is one piece of memory on both of its ranks."""
+    return all(
+        is_contiguous(message.region, parts[rank].windows[message.buffer])
+        for rank in (message.source, message.dest)
+    )
 
 
 def _check_owners(rank: int, owned: Mapping[str, Region], repeat: str, output: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -42,6 +42,12 @@ def difference(a: Region, b: Region) -> list[Region]:
                 parts.append((*rest[:axis], part, *rest[axis + 1 :]))
         rest[axis] = (low, high)
     return parts
+
+
+def is_contiguous(region: Region, window: Region) -> bool:
+    """Return whether a region of a C-contiguous window is one piece of memory."""
+    several = [axis for axis, (begin, end) in enumerate(region) if end - begin > 1]
+    return not several or region[several[0] + 1 :] == window[several[0] + 1 :]
 
 
 def hull(regions: Sequence[Region]) -> Region:
@@ -103,12 +109,15 @@ class Message:
         Name of the buffer.
     region : Region
         What is sent, in indices of the whole buffer; never empty.
+    contiguous : bool
+        Whether it is known to be one piece of memory on both ranks.
     """
 
     source: int
     dest: int
     buffer: str
     region: Region
+    contiguous: bool = field(default=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -136,8 +136,8 @@ class _Pair:
     def __init__(self, world: World, size: int) -> None:
         self._world = world
         low = [rank for rank in range(0, world.size - 1, 2)]
-        there = [Message(rank, rank + 1, "A", ((0, size),)) for rank in low]
-        back = [Message(rank + 1, rank, "A", ((size, 2 * size),)) for rank in low]
+        there = [Message(rank, rank + 1, "A", ((0, size),), True) for rank in low]
+        back = [Message(rank + 1, rank, "A", ((size, 2 * size),), True) for rank in low]
         self._exchange = Exchange(size.bit_length(), (*there, *back))
         self._buffers = {"A": LocalBuffer(np.zeros(2 * size, np.uint8), (0,))}
 

@@ -49,7 +49,9 @@ def _broadcast(world: World, message: int) -> Call:
 
 def _send_recv(world: World, message: int) -> Call:
     """From each even rank to the next."""
-    pairs = [Message(rank, rank + 1, "A", ((0, message),)) for rank in range(0, world.size - 1, 2)]
+    pairs = [
+        Message(rank, rank + 1, "A", ((0, message),), True) for rank in range(0, world.size - 1, 2)
+    ]
     exchange = Exchange(100 + message.bit_length(), tuple(pairs))
     buffers = {"A": LocalBuffer(np.zeros(message, np.uint8), (0,))}
 

@@ -363,6 +363,7 @@ def estimated_processor(target: Target) -> Processor:
     return Processor(
         2 * lanes * cpu.fma_per_cycle * cpu.num_cores * _CLOCK,
         cpu.costs.bytes_per_cycle[-1] * cpu.num_cores * _CLOCK,
+        cpu.costs.weight_bytes_per_cycle * min(cpu.num_cores, cpu.costs.weight_cores) * _CLOCK,
     )
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted times of a network over ranks, and the choice of the stages that are exchanged.
 
-A stage takes the longer of its arithmetic and its memory traffic on the slowest rank (roofline); an
-exchange ``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has
-itself, and a constant. Fewer exchanges recompute more rows; after the last one the first rank is
-alone.
+A stage takes the longer of its arithmetic and the traffic of its images on the slowest rank
+(roofline), and the time to read its weights, which splitting its rows does not shorten; an exchange
+``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has itself, and
+a constant. Fewer exchanges recompute more rows; after the last one the first rank is alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..cost import CALL_SECONDS, Network, Processor
 from .row_plan import NetworkStage, RowPlacement, Rows, place, rows_needed
 
 CHOICES = ("auto", "always", "once")
-EXCHANGE_SECONDS = 8e-5
+EXCHANGE_SECONDS = 3e-5
 """Time of an exchange on a rank beside its messages and copies, measured on Zen 4."""
 
 _ROUNDS = 3
@@ -151,7 +151,10 @@ def _without_silent(
 
 
 def _candidates(stages: Sequence[NetworkStage]) -> list[int]:
-    """Stages split since the inputs that are read with a halo, a stride, or as a whole."""
+    """Stages split since the inputs that are read with a halo, a stride, or as a whole.
+
+    Those made in tiles, too: where an exchange cuts between tiles, no tile is computed twice.
+    """
     split: set[int] = set()
     for index, stage in enumerate(stages):
         mapped = [operand for operand in stage.operands if operand.maps is not None]
@@ -161,6 +164,7 @@ def _candidates(stages: Sequence[NetworkStage]) -> list[int]:
     read = {
         operand.stage for stage in stages for operand in stage.operands if operand.maps != ()
     } | {len(stages) - 1}
+    read |= {index for index, stage in enumerate(stages) if stage.grain > 1}
     return sorted(index for index in split & read if not stages[index].is_input)
 
 
@@ -178,13 +182,15 @@ def _stage_seconds(
     stages: Sequence[NetworkStage], stage: NetworkStage, rows: Rows, processor: Processor
 ) -> np.ndarray:
     count = rows[:, 1] - rows[:, 0]
-    size = count * float(stage.row_bytes) + stage.fixed_bytes
+    size = count * float(stage.row_bytes)
     for operand in stage.operands:
         source = stages[operand.stage]
         needed = rows_needed(source, operand, rows)
         size += (needed[:, 1] - needed[:, 0]) * float(source.row_bytes)
-    seconds = np.maximum(count * stage.flops / processor.rate, size / processor.bandwidth)
-    return np.where(count > 0, seconds + CALL_SECONDS, 0.0)
+    in_tiles = np.minimum(-(-count // stage.grain) * stage.grain, stage.rows)
+    seconds = np.maximum(in_tiles * stage.flops / processor.rate, size / processor.bandwidth)
+    fixed = stage.fixed_bytes / processor.read_bandwidth
+    return np.where(count > 0, seconds + fixed + CALL_SECONDS, 0.0)
 
 
 def _exchange_seconds(

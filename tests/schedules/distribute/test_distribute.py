@@ -24,7 +24,7 @@ from loop_nests import (
 from tvm import s_tir
 
 from schedules.distribute.distribute import Distribution, distribute
-from schedules.distribute.exchange import Region, intersection, region_size
+from schedules.distribute.exchange import Region, intersection, is_contiguous, region_size
 from schedules.distribute.transfer import Mode, send_recv
 from schedules.errors import OpError
 from tests.selection import in_turns
@@ -56,6 +56,10 @@ def check_messages(plan: Distribution, interpreter: Interpreter) -> None:
             assert intersection(source, message.region) == message.region
             window = part.windows[message.buffer]
             assert intersection(window, message.region) == message.region
+            windows = [
+                plan.parts[rank].windows[message.buffer] for rank in (message.source, part.rank)
+            ]
+            assert message.contiguous == all(is_contiguous(message.region, w) for w in windows)
 
 
 def rows_of(plan: Distribution, rows: Region) -> Region:
@@ -150,6 +154,12 @@ def test_refused_repeat(repeat: str | dict[str, str], reason: str) -> None:
 def test_grids(name: str, ranks: int) -> None:
     plan = distribute(CASES[name](), [0, 1], ranks)
     check_messages(plan, interpreter_of(name))
+
+
+def test_rows_of_a_row_cut_are_contiguous_and_columns_are_not() -> None:
+    for loop, expected in (("i", True), ("j", False)):
+        messages = distribute(blur(), loop, 3).exchange.messages
+        assert messages and all(message.contiguous == expected for message in messages)
 
 
 def test_corners() -> None:

@@ -17,6 +17,7 @@ from schedules.distribute.exchange import (
     difference,
     hull,
     intersection,
+    is_contiguous,
     messages_of,
     region_size,
     union,
@@ -41,6 +42,18 @@ def test_union(parts: list[Region]) -> None:
     assert sorted(found) == sorted({e for region in parts for e in elements(region)})
     if parts:
         assert all(intersection(region, hull(parts)) == region for region in parts)
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=1, max_size=4), st.integers(0, 3))
+def test_contiguous_regions_are_those_of_numpy(
+    axes: list[tuple[int, int, int]], first: int
+) -> None:
+    window = tuple((first, first + before + extent + after - 2) for before, extent, after in axes)
+    begins = [first + before - 1 for before, _, _ in axes]
+    region = tuple((b, b + axis[1]) for b, axis in zip(begins, axes, strict=True))
+    array = np.empty([end - begin for begin, end in window], np.int8)
+    view = LocalBuffer(array, (first,) * len(axes)).view(region)
+    assert is_contiguous(region, window) == view.flags.c_contiguous
 
 
 def test_neighbours_become_one_region() -> None:

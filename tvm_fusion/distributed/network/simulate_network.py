@@ -64,7 +64,7 @@ def simulate_network(
     if one_rank is not None:
         alone = choose_exchanges(stages, 1, connection, processor)
         correction = one_rank / row_cost(stages, alone, connection, processor).seconds
-    corrected = Processor(processor.rate / correction, processor.bandwidth / correction)
+    corrected = processor.slower(correction)
     points = []
     for number in ranks:
         own = list(stages) if kind == "strong" else heighten(stages, number)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.distribute.cost import Network, Processor
+from schedules.distribute.cost import CALL_SECONDS, Network, Processor
 from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange, plan_from_json
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
 from schedules.distribute.rows.row_plan import (
@@ -185,6 +185,37 @@ def test_shares_are_cut_between_tiles_where_that_gains() -> None:
     placement = choose_exchanges([*stages[:2], tiled, last, head], 2, FAST, PROCESSOR)
     assert placement.computed[2].tolist() == [[0, 8], [8, 14]]
     assert place([*stages[:2], tiled, last, head], 2, [3]).computed[2].tolist() == [[0, 8], [4, 14]]
+
+
+def test_tiles_are_exchanged_where_later_shares_are_equal() -> None:
+    """Without an exchange after the tiles, equal shares of what reads them compute one twice."""
+    stages = chain(2, rows=14)
+    tiled = replace(stages[2], grain=4, flops=1e6)
+    read = (StageOperand(2, (RowWindow(14, 1, 1, 0),)),)
+    last = NetworkStage("conv2", "conv2d", 14, 400, read, 1e6, 1000)
+    head = NetworkStage("sum", "sum", 1, 4, (StageOperand(3, None),), grain=1)
+    placement = choose_exchanges([*stages[:2], tiled, last, head], 2, FAST, PROCESSOR)
+    assert placement.computed[2].tolist() == [[0, 8], [8, 14]]
+    assert placement.computed[3].tolist() == [[0, 7], [7, 14]]
+    assert transfers(placement.computed[2], placement.held[2]).tolist() == [[0, 1, 7, 8]]
+
+
+def test_a_share_reads_all_weights_and_computes_whole_tiles() -> None:
+    stages = [
+        NetworkStage("x", "input", 14, 8),
+        NetworkStage("y", "conv2d", 14, 8, (StageOperand(0, ()),), 1e6, fixed_bytes=10**7, grain=4),
+    ]
+    processor = replace(PROCESSOR, only_read=2e9)
+    shares = place(stages, 2, [1])
+    assert shares.computed[1].tolist() == [[0, 8], [8, 14]]
+    whole = row_cost(stages, place(stages, 1, []), FAST, processor).compute[1]
+    parts = row_cost(stages, shares, FAST, processor).compute[1]
+    assert whole == pytest.approx([14e6 / 1e9 + 1e7 / 2e9 + CALL_SECONDS])
+    assert parts == pytest.approx([8e6 / 1e9 + 1e7 / 2e9 + CALL_SECONDS] * 2)
+    plain = row_cost(stages, shares, FAST, PROCESSOR).compute[1]
+    assert parts - plain == pytest.approx([1e7 / 2e9 - 1e7 / 1e10] * 2)
+    twice = row_cost(stages, shares, FAST, processor.slower(2)).compute[1]
+    assert twice - CALL_SECONDS == pytest.approx(2 * (parts - CALL_SECONDS))
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message, messages_of
 from tvm_fusion import distributed
-from tvm_fusion.distributed.world.parcel import PreparedExchange
+from tvm_fusion.distributed.world.parcel import LONG_REGION, PreparedExchange
 from tvm_fusion.errors import DistributedError
 
 
@@ -98,6 +98,33 @@ def check_corners(world):
     world.finish(exchange)
     expected = whole[tuple(slice(*ends) for ends in needed[world.rank][0])]
     np.testing.assert_array_equal(buffer.array, expected)
+
+
+def check_long_rows(world):
+    """One row from each rank to the next: where it is contiguous on both, MPI sends it in place."""
+    for number, (is_contiguous, columns) in enumerate(
+        [(True, LONG_REGION), (True, LONG_REGION - 1), (False, LONG_REGION)]
+    ):
+        messages = tuple(
+            Message(rank, rank + 1, "A", ((rank, rank + 1), (0, columns)), is_contiguous)
+            for rank in range(world.size - 1)
+        )
+        exchange = Exchange(10 + number, messages)
+        first = max(0, world.rank - 1)
+        array = np.full((world.rank + 1 - first, columns), 255, np.uint8)
+        buffers = {"A": LocalBuffer(array, (first, 0))}
+        for turn in range(3):
+            array[-1] = world.rank + turn
+            world.start(exchange, buffers)
+            world.finish(exchange)
+            assert (array[:-1] == world.rank - 1 + turn).all()
+        [prepared] = world._prepared[exchange.id]
+        parcels = [parcel for _, parcel, *_ in (*prepared.incoming, *prepared.outgoing)]
+        assert len(parcels) == (world.size > 1) + (0 < world.rank < world.size - 1)
+        in_place = is_contiguous and columns == LONG_REGION
+        for parcel in parcels:
+            assert parcel.slot is None or not in_place
+            assert np.shares_memory(parcel.stage, array) == (parcel.slot is None)
 
 
 def check_one_message_a_peer(world):
@@ -221,6 +248,7 @@ with distributed.session(timeout=30) as world:
     check_collectives(world)
     if world.size > 1:
         check_one_message_a_peer(world)
+        check_long_rows(world)
         check_a_slow_receiver(world)
         check_kept_windows(world)
         check_synchronous_transfers_in_any_order(world)
