@@ -105,6 +105,8 @@ class Arena:
     """
 
     def __init__(self, engines: Sequence[EngineSpec], threads: int | None = None) -> None:
+        if not engines:
+            raise EngineError(f"a race without engines; expected some of {', '.join(ENGINES)}")
         for spec in engines:
             if not _is_installed(spec.engine):
                 package = ENGINES[spec.engine].package

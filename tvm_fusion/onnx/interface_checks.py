@@ -21,7 +21,8 @@ def check_interface(model: onnx.ModelProto) -> None:
     """Refuse inputs, outputs and weights that compiled code does not support."""
     graph = model.graph
     values = [("input", value) for value in graph.input]
-    values += [("output", value) for value in graph.output]
+    # The type of an output that declares none is inferred.
+    values += [("output", value) for value in graph.output if value.HasField("type")]
     for role, value in values:
         kind = value.type.WhichOneof("value") or "of unknown type"
         if kind != "tensor_type":

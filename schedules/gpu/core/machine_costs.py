@@ -86,6 +86,8 @@ class MachineCosts:
     input_registers, output_registers, wide_registers, own_registers : int
         Further registers of a thread, as the compiler uses them: for each input, for each tensor of
         elements that is stored on the way, for 64-bit elements and states, and in general.
+    byte_position_registers : int
+        The same for each byte of a vector along a row, where positions of extremes are kept.
     reread_threads : int
         Threads of a block that reads its row again for each stage, so that two run at once.
     large_block : int
@@ -141,6 +143,7 @@ class MachineCosts:
     output_registers: int = 3
     wide_registers: int = 24
     own_registers: int = 20
+    byte_position_registers: int = 4
     reread_threads: int = 512
     large_block: int = 512
     kept_words: int = 64

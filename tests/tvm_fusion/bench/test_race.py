@@ -197,6 +197,8 @@ def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     assert available_peers() == ["onnxruntime", "tvm"]
     with pytest.raises(EngineError, match="OpenVINO is not installed; .* pip install openvino"):
         Arena([EngineSpec("onnxruntime"), EngineSpec("openvino")])
+    with pytest.raises(EngineError, match="a race without engines; expected some of tvm-fusion, "):
+        Arena([])
 
 
 def test_model_file_of_bytes_is_temporary() -> None:

@@ -97,3 +97,19 @@ def test_an_output_that_is_an_input_and_one_that_is_a_weight() -> None:
     ]
     model = onnx_model(nodes, {"x": (2, 3)}, ["same", "weight", "y"], {"w": normal(4)})
     assert_same_as_onnx_runtime(model)
+
+
+def test_outputs_without_a_type_and_graphs_without_a_name() -> None:
+    model = dense()
+    model.graph.output[0].ClearField("type")
+    model.graph.ClearField("name")
+    assert_same_as_onnx_runtime(model)
+    assert [(spec.dtype, spec.shape) for spec in import_onnx(model).outputs] == [
+        ("float32", (2, 3))
+    ]
+
+
+def test_the_long_form_of_the_default_domain() -> None:
+    model = dense()
+    model.graph.node[1].domain = "ai.onnx"
+    assert_same_as_onnx_runtime(model)

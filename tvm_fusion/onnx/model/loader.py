@@ -19,7 +19,7 @@ from onnx.external_data_helper import load_external_data_for_tensor
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.warning_filters import warnings_ignored
 
-from .graph_edits import all_graphs, default_opset
+from .graph_edits import all_graphs, default_opset, is_default_domain
 from .shapes import check_size
 
 MIN_IR_VERSION = 3
@@ -79,7 +79,18 @@ def parse_model(data: bytes) -> onnx.ModelProto:
             f"the model has IR version {model.ir_version}; expected {MIN_IR_VERSION} or newer: "
             "export it again"
         )
+    _complete(model)
     return model
+
+
+def _complete(model: onnx.ModelProto) -> None:
+    """Name graphs, and drop the long form of the default domain, as ``onnx.checker`` requires."""
+    for graph in all_graphs(model):
+        if isinstance(graph, onnx.GraphProto) and not graph.name:
+            graph.name = "graph"
+        for node in graph.node:
+            if is_default_domain(node):
+                node.ClearField("domain")
 
 
 def model_files(path: Path) -> list[Path]:
@@ -109,7 +120,9 @@ def check_model(model: onnx.ModelProto) -> None:
     complete = onnx.ModelProto()
     complete.CopyFrom(model)
     for output in complete.graph.output:
-        # The checker requires a shape of every output; inference computes it.
+        # The checker requires a type and a shape of every output; inference computes them.
+        if not output.HasField("type"):
+            output.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
         output.type.tensor_type.shape.SetInParent()
     try:
         with warnings_ignored():

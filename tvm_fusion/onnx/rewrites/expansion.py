@@ -12,6 +12,7 @@ from onnx import helper
 
 from ..model.graph_edits import attribute, is_default_domain, replace_nodes
 from ..model.tensor_facts import GraphFacts
+from .control_flow.branches import inherit_conditions
 
 AXES_ARE_INPUTS = 18
 """From this opset on, ReduceMean takes its axes as an input."""
@@ -82,5 +83,6 @@ def expand_nodes(model: onnx.ModelProto, facts: GraphFacts, rules: Mapping[str, 
         expansion = Expansion(node, facts)
         if node.op_type in rules and is_default_domain(node):
             rules[node.op_type](node, expansion)
+            inherit_conditions(node, expansion.nodes)
         nodes += expansion.nodes or [node]
     replace_nodes(model.graph, nodes)

@@ -196,6 +196,9 @@ def thread_registers(
     has_positions = bool(row_outputs) and any(workload.is_arg for workload in workloads)
     if 8 in row_inputs or "float64" in fields_of(workloads) or has_positions:
         own += COSTS.wide_registers
+    if config.form == "x" and 1 in row_inputs and any(workload.is_arg for workload in workloads):
+        # Bytes are compared as words; positions are words, too.
+        own += COSTS.byte_position_registers * config.vector
     return own + _registers(workloads, row_inputs, config.vector, config.unroll)
 
 

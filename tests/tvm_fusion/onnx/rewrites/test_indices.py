@@ -187,6 +187,55 @@ def test_a_branch_in_a_branch_raises_an_error_where_both_are_taken(shape: str) -
     np.testing.assert_array_equal(right, data[[2, 0], [3, 0]])
 
 
+BRANCHES = {
+    "several nodes": "a = ReverseSequence <batch_axis = 1, time_axis = 0> (x, i)",
+    "a function of ONNX": """
+        c = Cast <to = 7> (i)
+        one = NegativeLogLikelihoodLoss <reduction = "none"> (x, c)
+        a = Add (x, one)
+    """,
+    "a branch that is always taken": """
+        yes = Constant <value = bool {1}> ()
+        a = If (yes) <
+            then_branch = third () => (float[3,3] c) { c = Gather(x, i) },
+            else_branch = fourth () => (float[3,3] d) { d = Neg(x) }
+        >
+    """,
+    "a loop": """
+        yes = Constant <value = bool {1}> ()
+        two = Constant <value = int64 {2}> ()
+        a = Loop (two, yes, x) <
+            body = step (int64 number, bool on, float[3,3] old) => (bool more, float[3,3] new) {
+                more = Identity (on)
+                row = Gather (x, i)
+                new = Add (old, row)
+            }
+        >
+    """,
+}
+"""Nodes of a branch that other nodes take the place of."""
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_what_takes_the_place_of_a_node_is_in_the_same_branch(name: str) -> None:
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 17]>
+        graph (float[3,3] x, int64[3] i, bool taken) => (float[3,3] y) {{
+            y = If (taken) <
+                then_branch = first () => (float[3,3] a) {{ {BRANCHES[name]} }},
+                else_branch = second () => (float[3,3] b) {{ b = Neg(x) }}
+            >
+        }}
+    """)
+    compiled = tvm_fusion.compile(model, threads=2)
+    data, wild, right = normal(3, 3), np.array([0, 99, 1]), np.array([2, 0, 1])
+    np.testing.assert_array_equal(compiled(data, wild, np.array(False)), -data)
+    with pytest.raises(InvalidInputError, match="out of bounds"):
+        compiled(data, wild, np.array(True))
+    expected = _expected(model, data, right, np.array(True))
+    np.testing.assert_allclose(compiled(data, right, np.array(True)), expected, 1e-6)
+
+
 def test_a_branch_with_coordinates_of_an_open_dimension() -> None:
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["": 17]>

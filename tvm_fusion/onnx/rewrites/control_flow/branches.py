@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx
 from onnx import helper
@@ -67,6 +67,7 @@ def _replacement(
         taken_always = branches[1]
     if taken_always is not None:
         nodes, results = Body(graph, taken_always, facts).splice({})
+        inherit_conditions(node, nodes)
         copies = zip(results, node.output, strict=True)
         return nodes + [helper.make_node("Identity", [one], [other]) for one, other in copies]
     if condition is not None or not _is_choice(branches, facts, node):
@@ -107,6 +108,14 @@ def taken_if(node: onnx.NodeProto, facts: GraphFacts) -> tuple[list[onnx.NodePro
             name = nodes[-1].output[0]
         taken = name
     return nodes, taken
+
+
+def inherit_conditions(node: onnx.NodeProto, parts: Iterable[onnx.NodeProto]) -> None:
+    """Let the nodes that take the place of one be in the same branch."""
+    conditions = _conditions(node)
+    for part in parts:
+        if conditions and part is not node:
+            part.metadata_props.add(key=_TAKEN, value="\n".join(conditions))
 
 
 def _conditions(node: onnx.NodeProto) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import onnx
@@ -19,6 +20,7 @@ from ...model.graph_edits import (
     set_attributes,
 )
 from ...model.shapes import infer_shapes
+from .branches import inherit_conditions
 
 EXPANDED = (
     *("AffineGrid", "Attention", "BlackmanWindow", "CausalConvWithState", "Celu", "CenterCropPad"),
@@ -71,7 +73,22 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
                 f"{node_label(node)} ({node.op_type}) cannot be imported: ONNX defines it by no "
                 "other operators with these attributes and inputs"
             )
+    _inherit_conditions(model, before.values())
     return infer_shapes(model)
+
+
+def _inherit_conditions(model: onnx.ModelProto, expanded: Iterable[onnx.NodeProto]) -> None:
+    """Let what was written out for nodes be in their branches; the inliner drops that."""
+    made_by = {name: node for node in model.graph.node for name in node.output}
+    for node in expanded:
+        parts: dict[str, onnx.NodeProto] = {}
+        names = list(node.output)
+        while names:
+            part = made_by.get(names.pop())
+            if part is not None and part.output[0] not in parts:
+                parts[part.output[0]] = part
+                names += set(part.input) - set(node.input)
+        inherit_conditions(node, parts.values())
 
 
 def _to_expand(model: onnx.ModelProto) -> dict[tuple[str, ...], onnx.NodeProto]:

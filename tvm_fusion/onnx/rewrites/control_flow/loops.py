@@ -20,6 +20,7 @@ import onnx
 from ...model.graph_edits import attribute, is_default_domain, replace_nodes
 from ...model.tensor_facts import GraphFacts
 from ..expansion import Expansion
+from .branches import inherit_conditions
 from .loop_counters import counted_steps
 from .splice import Body
 
@@ -40,6 +41,7 @@ def unroll_loops(model: onnx.ModelProto, facts: GraphFacts) -> bool:
             changed = True
             unrolled = _Unrolled(model.graph, node, facts)
             (unrolled.scan if node.op_type == "Scan" else unrolled.loop)()
+            inherit_conditions(node, unrolled.nodes)
             nodes += unrolled.nodes
         else:
             nodes.append(node)
