@@ -269,6 +269,29 @@ def stencils() -> str:
     return "\n\n".join(tables)
 
 
+def stencil_peers() -> str:
+    """Stencils on two ranks, and how many times as long peers take on two cores, for each CPU."""
+    titles = {"numba": "Numba + mpi4py", "halide": "Halide", "devito": "Devito", "jax": "JAX"}
+    rows = []
+    for cpu, results in _by_cpu("distributed"):
+        for name, result in results.items():
+            if peers := result.get("peers"):
+                ours = result["jobs"]["2 ranks"]["run_ms"]
+                ratios = [f"{peers[p]['run_ms'] / ours:.2f}x" if p in peers else "" for p in titles]
+                rows.append([cpu, name, f"{ours:.4g}", *ratios])
+    return _table(["CPU", "case", "2 ranks, ms", *titles.values()], rows)
+
+
+def shardings() -> str:
+    """Tasks in which the choice among shardings and each sharder alone are near the best."""
+    rows = [
+        [cpu, name, f"{close} of {results['tasks']}", f"{results['mean_loss_percent'][name]:.1f} %"]
+        for cpu, results in _by_cpu("predict_sharding")
+        for name, close in results["close_to_the_best"].items()
+    ]
+    return _table(["CPU", "sharder", "within 10 % of the best", "mean loss"], rows)
+
+
 def _cells(result: Any, peers: Sequence[str]) -> list[str]:
     if result is None:
         return ["not measured", *("" for _ in peers)]
@@ -339,6 +362,8 @@ PARTS: dict[str, Callable[..., str]] = {
         predicted_lookups,
         predicted_trainings,
         searches,
+        shardings,
+        stencil_peers,
         stencils,
         tuned_pairs,
     )
