@@ -21,10 +21,7 @@ from examples.benchmarks.prediction import rank_trainings, timed_steps, training
 from examples.benchmarks.prediction.timed_steps import time_steps
 from examples.benchmarks.prediction.trainings import TRAININGS, training_step
 from schedules.cost.machine import load_machine
-from tvm_fusion.bench.exchange_probe import ExchangeProbe
-from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.prediction.api import load_traces
-from tvm_fusion.prediction.machines import NATIVE
 from tvm_fusion.prediction.timeline.execution_graph import (
     HOST,
     Collective,
@@ -174,8 +171,7 @@ def test_a_launch_has_a_time_of_each_batch_and_table(monkeypatch):
     monkeypatch.setattr(predict_lookups, "ROUNDS", 2)
     with torch.no_grad():
         arena = torch.zeros(predict_lookups.ARENA // 4)
-        probe = ExchangeProbe(resolve(NATIVE, cores=2), predict_lookups.THREADS)
-        found = predict_lookups.measure(arena, 1, probe)
+        found = predict_lookups.measure(arena, 1)
     tables = len(predict_lookups.draw(1).rows)
     for direction in predict_lookups.DIRECTIONS:
         halves = found[direction]

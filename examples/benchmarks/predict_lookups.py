@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -47,12 +46,10 @@ from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
 )
 from schedules.cost.machine import Figure, Machine, load_machine  # noqa: E402
 from schedules.cost.table_lookups import TableLookups  # noqa: E402
-from tvm_fusion.bench.exchange_probe import ExchangeProbe  # noqa: E402
+from tvm_fusion.bench.exchange_probe import exchange_seconds  # noqa: E402
 from tvm_fusion.cli.json_text import json_text  # noqa: E402
-from tvm_fusion.compiler.targets.target import resolve  # noqa: E402
 from tvm_fusion.machine.host import host_cpu  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
-from tvm_fusion.prediction.machines import NATIVE  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 THREADS = 2
@@ -196,17 +193,17 @@ def _update(table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -
     return run
 
 
-def measure(arena: torch.Tensor, seed: int, probe: ExchangeProbe) -> dict[str, Any]:
+def measure(arena: torch.Tensor, seed: int) -> dict[str, Any]:
     """Microseconds of each batch and table, by direction: medians of even and of odd rounds."""
     launch = draw(seed)
     tables = tables_in(arena, launch)
-    result: dict[str, Any] = {"seed": seed, "exchange": [probe.seconds()]}
+    result: dict[str, Any] = {"seed": seed, "exchange": [torch_exchange()]}
     for name, prepare in zip(DIRECTIONS, (forward, backward), strict=True):
         batches = [prepare(tables, batch) for batch in launch.batches]
         times = [[[_timed(run) for run in batch] for batch in batches] for _ in range(ROUNDS + 1)]
         halves = [np.median(times[1 + half :: 2], axis=0) for half in (0, 1)]
         result[name] = (1e6 * np.array(halves)).round(2).tolist()
-    result["exchange"].append(probe.seconds())
+    result["exchange"].append(torch_exchange())
     return result
 
 
@@ -228,6 +225,16 @@ def _timed(run: Run) -> float:
     return time.perf_counter() - begin
 
 
+def torch_exchange() -> float:
+    """Seconds of a byte from another core, by PyTorch's threads; TVM's would share its cores."""
+    rows, width = 512 * THREADS, 256
+    source, copy, same = torch.zeros(rows, width), torch.zeros(rows, width), torch.arange(rows)
+    copies = [
+        partial(torch.index_select, source, 0, order, out=copy) for order in (same, same.flip(0))
+    ]
+    return exchange_seconds(partial(source.fill_, 1.0), copies, 4 * rows * width)
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory; other C libraries have no such choice."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -241,12 +248,10 @@ def measure_more(launches: list[dict[str, Any]], seconds: float) -> None:
     torch.set_num_threads(THREADS)
     keep_freed_memory()
     arena = torch.full((ARENA // 4,), 1e-3)
-    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")  # PyTorch's threads have the cores
-    probe = ExchangeProbe(resolve(NATIVE, cores=THREADS), THREADS)
     end = time.monotonic() + seconds
     with torch.no_grad():
         while time.monotonic() < end:
-            found = measure(arena, launches[-1]["seed"] + 1 if launches else 0, probe)
+            found = measure(arena, launches[-1]["seed"] + 1 if launches else 0)
             if is_steady(found):
                 launches.append(found)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import tvm
@@ -48,20 +50,38 @@ class ExchangeProbe:
 
     def seconds(self) -> float:
         """Seconds that a byte takes longer if another core has written it than if the same has."""
-        own, other = self._crew.run(self._measure)
-        return max((other - own) / self._bytes, _LEAST)
+        return self._crew.run(self._measure)
 
-    def _measure(self) -> list[float]:
-        """Median seconds of copies of own and of others' shares, in turns."""
+    def _measure(self) -> float:
         write, *copies = (self._library[name] for name in ("write", "own", "other"))
-        times: tuple[list[float], ...] = ([], [])
-        for _ in range(_ROUNDS + 1):
-            for found, copy in zip(times, copies, strict=True):
-                write(self._source)
-                begin = time.perf_counter()
-                copy(self._source, self._copy)
-                found.append(time.perf_counter() - begin)
-        return [statistics.median(found[1:]) for found in times]
+        runs = [partial(copy, self._source, self._copy) for copy in copies]
+        return exchange_seconds(partial(write, self._source), runs, self._bytes)
+
+
+def exchange_seconds(
+    write: Callable[[], object], copies: Sequence[Callable[[], object]], size: int
+) -> float:
+    """Seconds of a byte that another core has just written, over those of one that the same has.
+
+    Parameters
+    ----------
+    write : callable
+        Writes an array with all threads.
+    copies : sequence of callable
+        Copies the array; by the first each thread reads what it has written, by the second what
+        another one has.
+    size : int
+        Bytes of the array.
+    """
+    times: tuple[list[float], ...] = ([], [])
+    for _ in range(_ROUNDS + 1):
+        for found, copy in zip(times, copies, strict=True):
+            write()
+            begin = time.perf_counter()
+            copy()
+            found.append(time.perf_counter() - begin)
+    own, other = (statistics.median(found[1:]) for found in times)
+    return max((other - own) / size, _LEAST)
 
 
 def _write(threads: int) -> tirx.PrimFunc:

@@ -27,7 +27,8 @@ from ..gemm.conv_tiles import (
 from ..gemm.implicit_gemm import ConvShape
 from .depthwise_column import HELD_TAPS
 
-MOST_FIRST_PIXELS = 12  # of a thread in the first layer
+MOST_FIRST_PIXELS = 12  # of a thread in a dense first layer
+MOST_FIRST_COLUMNS = 12  # of a thread in a depthwise one, which are unrolled; 16 may spill
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,18 @@ class ConvPair:
             adds = max(adds, tile.first(self.mid_pixels(tile)).registers - 48)
         return kept + adds + second.thread_pixels + 60
 
+    def columns(self, tile: FusedTile) -> int:
+        """Columns of a thread in a depthwise first layer."""
+        height, width = self.mid_size(tile)
+        return -(-tile.chunk * -(-height // tile.rows) * width // tile.threads)
+
     def fits(self, tile: FusedTile, gpu: GPUInfo) -> bool:
         """Return whether a block of the device can hold a tile."""
         if tile.threads > gpu.max_threads or self.shared_bytes(tile) > gpu.shared_bytes:
             return False
         if self.first.layer.is_depthwise:
-            return self.registers(tile) <= COSTS.fused_registers
+            small = self.columns(tile) <= MOST_FIRST_COLUMNS
+            return small and self.registers(tile) <= COSTS.fused_registers
         if tile.first_blocks > tile.chunk or tile.threads * tile.first_blocks % tile.chunk:
             return False
         first = tile.first(self.mid_pixels(tile))
@@ -193,12 +200,12 @@ def _first_cost(pair: ConvPair, tile: FusedTile) -> tuple[float, float, float, f
         steps = -(-shape.quads // first.quads)
         counted = steps * step_instructions(first), steps * step_reads(first)
         return *counted, steps * step_bytes(first), steps * COSTS.step_latency
-    items = -(-tile.chunk * -(-height // tile.rows) * width // tile.threads)
+    columns = pair.columns(tile)
     seen = (tile.rows - 1) * layer.strides[0] + (layer.kernel[0] - 1) * layer.dilation[0] + 1
     loads = seen * layer.kernel[1]
     each = 8.0 * loads + 2 * shape.taps + 4 * tile.rows * shape.taps + 40
     read = height * layer.strides[0] * width * layer.strides[1]
-    return items * each, 0.0, 16.0 * tile.chunk * read, items * COSTS.step_latency
+    return columns * each, 0.0, 16.0 * tile.chunk * read, columns * COSTS.step_latency
 
 
 @functools.cache

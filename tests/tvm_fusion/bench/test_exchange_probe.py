@@ -6,7 +6,7 @@ import pytest
 import tvm
 
 from tvm_fusion.bench import exchange_probe
-from tvm_fusion.bench.exchange_probe import ExchangeProbe
+from tvm_fusion.bench.exchange_probe import ExchangeProbe, exchange_seconds
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.prediction.machines import NATIVE
 
@@ -23,11 +23,29 @@ def test_threads_copy_the_share_of_the_next_one(distance, monkeypatch):
     np.testing.assert_array_equal(out.numpy(), np.roll(data, -distance, axis=0))
 
 
-def test_seconds_of_a_byte_by_hand(monkeypatch):
-    probe = ExchangeProbe(resolve(NATIVE, cores=2), 2)
-    size = 2 * 512 * 256 * 4
-    for times, expected in (([1e-4, 3e-4], 2e-4 / size), ([2e-4, 1e-4], exchange_probe._LEAST)):
-        monkeypatch.setattr(probe, "_measure", lambda times=times: times)
-        assert probe.seconds() == pytest.approx(expected)
-    monkeypatch.undo()
-    assert exchange_probe._LEAST <= probe.seconds() < 1e-6
+@pytest.mark.parametrize(("own", "other", "expected"), [(1.0, 3.0, 0.5), (3.0, 1.0, None)])
+def test_seconds_of_a_byte_by_hand(own, other, expected, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(exchange_probe, "time", clock)
+    copies = [lambda: clock.wait(own), lambda: clock.wait(other)]
+    found = exchange_seconds(lambda: clock.wait(7.0), copies, 4)
+    assert found == pytest.approx(expected or exchange_probe._LEAST)
+
+
+class Clock:
+    """A clock that goes on when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """The time."""
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        """Go on."""
+        self.now += seconds
+
+
+def test_a_probe_of_this_machine() -> None:
+    assert ExchangeProbe(resolve(NATIVE, cores=2), 2).seconds() >= exchange_probe._LEAST

@@ -51,6 +51,19 @@ def test_greedy_puts_the_dearest_first() -> None:
     assert greedy(TABLES, 2, COSTS["size_greedy"]) == [1, 1, 0, 1, 1]
 
 
+def test_a_cpu_joins_the_results_of_its_tables() -> None:
+    caches = {"bandwidth.L3": Figure(2e10, "test"), "capacity.L3": Figure(32e6, "test")}
+    cpu = load_machine("znver4")
+    cpu = replace(cpu, figures=dict(cpu.figures) | caches)
+    curve = Curve("all_to_all", 2, (1024.0, 1e9), (1e-9, 1e-9))
+    curves = Collectives({("all_to_all", 2): curve})
+    wide = (EmbeddingTable("t", 1000, 128, 1.0),)
+    alone = ShardingTask(wide, 1024, cpu, 1).sharding("x", [0]).seconds
+    shared = ShardingTask(wide, 512, cpu, 2, curves).sharding("x", [0]).seconds
+    # 1024 results of 512 bytes are read and written; the lookups are the same.
+    assert shared - alone == pytest.approx(2 * 1024 * 512 / 2e10, rel=1e-3)
+
+
 def test_exchange_follows_the_largest_message() -> None:
     sizes = tuple(float(1 << n) for n in range(10, 28))
     times = tuple(size / 1e10 for size in sizes)
