@@ -52,7 +52,7 @@ class FusedTemplate(ConvTemplate[FusedTile]):
     """Tiles of :class:`FusedConv2D`."""
 
     name = "gpu.fused_conv2d"
-    version = 2
+    version = 3
     knobs = FusedTile
     rule = "FusedConv2D"
 
