@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.benchmarks.prediction import timed_steps
@@ -36,6 +35,7 @@ from examples.benchmarks.prediction.trainings import (
     RecommendationModel,
     Step,
     interact,
+    sgd_step,
 )
 
 STRUCTURE = 3  # steps whose execution trace is recorded, too
@@ -115,15 +115,7 @@ def rank_step(name: str, batch: int) -> Step:
         data = torch.randn(own, DENSE), torch.randint(ROWS, (TABLES // RANKS, batch, LOOKUPS))
     else:
         model, data = DistributedDataParallel(make()), inputs(own)
-    labels = torch.randint(10, (own,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        functional.cross_entropy(model(*data), labels).backward()
-        optimizer.step()
-
-    return step
+    return sgd_step(model, data, own)
 
 
 def record_rank(step: Step, folder: Path, count: int, structure: bool) -> None:

@@ -107,8 +107,12 @@ def training_step(name: str, batch: int) -> Step:
     """A step of a training, always on the same batch; the same weights for the same name."""
     make, inputs, _ = TRAININGS[name]
     torch.manual_seed(0)
-    model, data = make(), inputs(batch)
-    labels = torch.randint(10, (batch,))
+    return sgd_step(make(), inputs(batch), batch)
+
+
+def sgd_step(model: nn.Module, data: Inputs, samples: int) -> Step:
+    """A step of a model on its inputs and random labels: forward, backward and plain SGD."""
+    labels = torch.randint(10, (samples,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:

@@ -61,7 +61,7 @@ class FirstLayer:
         height, width = self.pair.mid_size(tile)
         strips = -(-height // tile.rows)
         items = tile.chunk * strips * width
-        for turn in range(-(-items // tile.threads)):
+        for turn in range(self.pair.columns(tile)):
             item = self.thread + turn * tile.threads
             own = block + item // (strips * width)
             y, x = item % (strips * width) // width * tile.rows, item % width

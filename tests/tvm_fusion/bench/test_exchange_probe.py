@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cores pass to each other: which shares are copied, and the figure by hand."""
+"""Data that cores pass to each other: which shares are copied, and the figure by hand."""
 
 import numpy as np
 import pytest
