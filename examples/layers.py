@@ -182,11 +182,22 @@ def workload(name: str, batch: int = 1) -> FusedConv2DWorkload:
     return replace(_ALL[name].workload, batch=batch)
 
 
-def build_pair(name: str, batch: int = 1, seed: int = 0) -> onnx.ModelProto:
-    """Build the pair ``name`` as a model: conv, bias, activation, conv, bias and activation."""
+def build_pair(name: str, batch: int = 1, seed: int = 0, copies: int = 1) -> onnx.ModelProto:
+    """Build the pair ``name`` as a model: conv, bias, activation, conv, bias and activation.
+
+    Several ``copies`` have weights of their own, read the one input, and each has an output.
+    """
     pair = workload(name, batch)
     shape = (batch, pair.layer1.in_channels, pair.height, pair.width)
     net = GraphBuilder(name, shape, seed)
+    found = [_chain(net, pair) for _ in range(copies)]
+    shape_out = [batch, pair.layer2.out_channels, *pair.out_size]
+    if copies == 1:
+        return net.finish(found[0], shape_out)
+    return net.model({f"output_{number}": (x, shape_out) for number, x in enumerate(found)})
+
+
+def _chain(net: GraphBuilder, pair: FusedConv2DWorkload) -> str:
     x = net.input
     for layer in (pair.layer1, pair.layer2):
         gain = 1.0 if layer.activation.kind == "none" else 2.0
@@ -200,4 +211,4 @@ def build_pair(name: str, batch: int = 1, seed: int = 0) -> onnx.ModelProto:
             bias=True,
         )
         x = net.activation(x, layer.activation.kind)
-    return net.finish(x, [batch, pair.layer2.out_channels, *pair.out_size])
+    return x

@@ -35,7 +35,8 @@ class NameSizes:
 
     The size of a pooling with ``ceil_mode`` reads its input's size several times, so after a few of
     them TVM's analyzer takes minutes for a kernel. Equal sizes share a name. A function stays as it
-    was if it has branches, calls of functions of TensorIR, or a tensor whose shape would be lost.
+    was if it has branches, calls of functions of TensorIR, a tensor whose shape would be lost, or a
+    call that refuses the names.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
@@ -95,7 +96,13 @@ class _Names:
         self._vars: dict[relax.Var, relax.Var] = {}
 
     def function(self) -> relax.Function | None:
-        """The function; None if the shape of one of its tensors is lost."""
+        """The function; None if a tensor's shape is lost or a call refuses the names."""
+        try:
+            return self._written()
+        except OpError:
+            return None
+
+    def _written(self) -> relax.Function | None:
         func = self._func
         blocks = []
         for block in func.body.blocks:
@@ -124,8 +131,10 @@ class _Names:
         """A value with its type, and a cast of a residual where it needs one."""
         try:
             return [], self._builder.normalize(value)
-        except OpError:  # the output's sizes have no names yet, those of the residual have
+        except OpError:  # the output's sizes have no names yet, those of a residual have
             *operands, residual = value.args
+            if not isinstance(getattr(residual.ty, "shape", None), relax.ShapeExpr):
+                raise
             sizes = {name: size for size, name in self._names}
             cast = _cast(residual, [sizes.get(size, size) for size in residual.ty.shape])
             call = relax.Call(value.op, [*operands, cast.var], value.attrs, value.ty_args)

@@ -11,6 +11,7 @@ from tvm import relax, tirx
 
 from relay_passes import NameSizes
 from relay_passes.op.conv2d import conv2d
+from schedules.errors import OpError
 from schedules.tir.expression_walk import uses, variables
 
 
@@ -89,3 +90,12 @@ def test_other_forms_of_a_size_get_its_name() -> None:
         shape[2] for shape in shapes(named) if len(shape) == 3 and isinstance(shape[2], tirx.Var)
     }
     assert all(tvm_ffi.structural_equal(shape[1], name) for shape in shapes(named)[2:])
+
+
+def test_a_function_stays_where_a_call_refuses_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OpError("sizes of another form")
+
+    mod = tower(True)
+    monkeypatch.setattr(relax.BlockBuilder, "normalize", refuse)
+    tvm.ir.assert_structural_equal(NameSizes()(mod), mod)
