@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _show_warning(message: Warning | str, *_: Any) -> None:
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Show a warning without the line of our code that gives it."""
     click.echo(f"Warning: {message}", err=True)
 

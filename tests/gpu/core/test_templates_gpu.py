@@ -179,7 +179,7 @@ def test_dense_pairs_that_spill_are_no_settings() -> None:
     func, template = FUNCTIONS["gpu.fused_conv2d"][1], gpu.TEMPLATES["gpu.fused_conv2d"]
     rule, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
     assert rule is not None
-    spills = FusedTile(4, 16, 4, 1, 4, quads=2, chunk=8, first_quads=4)
+    spills = FusedTile(4, 16, 4, 1, 4, quads=2, chunk=8, first_quads=4, rows=1)
     assert not template.contains(workload, spills, rule.machine(CUDA))
     assert template.contains(workload, replace(spills, first_quads=2), rule.machine(CUDA))
 
