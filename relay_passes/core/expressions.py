@@ -17,6 +17,9 @@ Value = Any
 TUPLE_GET_ITEM = "TupleGetItem"
 """The key under which rules for ``TupleGetItem`` are filed; all others are filed by op name."""
 
+MOVES = ("relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
+"""Ops whose results are the elements of their first operand, each once."""
+
 
 def op_name(expr: Value) -> str | None:
     """Name of the op that ``expr`` calls; None when it is no call of an op."""

@@ -235,8 +235,8 @@ KERNELS = (
     Fault(
         "a small tile is asked for the registers of its sums, without those of its addresses",
         "schedules/gpu/conv2d/conv2d.py",
-        "a_warp = gpu.warp_size * max(tile.registers, LEAST_REGISTERS)",
-        "a_warp = gpu.warp_size * tile.registers",
+        "_blocks_at_once(tile, max(tile.registers, registers), gpu)",
+        "_blocks_at_once(tile, tile.registers, gpu)",
         ("tests/gpu/conv2d/test_conv2d_cuda.py",),
     ),
     Fault(

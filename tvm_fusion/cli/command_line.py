@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -63,8 +65,9 @@ def cli() -> None:
 
 
 def program() -> int:
-    """Run the command line in a process of its own, without PyTorch."""
+    """Run the command line in a process of its own, without PyTorch; warnings are sentences."""
     hide_torch()
+    warnings.showwarning = _show_warning
     return main()
 
 
@@ -89,6 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         click.echo(f"Error: {_error_text(error)}", err=True)
         return 1
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Show a warning without the line of our code that gives it."""
+    click.echo(f"Warning: {message}", err=True)
 
 
 def _error_text(error: Exception) -> str:

@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from ..compiler.record_reader import TRIALS, bounded_lines, read_lines
 from ..errors import TuningError
 
 RECORDS = "records.jsonl"
-EXTRA = ("xgboost", "filelock")
+LOCKS = ("filelock",)
+EXTRA = ("xgboost", *LOCKS)
 
 
-def require_extra() -> None:
-    """Check that the packages of the extra ``tune`` are installed.
+def require_extra(packages: Sequence[str] = EXTRA) -> None:
+    """Check that packages of the extra ``tune`` are installed, by default those of a job.
 
     Raises
     ------
@@ -35,10 +36,10 @@ def require_extra() -> None:
     """
     from importlib.util import find_spec
 
-    missing = [name for name in EXTRA if find_spec(name) is None]
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise TuningError(
-            f"tuning needs {' and '.join(missing)}; install them with: "
+            f"tuning needs {' and '.join(missing)}; install the extra with: "
             "pip install 'tvm-fusion[tune]'"
         )
 

@@ -32,7 +32,7 @@ from schedules.tuning.tunable import WORKLOAD, read_setting, sample_knobs
 from ..compiler.record_reader import bounded_lines
 from ..compiler.targets.target import resolve
 from ..errors import RecordWarning, TuningError, TVMFusionError
-from .database import Database, require_extra
+from .database import LOCKS, Database, require_extra
 from .record_files import all_records, fault
 from .tasks import Task
 
@@ -109,7 +109,7 @@ def import_records(database: Path, inputs: Iterable[Path]) -> tuple[int, int]:
     TuningError
         If there is no such file.
     """
-    require_extra()
+    require_extra(LOCKS)
     store = Database(database)
     taken = refused = 0
     for path in inputs:

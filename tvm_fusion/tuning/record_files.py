@@ -16,7 +16,7 @@ from ..compiler.targets.target import resolve
 from ..compiler.tuned import SPACES
 from ..errors import TuningError, TVMFusionError
 from ..written_aside import written_aside
-from .database import Database, lock_of, require_extra
+from .database import LOCKS, Database, lock_of, require_extra
 
 _MOST_THREADS = 1 << 20
 
@@ -141,7 +141,7 @@ def export(database: Path, output: Path, family: str | None = None) -> int:
 
 def import_records(database: Path, inputs: Iterable[Path]) -> tuple[int, int]:
     """Append usable records of files to a database; return how many, and how many were refused."""
-    require_extra()
+    require_extra(LOCKS)
     folder = Database(database)
     taken = refused = 0
     for path in inputs:
@@ -156,7 +156,7 @@ def import_records(database: Path, inputs: Iterable[Path]) -> tuple[int, int]:
 
 def _rewrite(path: Path, records: Callable[[], list[Record]]) -> None:
     """Replace a file under its lock, so that no line that a job appends is lost."""
-    require_extra()
+    require_extra(LOCKS)
     from filelock import FileLock
 
     with written_aside(path, TuningError) as aside, FileLock(lock_of(path)):

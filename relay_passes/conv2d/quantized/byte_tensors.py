@@ -10,13 +10,11 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from ...core.constants import scaled, shifted, tensor_constant, uniform
-from ...core.expressions import Value, op_name
+from ...core.expressions import MOVES, Value, op_name
 from ...core.graph import Graph
 from ...op.round_clip import BYTE, bounds_of, in_bytes
 
 ROUND_CLIP, MAX_POOL = "relax.tvm_fusion.round_clip", "relax.nn.max_pool2d"
-MOVES = ("relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
-"""Ops that only move elements."""
 
 
 class ByteTensor(NamedTuple):

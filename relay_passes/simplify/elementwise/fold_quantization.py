@@ -25,16 +25,13 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from ...core.constants import array_of, numbers, tensor_constant, uniform
-from ...core.expressions import Value, op_name
+from ...core.expressions import MOVES, Value, op_name
 from ...core.graph import Graph
 from ...op.round_clip import bounds_of, round_clip
 from .canonicalize_clip import clip_of
 
 QUANTIZED = ("int8", "uint8", "int16", "uint16")
-MOVES = (
-    *("relax.nn.max_pool2d", "relax.reshape", "relax.permute_dims", "relax.squeeze"),
-    *("relax.expand_dims", "relax.strided_slice"),
-)
+CHOICES = (*MOVES, "relax.nn.max_pool2d", "relax.strided_slice")
 """Ops whose results are elements of their first operand."""
 
 
@@ -66,10 +63,10 @@ def fold_quantization(graph: Graph, call: relax.Expr) -> Value:
 
 def _before_move(graph: Graph, call: relax.Call) -> Value:
     """Make floats of what was quantised before its elements were only moved or compared."""
-    move, grid = graph.definition(call.args[0], *MOVES), _grid(call)
+    move, grid = graph.definition(call.args[0], *CHOICES), _grid(call)
     source = move
-    while op_name(source) in MOVES:
-        source = graph.definition(source.args[0], *MOVES, "relax.quantize")
+    while op_name(source) in CHOICES:
+        source = graph.definition(source.args[0], *CHOICES, "relax.quantize")
     if move is None or source is None or grid is None or grid != _grid(source):
         return None
     if any(operand.ty.ndim for operand in call.args[1:]):  # one number for each of some axis
@@ -98,9 +95,9 @@ def _grid(call: relax.Call) -> _Grid | None:
 
 def _is_on(graph: Graph, data: relax.Expr, grid: _Grid) -> bool:
     """Return whether all elements of ``data`` are numbers of ``grid`` already."""
-    value = graph.definition(data, *MOVES, "relax.multiply")
-    while op_name(value) in MOVES:
-        value = graph.definition(value.args[0], *MOVES, "relax.multiply")
+    value = graph.definition(data, *CHOICES, "relax.multiply")
+    while op_name(value) in CHOICES:
+        value = graph.definition(value.args[0], *CHOICES, "relax.multiply")
     if value is None or uniform(numbers(value.args[1])) != grid.scale:
         return False
     whole = graph.definition(value.args[0], "relax.tvm_fusion.round_clip")

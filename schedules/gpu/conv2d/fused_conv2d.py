@@ -15,7 +15,7 @@ a halo, or there are several tiles of channels, parts of the first layer are rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -29,6 +29,7 @@ from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from ..core.intrinsics import sync
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.vector_loads import flat_view
 from ..gemm.epilogue import LayerEpilogue, finish_tile
 from ..gemm.implicit_gemm import LANES, ConvShape, Index
@@ -46,13 +47,16 @@ from .fused_tiles import (
 )
 
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
+MOST_DENSE_REGISTERS = 168
+"""Of a thread of a setting with a dense first layer, estimated. The compiler loads ahead what is
+unrolled, in up to all 255 registers; from 176 on it then spilled some (3 in 40 settings)."""
 
 
 class FusedTemplate(ConvTemplate[FusedTile]):
     """Tiles of :class:`FusedConv2D`."""
 
     name = "gpu.fused_conv2d"
-    version = 3
+    version = 4
     knobs = FusedTile
     rule = "FusedConv2D"
 
@@ -63,9 +67,13 @@ class FusedTemplate(ConvTemplate[FusedTile]):
             raise OpError(f"no tile of {self.describe(workload)} fits {machine.name}")
         return tile
 
-    def settings(self, workload: Conv2DKernel, machine: GPUInfo) -> Iterable[FusedTile]:
-        """Yield the tiles that the cost model compares."""
-        return fitting_fused_tiles(pair_of(workload, workload.batch or 1), machine)
+    def settings(self, workload: Conv2DKernel, machine: GPUInfo) -> Iterator[FusedTile]:
+        """Yield the tiles that the cost model compares, but those that may spill."""
+        pair = pair_of(workload, workload.batch or 1)
+        most = COSTS.fused_registers if pair.first.layer.is_depthwise else MOST_DENSE_REGISTERS
+        for tile in fitting_fused_tiles(pair, machine):
+            if pair.registers(tile) <= most:
+                yield tile
 
     def kernel(
         self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: FusedTile, gpu: GPUInfo

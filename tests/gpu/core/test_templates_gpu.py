@@ -21,6 +21,9 @@ from tvm.target import Target
 from schedules import gpu
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.errors import OpError
+from schedules.gpu.conv2d.conv2d import conv2d_template
+from schedules.gpu.conv2d.fused_tiles import FusedTile
+from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.conv_tiles import ConvTile
 from schedules.tuning.records import RECORD, Record, Records, parse_record
 from schedules.tuning.tunable_rule import tunable_rule_of
@@ -104,10 +107,14 @@ def check_resources(name: str, count: int) -> None:
     template = gpu.TEMPLATES[name]
     for func, workload, settings in drawn(name, count, 1):
         for knobs in settings[1:]:
-            written = template.write(func, workload, knobs, CUDA).mod["main"]
-            for kernel, used in ptxas(cuda_source(written)).items():
-                spilled = used.stack_frame, used.spill_stores, used.spill_loads
-                assert spilled == (0, 0, 0), (kernel, knobs)
+            check_spills(template.write(func, workload, knobs, CUDA).mod["main"], knobs)
+
+
+def check_spills(written: tirx.PrimFunc, knobs: Any = None) -> None:
+    """No kernel of a function for sm_90 spills registers."""
+    for kernel, used in ptxas(cuda_source(written)).items():
+        spilled = used.stack_frame, used.spill_stores, used.spill_loads
+        assert spilled == (0, 0, 0), (kernel, knobs)
 
 
 def check_numbers(name: str, count: int) -> None:
@@ -145,11 +152,36 @@ def test_a_setting_spills_nothing(name: str) -> None:
 )
 def test_small_tiles_get_the_registers_that_addresses_take(tile: ConvTile) -> None:
     """These spill in 80 and in 96 registers."""
-    func, template = FUNCTIONS["gpu.conv2d"][1], gpu.TEMPLATES["gpu.conv2d"]
+    func, machine = FUNCTIONS["gpu.conv2d"][1], GPUInfo.from_target(CUDA)
     _, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
-    written = template.write(func, workload, tile, CUDA).mod["main"]
-    (used,) = ptxas(cuda_source(written)).values()
-    assert (used.stack_frame, used.spill_stores) == (0, 0)
+    check_spills(conv2d_template(func, workload, tile, machine))
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        ConvTile(blocks=1, pixels=128, thread_blocks=1, thread_pixels=2, quads=2, parts=2),
+        ConvTile(blocks=4, pixels=32, thread_blocks=2, thread_pixels=4, quads=8, parts=4, splits=2),
+        ConvTile(blocks=8, pixels=16, thread_blocks=1, thread_pixels=1, quads=16),
+        ConvTile(blocks=32, pixels=64, thread_blocks=1, thread_pixels=8, quads=4),
+    ],
+    ids=str,
+)
+def test_settings_get_the_registers_that_128_are_not(tile: ConvTile) -> None:
+    """These spill in the 128 registers of four warps a partition."""
+    func, template = FUNCTIONS["gpu.conv2d"][0], gpu.TEMPLATES["gpu.conv2d"]
+    rule, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
+    assert rule is not None and template.contains(workload, tile, rule.machine(CUDA))
+    check_spills(template.write(func, workload, tile, CUDA).mod["main"])
+
+
+def test_dense_pairs_that_spill_are_no_settings() -> None:
+    func, template = FUNCTIONS["gpu.fused_conv2d"][1], gpu.TEMPLATES["gpu.fused_conv2d"]
+    rule, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
+    assert rule is not None
+    spills = FusedTile(4, 16, 4, 1, 4, quads=2, chunk=8, first_quads=4, rows=1)
+    assert not template.contains(workload, spills, rule.machine(CUDA))
+    assert template.contains(workload, replace(spills, first_quads=2), rule.machine(CUDA))
 
 
 @pytest.mark.parametrize("name", gpu.TEMPLATES)

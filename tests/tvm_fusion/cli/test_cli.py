@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -464,12 +465,22 @@ def test_reader_that_leaves_early_ends_it_silently(model_path: Path, arguments: 
     assert done.returncode == 1 and done.stderr == ""
 
 
+def test_warnings_are_sentences(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("rubbish\n")
+    command = command_line("records", "list", path)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith(f"Warning: {path} has lines that are not records: line 1: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_program_does_without_pytorch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "argv", ["tvm-fusion", "--version"])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     assert cli.program() == 0 and "tvm-fusion" in capsys.readouterr().out
     with pytest.raises(ModuleNotFoundError, match="does without PyTorch"):
         importlib.import_module("torch")

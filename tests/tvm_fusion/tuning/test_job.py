@@ -30,6 +30,7 @@ from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.tuning import job
 from tvm_fusion.tuning.database import Database, append_line, measuring, measuring_lock
 from tvm_fusion.tuning.measure import Outcome
+from tvm_fusion.tuning.record_files import prune
 from tvm_fusion.tuning.search import Search
 from tvm_fusion.tuning.tasks import extract_tasks
 
@@ -355,6 +356,12 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch) -> No
     monkeypatch.setattr(util, "find_spec", lambda name: None if name == "xgboost" else found(name))
     with pytest.raises(TuningError, match=r"needs xgboost; .*pip install 'tvm-fusion\[tune\]'"):
         tune(tmp_path)
+    path = tmp_path / "records.jsonl"
+    path.write_text("rubbish\n")
+    assert prune(path) == (0, 1)  # does not learn
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    with pytest.raises(TuningError, match=r"needs filelock; .*pip install 'tvm-fusion\[tune\]'"):
+        prune(path)
 
 
 WRITER = f"""{WITHOUT_TORCH}
