@@ -11,6 +11,8 @@ BENCH_ARGS ?=
 # Further ones of either benchmark on a GPU: REDUCTION_ARGS="--only paper2", MODEL_ARGS="--only gpt2".
 REDUCTION_ARGS ?=
 MODEL_ARGS ?=
+PACK ?=
+PACK_ARGS ?=
 # Processes that share the tests.
 JOBS ?= 2
 TEST_ARGS ?=
@@ -20,7 +22,7 @@ FAULT_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu bench-mpi bench-predict bench-zoo clean
+.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu pack-gpu bench-mpi bench-predict bench-zoo clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -78,6 +80,10 @@ bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there
 	@$(PYTHON) examples/benchmarks/reductions_gpu.py $(BENCH_ARGS) $(REDUCTION_ARGS); \
 	first=$$?; [ $$first -eq 2 ] && exit 2; \
 	$(PYTHON) examples/benchmarks/models_gpu.py $(BENCH_ARGS) $(MODEL_ARGS) && exit $$first
+
+# For a GPU machine without network; PYTHON needs pip only, and is of the same minor version there.
+pack-gpu: ## pack this checkout and wheels of what it needs into PACK=FOLDER, for bench-gpu elsewhere
+	$(PYTHON) examples/benchmarks/pack_gpu.py $(or $(PACK),build/gpu) $(PACK_ARGS)
 
 bench-predict: $(VENV)/.stamp-bench ## check predicted times against the measured ones of PREDICT_DATA=DIR
 	$(BIN)/python examples/benchmarks/predict.py $(BENCH_ARGS)

@@ -173,15 +173,28 @@ def reductions() -> str:
 
 
 def predicted_reductions() -> str:
-    """Predicted shares of the bandwidth of GPUs, by machine side by side."""
+    """Predicted shares of the bandwidth of GPUs side by side, and from what for the last one."""
     cases = json.loads((RESULTS / "reductions_gpu_predicted.json").read_text())
     machines = list(next(iter(cases.values()))["machines"])
     rows = []
     for name, case in cases.items():
         times = [case["machines"][machine]["predicted"] for machine in machines]
-        shares = [f"{time['share']:.0%}" for time in times]
-        rows.append([name, f"{case['bytes'] / 1e6:.4g}", *shares, f"{times[-1]['waves']:.2f}"])
-    return _table(["case", "MB", *machines, f"waves, {machines[-1]}"], rows)
+        kernel, time = case["machines"][machines[-1]]["kernel"], times[-1]
+        rows.append(
+            [
+                name,
+                f"{case['bytes'] / 1e6:.4g}",
+                *(f"{each['share']:.0%}" for each in times),
+                str(kernel["blocks"]),
+                f"{time['waves']:.2f}",
+                f"{time['waves'] % 1 or 1:.0%}",
+                f"{time['flight_bytes'] / 1024:.0f}",
+                f"{time['instructions_per_byte']:.2f}",
+                f"{time['finish_seconds'] * 1e6:.2f}",
+            ]
+        )
+    figures = ["blocks", "waves", "last wave", "KiB in flight", "instr. / byte", "finish, us"]
+    return _table(["case", "MB", *machines, *figures], rows)
 
 
 def predicted_lookups() -> str:

@@ -6,9 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cuda_text import count, opcodes, sass
 
 from examples.zoo import ZOO
+from tvm_fusion.codegen.device_code import cuda_texts
+from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.explain.explain_gpu import explain_kernels
+from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.pipeline import Options
+from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.onnx.frontend import import_onnx
 
 SIZES: dict[str, dict[str, Any]] = {
     "bert_base": {"layers": 1},
@@ -34,3 +41,43 @@ def test_next_to_nothing_spills(name: str, arch: str) -> None:
             assert used["shared"] <= STATIC_SHARED_BYTES, kernel
             most = MOST_SPILLED_BYTES if "Conv2D" in use["rule"] else 0
             assert used["spill_stores"] <= most, kernel
+
+
+# Of twelve layers; TVM's own pipeline has 189 and 233.
+MOST_KERNELS = {"bert_base": 75, "gpt2": 90}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MOST_KERNELS)
+def test_a_transformer_is_few_kernels(name: str) -> None:
+    """By those of one layer and of two, at full width."""
+    target, counts = resolve("cuda -arch=sm_90"), []
+    for layers in (1, 2):
+        imported = import_onnx(ZOO[name](layers=layers, vocabulary=100)).mod
+        optimised = pipeline.optimize(imported, target)
+        counts.append(sum(use.launches for use in kernel_uses(optimised)))
+    assert counts[0] + 11 * (counts[1] - counts[0]) <= MOST_KERNELS[name]
+
+
+HALVES: dict[str, dict[str, Any]] = {
+    "bert_base": {"layers": 1, "vocabulary": 100},
+    "gpt2": {"layers": 1, "vocabulary": 100},
+    "resnet_50": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", HALVES)
+def test_products_and_convolutions_of_float16_run_on_tensor_cores(name: str, arch: str) -> None:
+    """All but those of one row, the pooler of BERT and the classifier of ResNet-50."""
+    target = resolve(f"cuda -arch={arch}")
+    imported = import_onnx(ZOO[name](**HALVES[name])).mod
+    mod = pipeline.optimize(imported, target, Options(precision="fp16"))
+    products = [use.name for use in kernel_uses(mod) if use.rule == "Matmul"]
+    executable = pipeline.build_apart(mod, target).executable
+    code = {k: opcodes(v) for text in cuda_texts(executable) for k, v in sass(text, arch).items()}
+    ordinary = {each for each in products if not count(code[f"{each}_kernel"], "HMMA")}
+    assert len(products) - len(ordinary) >= 4
+    assert len(ordinary) == (0 if name == "gpt2" else 1)
+    assert not any("conv" in each for each in ordinary)

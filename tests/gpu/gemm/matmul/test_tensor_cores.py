@@ -194,12 +194,23 @@ def test_numbers_of_a_convolution_of_bytes() -> None:
         for is_left in (False, True)
         for chunk in (4, 16)
         for turned in (False, True)
+    ]
+    + [  # queries, keys and values of attention
+        tile
+        for head in (16, 32, 64, 128, 192)
+        for rows_first in (False, True)
+        for tile in (
+            *(SharedTile(queries, head, rows_first, True) for queries in (16, 32, 64)),
+            *(SharedTile(keys, head, rows_first, False) for keys in (32, 64)),
+            *(SharedTile(max(head, 32), keys, rows_first, False) for keys in (32, 64)),
+        )
     ],
     ids=str,
 )
 def test_no_bank_conflicts(shared: SharedTile) -> None:
     """Each phase of eight lanes, which moves 128 bytes, touches each bank once."""
-    for row, depth in itertools.product(range(0, shared.rows, 16), (0, 2 * shared.chunk)):
+    steps = range(0, shared.depth, 2 * shared.chunk)
+    for row, depth in itertools.product(range(0, shared.rows, 16), steps):
         places = [shared.fragment(lane, row, depth) for lane in range(32)]
         assert all(place % 16 == 0 and place < shared.nbytes for place in places)
         for phase in range(0, 32, 8):
