@@ -80,7 +80,9 @@ class DistributeRows:
         parts = []
         for rank in range(self.ranks):
             func = rank_function(bound, placement, sent, rank, "part")
-            text = "" if func is None else func.script(show_meta=False)
+            # The text shows no values of constants: those of ranks with other channels differ.
+            shares = [placement.computed[i][rank].tolist() for i in sorted(placement.by_channels)]
+            text = "" if func is None else f"{func.script(show_meta=False)}{shares}"
             if func is not None and text not in functions:
                 functions[text] = func.with_attr("global_symbol", f"part_{len(functions)}")
             name = str(functions[text].attrs["global_symbol"]) if text else ""

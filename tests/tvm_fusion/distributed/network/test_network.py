@@ -104,9 +104,9 @@ WEIGHTS_LAST = {
 @pytest.mark.parametrize(
     ("name", "ranks", "winograd"),
     [
-        ("network", 2, "always"),
         pytest.param("network", 1, "auto", marks=pytest.mark.slow),
-        pytest.param("network", 3, "never", marks=pytest.mark.slow),
+        pytest.param("network", 2, "always", marks=pytest.mark.slow),
+        ("network", 3, "never"),  # programs of two ranks that differ in their weights alone
         pytest.param("network", 4, "always", marks=pytest.mark.slow),
         pytest.param("network", 7, "auto", marks=pytest.mark.slow),  # more ranks than blocks
         pytest.param("unet", 3, "always", marks=pytest.mark.slow),
