@@ -16,7 +16,6 @@ from schedules.distribute.rows.row_plan import RowPlacement
 from schedules.distribute.rows.row_segments import segments
 
 from .rank_function import rank_function
-from .row_rules import image_shape
 from .row_stages import BoundStage, read_stages
 
 PLAN = "tvm_fusion.rank_plan"
@@ -45,7 +44,9 @@ class DistributeRows:
 
     Ranks whose programs are the same share a function. Convolutions, pooling, element-wise ops,
     concatenations of channels and enlargements are split; any other op runs on the ranks that need
-    its result, after all rows that it reads are there. Results are on the first rank. Run after
+    its result, after all rows that it reads are there. Of a packed convolution, ranks may compute
+    channels instead, with their share of its weights, and columns of a product with a constant
+    matrix. Results are on the first rank. Run after
     ``PackLayout`` and ``ChooseWinograd``, whose choices are those for the whole image, so that all
     sums are in the same order; tiles of Winograd's algorithm are not cut.
 
@@ -79,7 +80,9 @@ class DistributeRows:
         parts = []
         for rank in range(self.ranks):
             func = rank_function(bound, placement, sent, rank, "part")
-            text = "" if func is None else func.script(show_meta=False)
+            # The text shows no values of constants: those of ranks with other channels differ.
+            shares = [placement.computed[i][rank].tolist() for i in sorted(placement.by_channels)]
+            text = "" if func is None else f"{func.script(show_meta=False)}{shares}"
             if func is not None and text not in functions:
                 functions[text] = func.with_attr("global_symbol", f"part_{len(functions)}")
             name = str(functions[text].attrs["global_symbol"]) if text else ""
@@ -113,11 +116,12 @@ def _exchanges(bound: Sequence[BoundStage], placement: RowPlacement) -> tuple[Ro
     found = []
     for index in placement.exchanged:
         var = bound[index].var
-        shape = image_shape(var)
-        assert shape is not None, "only stages with rows are exchanged"
+        by_channels = index in placement.by_channels
+        shape = [int(extent) for extent in var.ty.shape.values]
+        width = shape[1] // bound[index].stage.blocks if by_channels else 1
         own, held = (
             tuple((int(begin), int(end)) for begin, end in rows)
-            for rows in (placement.computed[index], placement.held[index])
+            for rows in (width * placement.computed[index], placement.held[index])
         )
-        found.append(RowExchange(var.name, tuple(shape), str(var.ty.dtype), own, held))
+        found.append(RowExchange(var.name, tuple(shape), str(var.ty.dtype), own, held, by_channels))
     return tuple(found)

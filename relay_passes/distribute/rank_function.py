@@ -72,6 +72,7 @@ class _Writer:
         self._stages, self._placement, self._rank = stages, placement, rank
         self._places = {bound.var: index for index, bound in enumerate(stages)}
         self._found: list[dict[Range, relax.Var]] = [{} for _ in stages]
+        self._shares: dict[int, relax.Var] = {}  # of stages split by channels
         self._sent: list[relax.Var] = []
         self._last: list[relax.Var] = []
 
@@ -92,6 +93,12 @@ class _Writer:
         if bound.value is None or rows[0] >= rows[1]:
             return
         value = bound.value
+        if index in self._placement.by_channels:
+            assert bound.channels is not None, "only stages of several blocks are split so"
+            arguments = self._channel_operands(index, rows)
+            value = bound.channels.rebuild(arguments, *rows)
+            self._shares[index] = self.builder.emit(value, bound.var.name)
+            return
         if bound.rows is None:
             for operand in set(operands(value)):
                 place = self._places[operand]
@@ -109,7 +116,10 @@ class _Writer:
         sends, receives = bool((source == self._rank).any()), bool((dest == self._rank).any())
         if not sends and not receives:
             return
-        mine = [self._found[index][own]] if own[0] < own[1] else []
+        mine = []
+        if own[0] < own[1]:
+            shares = self._shares
+            mine = [shares[index] if index in shares else self._found[index][own]]
         # The last exchange's result keeps them in order, which FuseOps would not: ranks would wait
         # for each other in different ones.
         arguments = relax.Tuple([relax.prim_value(number), *mine, *self._last])
@@ -140,6 +150,27 @@ class _Writer:
             source = self._stages[read.stage].stage
             begin, end = rows_needed(source, read, np.array([rows]))[0].tolist()
             arguments.append(self._take(read.stage, (begin, end)))
+        return arguments
+
+    def _channel_operands(self, index: int, blocks: Range) -> list[relax.Expr]:
+        """Operands for blocks of channels: all rows of the image, these blocks of the others."""
+        bound = self._stages[index]
+        arguments: list[relax.Expr] = []
+        given = iter(bound.stage.operands)
+        for operand in tensors(bound.value):
+            if not isinstance(operand, relax.Var):
+                arguments.append(operand)
+                continue
+            read = next(given)
+            if read.maps == () and read.stage in self._shares:
+                arguments.append(self._shares[read.stage])
+                continue
+            whole = self._take(read.stage, (0, self._stages[read.stage].stage.rows))
+            if read.maps == ():
+                begin, end = blocks
+                cut = relax.op.strided_slice(whole, [1], [begin], [end])
+                whole = self.builder.emit(cut)
+            arguments.append(whole)
         return arguments
 
     def _take(self, index: int, rows: Range) -> relax.Var:

@@ -15,6 +15,7 @@ from schedules.errors import OpError
 from schedules.workload.reduce import constant
 
 from ..core.expressions import op_name, operands
+from .channel_rules import ChannelOp, channel_op
 from .row_rules import AXIS, RowOp, image_shape, row_op, tensors
 
 
@@ -32,12 +33,15 @@ class BoundStage:
         The value bound to it; None for a parameter.
     rows : RowOp | None
         How its rows are split; None if they are not.
+    channels : ChannelOp | None
+        How its channels are split; None if they are not.
     """
 
     stage: NetworkStage
     var: relax.Var
     value: relax.Expr | None
     rows: RowOp | None
+    channels: ChannelOp | None = None
 
 
 def read_stages(func: relax.Function) -> list[BoundStage]:
@@ -84,23 +88,32 @@ def _parameter(param: relax.Var) -> BoundStage:
 def _bound(binding: relax.VarBinding, places: Mapping[relax.Var, int]) -> BoundStage:
     var, value = binding.var, binding.value
     rows, row_bytes = _size(var)
-    split = row_op(value)
+    split, channels = row_op(value), channel_op(value)
+    blocks = channels.blocks if channels else 1
     name = (op_name(value) or type(value).__name__).removeprefix("relax.")
     reads = {places[operand]: None for operand in operands(value)}
     if split is None:
         read = tuple(StageOperand(place, None) for place in reads)
         fixed = _constant_bytes(value) if isinstance(value, relax.Call) else 0
-        stage = NetworkStage(var.name, name, rows, row_bytes, read, fixed_bytes=fixed, grain=rows)
-        return BoundStage(stage, var, value, None)
+        stage = NetworkStage(var.name, name, rows, row_bytes, read, 0.0, fixed, rows, blocks)
+        return BoundStage(stage, var, value, None, channels)
     read = tuple(
         StageOperand(places[operand], maps)
         for operand, maps in zip(tensors(value), split.reads, strict=True)
         if isinstance(operand, relax.Var)
     )
     stage = NetworkStage(
-        var.name, name, rows, row_bytes, read, split.flops, _constant_bytes(value), split.grain
+        var.name,
+        name,
+        rows,
+        row_bytes,
+        read,
+        split.flops,
+        _constant_bytes(value),
+        split.grain,
+        blocks,
     )
-    return BoundStage(stage, var, value, split)
+    return BoundStage(stage, var, value, split, channels)
 
 
 def _result(value: relax.Expr, places: Mapping[relax.Var, int]) -> BoundStage:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan of a network over ranks, as a saved model holds it: functions, rows, exchanges, predictions.
 
-Read from JSON it is checked: every number is one, and every rank has its entry.
+Read from JSON it is checked: every number is one, and every rank has its entry. Files of format 7
+know rows only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..exchange import Region
 from .row_plan import transfers
 
 EXCHANGE = "tvm_fusion.exchange_rows"
@@ -32,7 +34,8 @@ class Segment:
     stages : int
         Their number.
     rows : tuple[tuple[int, int], ...]
-        Rows of the last stage that each rank computes; (0, 0) where it computes none.
+        Rows of the last stage that each rank computes, or blocks of its channels; (0, 0) where it
+        computes none.
     recomputed : float
         Operations that more than one rank does, as a share of those of one rank alone.
     end : str
@@ -43,6 +46,8 @@ class Segment:
         What all ranks send in the exchange.
     compute, exchange : float
         Predicted seconds, of the slowest rank.
+    split : str
+        ``rows`` or ``channels``: what ranks share of the last stage.
     """
 
     first: str
@@ -56,6 +61,7 @@ class Segment:
     bytes: int
     compute: float
     exchange: float
+    split: str = "rows"
 
 
 @dataclass(frozen=True)
@@ -83,11 +89,13 @@ class RowExchange:
     name : str
         Name of the tensor.
     shape : tuple[int, ...]
-        All of it; rows are axis 2.
+        All of it; rows are axis 2, and a tensor without that axis has one.
     dtype : str
         Type of its elements.
     own, held : tuple[Range, ...]
         Rows that each rank has computed, and those that it needs; (0, 0) for none.
+    by_channels : bool
+        ``own`` are indices of axis 1, with all rows.
     """
 
     name: str
@@ -95,10 +103,28 @@ class RowExchange:
     dtype: str
     own: tuple[Range, ...]
     held: tuple[Range, ...]
+    by_channels: bool = False
 
     def transfers(self) -> np.ndarray:
         """Messages: source, destination, first and past the last row."""
-        return transfers(np.array(self.own, np.int64), np.array(self.held, np.int64))
+        own, held = np.array(self.own, np.int64), np.array(self.held, np.int64)
+        return transfers(own, held, self.by_channels)
+
+    def own_region(self, rank: int) -> Region:
+        """What a rank has computed."""
+        return self._region(1 if self.by_channels else 2, self.own[rank])
+
+    def held_region(self, rank: int) -> Region:
+        """What a rank needs."""
+        return self._region(2, self.held[rank])
+
+    def _region(self, axis: int, indices: Range) -> Region:
+        region = [(0, extent) for extent in self.shape]
+        if axis < len(region):
+            region[axis] = indices
+        elif indices[0] == indices[1]:
+            region[0] = indices
+        return tuple(region)
 
 
 @dataclass(frozen=True)
@@ -162,15 +188,20 @@ def plan_from_json(data: Any) -> RankPlan:
 def _exchange(data: Any, ranks: int) -> RowExchange:
     own, held = (tuple(map(_range, _typed(data[name], list))) for name in ("own", "held"))
     shape = tuple(_typed(extent, int) for extent in _typed(data["shape"], list))
-    if len(own) != ranks or len(held) != ranks or len(shape) < 3:
+    if len(own) != ranks or len(held) != ranks or len(shape) < 2:
         raise ValueError("an exchange does not fit the ranks")
-    if any(end > shape[2] for _, end in (*own, *held)):
-        raise ValueError("an exchange has rows beyond those of its tensor")
-    return RowExchange(_typed(data["name"], str), shape, _typed(data["dtype"], str), own, held)
+    by_channels = _typed(data.get("by_channels", False), bool)
+    rows = shape[2] if len(shape) > 2 else 1
+    shared = shape[1] if by_channels else rows
+    if any(end > shared for _, end in own) or any(end > rows for _, end in held):
+        raise ValueError("an exchange has rows or channels beyond those of its tensor")
+    name, dtype = (_typed(data[key], str) for key in ("name", "dtype"))
+    return RowExchange(name, shape, dtype, own, held, by_channels)
 
 
 def _segment(data: Mapping[str, Any]) -> Segment:
-    values = {field.name: data[field.name] for field in fields(Segment)}
+    given = {"split": "rows", **data}
+    values = {field.name: given[field.name] for field in fields(Segment)}
     kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int)}
     for field in fields(Segment):
         if str(field.type) in kinds:

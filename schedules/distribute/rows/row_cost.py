@@ -4,13 +4,14 @@
 A stage takes the longer of its arithmetic and the traffic of its images on the slowest rank
 (roofline), and the time to read its weights, which splitting its rows does not shorten; an exchange
 ``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has itself, and
-a constant. Fewer exchanges recompute more rows; after the last one the first rank is alone.
+a constant. Fewer exchanges recompute more rows; after the last one the first rank is alone. A rank
+that computes channels reads their weights only, and all rows of the image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,10 +62,12 @@ def row_cost(
     ranks = len(placement.computed[0])
     compute, exchange = np.zeros((2, len(stages), ranks))
     for index, stage in enumerate(stages):
-        if not stage.is_input:
+        if index in placement.by_channels:
+            compute[index] = _channel_seconds(stages, index, placement, processor)
+        elif not stage.is_input:
             compute[index] = _stage_seconds(stages, stage, placement.computed[index], processor)
     for index in placement.exchanged:
-        exchange[index] = _exchange_seconds(stages[index], index, placement, network, processor)
+        exchange[index] = _exchange_seconds(stages, index, placement, network, processor)
     return RowCost(compute, exchange)
 
 
@@ -87,9 +90,9 @@ def choose_exchanges(
         Figures of the predictions.
     choice : str
         ``auto`` searches for the least predicted time: all exchanges up to some stage, then each of
-        them by itself, and for each number of rows whether shares are cut between tiles of
-        Winograd's algorithm. ``always`` exchanges whatever is read with a halo,
-        ``once`` only the last such stage.
+        them by itself, for each number of rows whether shares are cut between tiles of Winograd's
+        algorithm, and which stages are split by channels. ``always`` exchanges whatever is read
+        with a halo, ``once`` only the last such stage, both without splitting channels.
 
     Raises
     ------
@@ -118,36 +121,67 @@ def choose_exchanges(
     nothing: frozenset[int] = frozenset()
     prefixes = [frozenset(candidates[:count]) for count in range(len(candidates) + 1)]
     lasts = [frozenset([candidate]) for candidate in candidates]
-    best = min([(exchanged, nothing) for exchanged in (*prefixes, *lasts)], key=seconds)
+    best = min([(exchanged, nothing, nothing) for exchanged in (*prefixes, *lasts)], key=seconds)
     levels = {stage.rows for stage in stages if stage.is_split and stage.grain > 1}
     for _ in range(_ROUNDS):
         before = best
         for rows in sorted(levels):
-            best = min(best, (best[0], best[1] ^ {rows}), key=seconds)
+            best = min(best, (best[0], best[1] ^ {rows}, best[2]), key=seconds)
         for candidate in reversed(candidates):
-            best = min(best, (best[0] ^ {candidate}, best[1]), key=seconds)
+            best = min(best, (best[0] ^ {candidate}, *best[1:]), key=seconds)
+        for index in reversed(range(len(stages))):
+            if index in best[2] or _gains_by_channels(stages, index, best, ranks, processor):
+                best = min(best, _toggle_channels(stages, index, best, candidates), key=seconds)
         if best == before:
             break
-    return _without_silent(stages, ranks, sorted(best[0]), best[1])
+    return _without_silent(stages, ranks, *best)
 
 
-_Choice = tuple[frozenset[int], frozenset[int]]
-"""Stages that are exchanged, and numbers of rows whose shares are aligned."""
+_Choice = tuple[frozenset[int], frozenset[int], frozenset[int]]
+"""Stages that are exchanged, numbers of rows whose shares are aligned, and stages of which channels
+are computed."""
+
+
+def _gains_by_channels(
+    stages: Sequence[NetworkStage], index: int, choice: _Choice, ranks: int, processor: Processor
+) -> bool:
+    """True if a stage by itself takes less time split by channels than as it is placed."""
+    if stages[index].blocks < 2:
+        return False
+    exchanged, aligned, by_channels = choice
+    rows = place(stages, ranks, *choice)
+    channels = place(stages, ranks, exchanged, aligned, by_channels | {index})
+    after = _channel_seconds(stages, index, channels, processor)
+    before = _stage_seconds(stages, stages[index], rows.computed[index], processor)
+    return bool(after.max() < before.max())
+
+
+def _toggle_channels(
+    stages: Sequence[NetworkStage], index: int, choice: _Choice, candidates: Sequence[int]
+) -> _Choice:
+    """Split a stage by channels or no longer; by channels, what it reads is exchanged."""
+    exchanged, aligned, by_channels = choice
+    if index not in by_channels:
+        read = {operand.stage for operand in stages[index].operands if operand.maps != ()}
+        exchanged |= read.intersection(candidates)
+    return exchanged, aligned, by_channels ^ {index}
 
 
 def _without_silent(
     stages: Sequence[NetworkStage],
     ranks: int,
-    exchanged: Sequence[int],
+    exchanged: Iterable[int],
     aligned: frozenset[int] = frozenset(),
+    by_channels: frozenset[int] = frozenset(),
 ) -> RowPlacement:
     """A placement without those exchanges in which no rank needs anything of another."""
+    exchanged = frozenset(exchanged) - by_channels
     while True:
-        placement = place(stages, ranks, exchanged, aligned)
-        heard = [index for index in exchanged if len(placement.transfers(index))]
-        if len(heard) == len(exchanged):
-            return placement
-        exchanged = heard
+        placement = place(stages, ranks, exchanged, aligned, by_channels)
+        heard = [index for index in placement.exchanged if len(placement.transfers(index))]
+        if exchanged <= set(heard):
+            return replace(placement, exchanged=tuple(heard))
+        exchanged &= set(heard)
 
 
 def _candidates(stages: Sequence[NetworkStage]) -> list[int]:
@@ -193,18 +227,40 @@ def _stage_seconds(
     return np.where(count > 0, seconds + fixed + CALL_SECONDS, 0.0)
 
 
-def _exchange_seconds(
-    stage: NetworkStage, index: int, placement: RowPlacement, network: Network, processor: Processor
+def _channel_seconds(
+    stages: Sequence[NetworkStage], index: int, placement: RowPlacement, processor: Processor
 ) -> np.ndarray:
-    held, own = placement.held[index], placement.computed[index]
+    stage, count = stages[index], placement.blocks(stages, index)
+    share = count / stage.blocks
+    size = share * (stage.rows * float(stage.row_bytes))
+    for operand in stage.operands:
+        source = stages[operand.stage]
+        size += (share if operand.maps == () else 1.0) * (source.rows * float(source.row_bytes))
+    operations = share * (stage.rows * stage.flops)
+    seconds = np.maximum(operations / processor.rate, size / processor.bandwidth)
+    fixed = share * stage.fixed_bytes / processor.read_bandwidth
+    return np.where(count > 0, seconds + fixed + CALL_SECONDS, 0.0)
+
+
+def _exchange_seconds(
+    stages: Sequence[NetworkStage],
+    index: int,
+    placement: RowPlacement,
+    network: Network,
+    processor: Processor,
+) -> np.ndarray:
+    stage, held, own = stages[index], placement.held[index], placement.computed[index]
     ranks = len(held)
-    source, dest, begin, end = placement.transfers(index).T
-    sizes = (end - begin) * float(stage.row_bytes)
+    source, dest, _, _ = placement.transfers(index).T
+    sizes = placement.sent_bytes(stages, index).astype(float)
     messages, size = (
         np.maximum(np.bincount(source, weights, ranks), np.bincount(dest, weights, ranks))
         for weights in (np.ones(len(sizes)), sizes)
     )
-    kept = np.minimum(held[:, 1], own[:, 1]) - np.maximum(held[:, 0], own[:, 0])
+    if index in placement.by_channels:
+        kept = (held[:, 1] - held[:, 0]) * (placement.blocks(stages, index) / stage.blocks)
+    else:
+        kept = np.minimum(held[:, 1], own[:, 1]) - np.maximum(held[:, 0], own[:, 0])
     copied = np.where(size > 0, 2.0 * stage.row_bytes * np.maximum(kept, 0), 0.0)
     calls = np.where(messages > 0, EXCHANGE_SECONDS, 0.0)
     sent = messages * network.latency + size / network.bandwidth

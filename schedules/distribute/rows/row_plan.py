@@ -6,6 +6,9 @@ rank returns the results. From there each stage is asked for the rows that its r
 a stage is exchanged, each rank computes an equal share of its rows instead, and what it needs and
 has not computed arrives by messages. So everything between two exchanges recomputes the rows that
 it needs beyond its share, and an exchange before stages that only the first rank runs is a gather.
+
+Of a convolution ranks can compute channels instead of rows: all rows of them, with their share of
+the weights. It reads all rows of its image, and its result is exchanged.
 """
 
 from __future__ import annotations
@@ -125,6 +128,8 @@ class NetworkStage:
     grain : int
         Rows come in multiples of so many, but for the last ones, since they are rounded together:
         those of a tile of Winograd's algorithm, or all rows of an operation that cannot be split.
+    blocks : int
+        Equal blocks of channels that can be computed apart; 1 where they cannot.
     """
 
     name: str
@@ -135,6 +140,7 @@ class NetworkStage:
     flops: float = 0.0
     fixed_bytes: int = 0
     grain: int = 1
+    blocks: int = 1
 
     @property
     def is_input(self) -> bool:
@@ -156,18 +162,35 @@ class RowPlacement:
     exchanged : tuple[int, ...]
         The stages that are exchanged, ascending.
     computed : tuple[Rows, ...]
-        For each stage the rows that the ranks compute; of inputs those that they read.
+        For each stage the rows that the ranks compute; of inputs those that they read; of stages in
+        ``by_channels`` blocks of channels, of all rows.
     held : tuple[Rows, ...]
         The rows that they need, which arrive by messages where they are not computed.
+    by_channels : frozenset[int]
+        Stages of which ranks compute channels. One that reads another element by element has the
+        same channels there.
     """
 
     exchanged: tuple[int, ...]
     computed: tuple[Rows, ...]
     held: tuple[Rows, ...]
+    by_channels: frozenset[int] = frozenset()
 
     def transfers(self, stage: int) -> np.ndarray:
         """Messages after an exchanged stage, as :func:`transfers` gives them."""
-        return transfers(self.computed[stage], self.held[stage])
+        return transfers(self.computed[stage], self.held[stage], stage in self.by_channels)
+
+    def sent_bytes(self, stages: Sequence[NetworkStage], stage: int) -> np.ndarray:
+        """Bytes of those messages."""
+        source, _, begin, end = self.transfers(stage).T
+        size = (end - begin) * stages[stage].row_bytes
+        return size * self.blocks(stages, stage)[source] // stages[stage].blocks
+
+    def blocks(self, stages: Sequence[NetworkStage], stage: int) -> np.ndarray:
+        """Blocks of channels that each rank computes of the rows of a stage."""
+        begin, end = self.computed[stage].T
+        whole = np.full(len(begin), stages[stage].blocks)
+        return end - begin if stage in self.by_channels else whole
 
 
 def place(
@@ -175,6 +198,7 @@ def place(
     ranks: int,
     exchanged: Iterable[int],
     aligned: Collection[int] = (),
+    by_channels: Collection[int] = (),
 ) -> RowPlacement:
     """Give every rank its rows of every stage.
 
@@ -188,6 +212,8 @@ def place(
         Stages, split ones, of which each rank computes an equal share.
     aligned : Collection[int]
         Numbers of rows; shares of stages of so many rows have the greatest grain of those.
+    by_channels : Collection[int]
+        Stages of which each rank computes an equal share of channels.
     """
     shared = frozenset(exchanged)
     grains = {
@@ -199,15 +225,23 @@ def place(
     held[-1][ROOT] = 0, stages[-1].rows
     for index in reversed(range(len(stages))):
         stage = stages[index]
-        if index in shared:
+        if index in by_channels:
+            rows = _shares(stage.blocks, 1, ranks)
+        elif index in shared:
             rows = _shares(stage.rows, grains.get(stage.rows, stage.grain), ranks)
         else:
             rows = _whole_grains(stage, held[index])
         computed[index] = rows
         for operand in stage.operands:
-            needed = rows_needed(stages[operand.stage], operand, rows)
+            source, read = stages[operand.stage], operand
+            if index in by_channels:
+                if operand.maps == () and operand.stage in by_channels:
+                    continue
+                read = StageOperand(operand.stage, None)
+            needed = rows_needed(source, read, rows)
             held[operand.stage] = _hulls(held[operand.stage], needed)
-    return RowPlacement(tuple(sorted(shared)), tuple(computed), tuple(held))
+    exchanged = tuple(sorted(shared.union(by_channels)))
+    return RowPlacement(exchanged, tuple(computed), tuple(held), frozenset(by_channels))
 
 
 def rows_needed(source: NetworkStage, operand: StageOperand, rows: Rows) -> Rows:
@@ -222,7 +256,7 @@ def rows_needed(source: NetworkStage, operand: StageOperand, rows: Rows) -> Rows
     return np.where(busy[:, None], np.stack([begin, end], axis=1), 0)
 
 
-def transfers(own: Rows, held: Rows) -> np.ndarray:
+def transfers(own: Rows, held: Rows, by_channels: bool = False) -> np.ndarray:
     """Messages after which every rank holds its rows.
 
     Parameters
@@ -231,12 +265,18 @@ def transfers(own: Rows, held: Rows) -> np.ndarray:
         Rows that the ranks have: together all of them, ascending and disjoint.
     held : Rows
         Rows that they need.
+    by_channels : bool
+        ``own`` are channels, of all rows.
 
     Returns
     -------
     np.ndarray
         Source, destination, first and past the last row of each message: int64 [messages, 4].
     """
+    if by_channels:
+        has, needs = (np.flatnonzero(rows[:, 0] < rows[:, 1]) for rows in (own, held))
+        source, dest = np.tile(has, len(needs)), np.repeat(needs, len(has))
+        return np.column_stack([source, dest, held[dest]])[source != dest]
     owners = np.flatnonzero(own[:, 0] < own[:, 1])
     first = np.searchsorted(own[owners, 1], held[:, 0], side="right")
     last = np.searchsorted(own[owners, 0], held[:, 1], side="left")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -37,21 +37,23 @@ def _segment(
     own, held = placement.computed[end], placement.held[end]
     is_exchanged = end in placement.exchanged
     sent = placement.transfers(end) if is_exchanged else np.zeros((0, 4), np.int64)
+    by_channels = end in placement.by_channels
     rows = sent[:, 3] - sent[:, 2]
-    received = np.bincount(sent[:, 1], rows, len(own))
+    received = rows if by_channels else np.bincount(sent[:, 1], rows, len(own))
     inside = slice(begin, end + 1)
     return Segment(
         first=stages[begin].name,
         last=stages[end].name,
         stages=end + 1 - begin,
         rows=tuple((int(low), int(high)) for low, high in own),
-        recomputed=_recomputed(stages[inside], placement.computed[inside]),
+        recomputed=_recomputed(stages, placement, range(begin, end + 1)),
         end=_kind(held) if is_exchanged else "result",
         halo=int(received.max(initial=0)),
         messages=len(sent),
-        bytes=int(rows.sum()) * stages[end].row_bytes,
+        bytes=int(placement.sent_bytes(stages, end).sum()) if is_exchanged else 0,
         compute=float(cost.compute[inside].max(axis=1).sum()),
         exchange=float(cost.exchange[end].max()),
+        split="channels" if by_channels else "rows",
     )
 
 
@@ -61,12 +63,18 @@ def _kind(held: Rows) -> str:
     return "exchange" if needs.any() else "gather"
 
 
-def _recomputed(stages: Sequence[NetworkStage], computed: Sequence[Rows]) -> float:
+def _recomputed(
+    stages: Sequence[NetworkStage], placement: RowPlacement, indices: Iterable[int]
+) -> float:
     """Share of operations beyond those for each row once."""
     done = once = 0.0
-    for stage, rows in zip(stages, computed, strict=True):
+    for index in indices:
+        stage, rows = stages[index], placement.computed[index]
         counts = rows[:, 1] - rows[:, 0]
-        if counts.any():
+        if index in placement.by_channels:
+            done += stage.rows * stage.flops
+            once += stage.rows * stage.flops
+        elif counts.any():
             done += float(counts.sum()) * stage.flops
             busy = rows[counts > 0]
             once += float(_covered(busy)) * stage.flops

@@ -111,6 +111,24 @@ def test_a_result_that_is_read_again() -> None:
     assert text.count("strided_slice") == 1 and text.count("exchange_rows") == 1
 
 
+def test_columns_of_a_product_on_two_ranks() -> None:
+    """All of the matrix is made on both; each has 128 of 256 columns of the weights."""
+
+    def build(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        image = builder.emit(op.conv2d(x, weight(4, 3, 3, 3)))
+        flat = builder.emit(relax.op.reshape(image, [1, 4 * 36]))
+        return relax.op.matmul(flat, weight(144, 256))
+
+    figures = Network(1e-9, 1e15), Processor(1e15, 1e15, only_read=1e6)
+    after = DistributeRows(2, *figures)(function(build, (1, 3, 8, 8)))
+    plan = plan_from_json(json.loads(str(after.attrs[PLAN])))
+    last = plan.exchanges[-1]
+    assert last.by_channels and last.own == ((0, 128), (128, 256))
+    assert last.held == ((0, 1), (0, 0)) and plan.segments[-1].bytes == 128 * 4
+    for name in plan.functions:
+        assert 'R.Tensor((1, 128), dtype="float32") = R.matmul' in after[name].script()
+
+
 def call(build: Callable[..., relax.Expr], *shapes: Any) -> relax.Call:
     """The only call of a function."""
     [block] = function(lambda _, *params: build(*params), *shapes)["main"].body.blocks

@@ -16,7 +16,7 @@ def segments_table(segments: Sequence[Segment]) -> str:
         f"rows over {len(segments[0].rows)} ranks; {sum(s.bytes for s in segments)} bytes in "
         f"{sum(s.messages for s in segments)} messages a run; times are predicted",
         f"{'stages':<24}{'recomputed':>11}{'compute':>11}  {'then':<9}{'halo':>5}{'messages':>9}"
-        f"{'bytes':>10}{'exchange':>11}  rows",
+        f"{'bytes':>10}{'exchange':>11}  rows or blocks of channels",
     ]
     lines += [_line(segment) for segment in segments]
     compute = sum(segment.compute for segment in segments)
@@ -37,6 +37,7 @@ def _line(segment: Segment) -> str:
 def _rows(segment: Segment) -> str:
     busy = [(rank, rows) for rank, rows in enumerate(segment.rows) if rows[0] < rows[1]]
     shown = ", ".join(f"{rank}: {begin}:{end}" for rank, (begin, end) in busy[:_MOST_RANKS])
+    shown = f"channels {shown}" if segment.split == "channels" else shown
     return shown + (f" and {len(busy) - _MOST_RANKS} more" if len(busy) > _MOST_RANKS else "")
 
 

@@ -167,14 +167,14 @@ class _LocalExchange:
 
     def __init__(self, number: int, exchange: RowExchange, rank: int) -> None:
         self._dtype = numpy_dtype(exchange.dtype)
-        self._own = _region(exchange.shape, exchange.own[rank])
-        self._held = _region(exchange.shape, exchange.held[rank])
-        messages = [
-            # This rank sends rows of one tensor and receives into another.
-            Message(source, dest, "own" if source == rank else "held", _region(exchange.shape, at))
-            for source, dest, *at in sorted(exchange.transfers().tolist())
-            if rank in (source, dest)
-        ]
+        self._own, self._held = exchange.own_region(rank), exchange.held_region(rank)
+        messages = []
+        for source, dest, *_ in sorted(exchange.transfers().tolist()):
+            if rank in (source, dest):
+                # This rank sends rows of one tensor and receives into another.
+                buffer = "own" if source == rank else "held"
+                region = intersection(exchange.own_region(source), exchange.held_region(dest))
+                messages.append(Message(source, dest, buffer, region))
         self.exchange = Exchange(number, tuple(messages))
         self._receives = any(message.dest == rank for message in messages)
         self._views: dict[tuple[int, int], _Views] = {}
@@ -218,15 +218,5 @@ class _Views(NamedTuple):
     kept: tuple[np.ndarray, np.ndarray] | None
 
 
-def _region(shape: Sequence[int], rows: Sequence[int]) -> Region:
-    begin, end = rows
-    return (
-        *((0, extent) for extent in shape[:_AXIS]),
-        (begin, end),
-        *((0, extent) for extent in shape[_AXIS + 1 :]),
-    )
-
-
 def _is_some(region: Region) -> bool:
-    begin, end = region[_AXIS]
-    return begin < end
+    return all(begin < end for begin, end in region)

@@ -83,9 +83,8 @@ def _point(
 ) -> ScalingPoint:
     messages = size = 0
     for index in placement.exchanged:
-        sent = placement.transfers(index)
-        messages += len(sent)
-        size += int((sent[:, 3] - sent[:, 2]).sum()) * stages[index].row_bytes
+        messages += len(placement.transfers(index))
+        size += int(placement.sent_bytes(stages, index).sum())
     compute = correction * float(cost.compute.max(axis=1).sum())
     waiting = float(cost.exchange.max(axis=1).sum())
     ranks = cost.compute.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,57 @@ def test_messages_bring_each_missing_row_once(rows: int, ranks: int, data: st.Da
         received[dest] += range(begin, end)
     for rank in range(ranks):
         assert sorted(received[rank]) == sorted(as_set(held[rank]) - as_set(own[rank]))
+
+
+def by_channels(blocks: int = 5) -> list[NetworkStage]:
+    """Two 3x3 layers that may be split by channels, a sum of both, a 3x3 layer, and one number."""
+    window = (RowWindow(8, 1, 3, 1),)
+    first = NetworkStage("a", "conv2d", 8, 400, (StageOperand(0, window),), 1e3, 10**6, 4, blocks)
+    second = replace(first, name="b", operands=(StageOperand(1, window), StageOperand(1, ())))
+    plain: dict[str, Any] = {"flops": 1e6, "fixed_bytes": 0, "grain": 1, "blocks": 1}
+    third = replace(first, name="c", operands=(StageOperand(2, window),), **plain)
+    head = NetworkStage("sum", "sum", 1, 4, (StageOperand(3, None),), grain=1)
+    return [NetworkStage("x", "input", 8, 80), first, second, third, head]
+
+
+def test_channels_need_all_rows_and_are_exchanged() -> None:
+    stages = by_channels()
+    placement = place(stages, 2, [3], by_channels=[1, 2])
+    assert placement.exchanged == (1, 2, 3)
+    assert placement.computed[1].tolist() == placement.computed[2].tolist() == [[0, 2], [2, 5]]
+    assert placement.held[0].tolist() == placement.held[1].tolist() == [[0, 8], [0, 8]]
+    assert placement.held[2].tolist() == [[0, 5], [3, 8]]  # a halo of the third's rows
+    assert placement.transfers(2).tolist() == [[1, 0, 0, 5], [0, 1, 3, 8]]
+    assert placement.sent_bytes(stages, 2).tolist() == [5 * 240, 5 * 160]
+    many = place(stages, 7, [3], by_channels=[2])  # more ranks than blocks
+    assert many.computed[2].tolist()[0] == [0, 0]
+    assert many.held[1].tolist()[0] == [0, 0] and many.held[1].tolist()[1] == [0, 8]
+    assert len(many.transfers(2)) == 7 * 5 - 5
+
+
+def test_what_is_added_to_channels_is_theirs() -> None:
+    """The second layer's residual is not exchanged where it is split alike."""
+    stages = by_channels()
+    residual = replace(stages[2], operands=(StageOperand(0, ()), StageOperand(1, ())))
+    network = [*stages[:2], residual, *stages[3:]]
+    assert place(network, 2, [3], by_channels=[1, 2]).held[1].tolist() == [[0, 0], [0, 0]]
+    assert place(network, 2, [1, 3], by_channels=[2]).held[1].tolist() == [[0, 8], [0, 8]]
+
+
+def test_channels_are_chosen_where_weights_take_longest() -> None:
+    stages = by_channels()
+    placement = choose_exchanges(stages, 2, FAST, replace(PROCESSOR, only_read=1e8))
+    assert placement.by_channels == {1, 2}
+    cost = row_cost(stages, placement, FAST, replace(PROCESSOR, only_read=1e8))
+    assert cost.compute[1] == pytest.approx(
+        [share * (8e3 / 1e9 + 1e6 / 1e8) + CALL_SECONDS for share in (0.4, 0.6)]
+    )
+    first, second, third, _ = segments(stages, placement, cost)
+    assert (first.split, second.split, third.split) == ("channels", "channels", "rows")
+    assert (first.bytes, first.halo, first.recomputed) == (8 * 400, 8, 0)
+    for choice in ("always", "once"):
+        assert not choose_exchanges(stages, 2, FAST, PROCESSOR, choice).by_channels
+    assert not choose_exchanges(stages, 2, SLOW, PROCESSOR).by_channels
 
 
 def chain(count: int = 3, rows: int = 64) -> list[NetworkStage]:
@@ -265,12 +317,20 @@ def test_a_plan_is_read_as_it_was_written() -> None:
     placement = choose_exchanges(stages, 2, FAST, PROCESSOR, "once")
     found = segments(stages, placement, row_cost(stages, placement, FAST, PROCESSOR))
     exchange = RowExchange("y", (1, 3, 8, 5), "float32", ((0, 4), (4, 8)), ((0, 8), (0, 0)))
+    shared = RowExchange("z", (1, 9), "float32", ((0, 4), (4, 9)), ((0, 1), (0, 0)), True)
+    assert shared.own_region(1) == ((0, 1), (4, 9)) and shared.held_region(0) == ((0, 1), (0, 9))
+    assert shared.held_region(1)[0] == (0, 0) and shared.transfers().tolist() == [[1, 0, 0, 1]]
     parts = RankPart("part_0", ((0, 6), None)), RankPart("", (None, None))
-    plan = RankPlan(parts, (exchange,), found)
+    plan = RankPlan(parts, (exchange, shared), found)
     data = json.loads(json.dumps(plan.to_json()))
     assert plan_from_json(data) == plan and plan.functions == ("part_0",)
+    old = json.loads(json.dumps(data | {"exchanges": data["exchanges"][:1]}))
+    for entry in (*old["exchanges"], *old["segments"]):  # of format 7
+        entry.pop("by_channels", entry.pop("split", None))
+    assert plan_from_json(old) == replace(plan, exchanges=(exchange,))
     for change in (
         {"parts": []},
+        {"exchanges": [data["exchanges"][1] | {"own": [[0, 4], [4, 10]]}]},
         {"exchanges": [data["exchanges"][0] | {"own": [[0, 4]]}]},
         {"exchanges": [data["exchanges"][0] | {"held": [[0, 9], [0, 0]]}]},
         {"exchanges": [data["exchanges"][0] | {"shape": [1, "3", 8, 5]}]},

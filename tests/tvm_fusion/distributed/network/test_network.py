@@ -19,6 +19,7 @@ from examples.onnx_builder import random_inputs
 from examples.transformers import bert_base
 from examples.unet import unet
 from examples.zoo import ZOO
+from schedules.distribute.cost import Network, Processor
 from tvm_fusion import distributed
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import (
@@ -91,6 +92,44 @@ def test_bits_of_one_rank(name: str, ranks: int, exchange: str, winograd: str) -
     np.testing.assert_array_equal(result, alone(name, winograd))
     results = list(result) if isinstance(result, tuple) else [result]
     assert_same(results, run_onnx(model, feed), limit=1e-5)
+
+
+WEIGHTS_LAST = {
+    "network": Network(latency=1e-12, bandwidth=1e18),
+    "processor": Processor(rate=1e18, bandwidth=1e18, only_read=1.0),
+}
+"""Figures with which all that matters is to read weights: all channels that can be are split."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "winograd"),
+    [
+        pytest.param("network", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("network", 2, "always", marks=pytest.mark.slow),
+        ("network", 3, "never"),  # programs of two ranks that differ in their weights alone
+        pytest.param("network", 4, "always", marks=pytest.mark.slow),
+        pytest.param("network", 7, "auto", marks=pytest.mark.slow),  # more ranks than blocks
+        pytest.param("unet", 3, "always", marks=pytest.mark.slow),
+    ],
+)
+def test_bits_of_one_rank_where_channels_are_split(name: str, ranks: int, winograd: str) -> None:
+    model, feed = case(name)
+    compiled = distributed.compile_network(
+        model, ranks, winograd=winograd, threads=1, **WEIGHTS_LAST
+    )
+    sent: list[int] = []
+
+    def work(world: LocalWorld) -> Any:
+        result = compiled.on(Poisoned(world))(**feed)  # type: ignore[arg-type]
+        sent.append(sum(size for _, size in world.sent))
+        return result
+
+    result = run_ranks(ranks, work, timeout=30)[0]
+    np.testing.assert_array_equal(result, alone(name, winograd))
+    segments = compiled.plan.segments
+    assert sum(sent) == sum(segment.bytes for segment in segments)
+    assert (ranks > 1) == any(segment.split == "channels" for segment in segments)
+    assert (ranks > 1) == ("channels 0: " in compiled.explain())
 
 
 @pytest.mark.slow
