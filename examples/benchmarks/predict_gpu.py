@@ -32,9 +32,11 @@ from examples.benchmarks import reduction_cases  # noqa: E402
 from examples.benchmarks.campaign import FOLDER  # noqa: E402
 from examples.benchmarks.gpu import command_line, sass  # noqa: E402
 from examples.benchmarks.gpu.relax_build import our_passes, our_reduce, relax_module  # noqa: E402
+from examples.benchmarks.gpu.warp_paths import block_cycles  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.cost.machine import Machine, load_machine  # noqa: E402
 from schedules.cost.memory_bound import (  # noqa: E402
+    WARP,
     StreamingKernel,
     StreamingTime,
     predict_streaming,
@@ -52,6 +54,7 @@ MACHINES = {
     "h200": ("sm_90", "sm_90"),
 }
 CASES = ("paper2", "paper4", "sweep/float32 2^*[02468]")
+_TAGGED = "LDG.E.64.STRONG.GPU"
 OUTPUT = FOLDER / "reductions_gpu_predicted.json"
 
 
@@ -87,26 +90,40 @@ def read_kernel(case: Case, machine: Machine) -> StreamingKernel:
     """Read off the grid and the machine code of a case's kernel what the prediction needs."""
     grid, listing, used = compiled(case, *MACHINES[machine.name])
     code = sass.instructions(listing)
+    threads = _product(grid, "threadIdx")
     l2 = machine["latency.L2"] * machine["clock"]
-    slow = {"ATOMG": l2, "MEMBAR": l2}
+    slow = {"ATOMG": l2, "MEMBAR": l2, "LDG": l2}
+    # What loads of the input wait for memory is not the code's, nor what is read meanwhile.
+    hidden = {**slow, "LDG": 0}
+    # A block's words are half a trip on the way; the reads of another that waits for them come once
+    # a trip, half of one later on average, and half of one back.
+    waiting = {**slow, _TAGGED: 1.5 * l2}
+
+    def cycles(places: range, latencies: dict[str, float], waits: bool = True) -> float:
+        warps = range(0, min(threads, 2 * WARP), WARP)
+        return block_cycles(code, places, latencies, warps, waits)
+
     loads = sass.input_range(code)
     body = sass.main_range(code) or loads
     start = min(loads.start, body.start)
     turn = [code[place] for place in body]
+    splits = grid["blockIdx.x"] if "blockIdx.y" in grid else 1
+    # Tickets are drawn before the main loop ends, or else behind it, as other updates are.
+    is_early = any("INC" in each.opcode for each in code[: body.stop])
     return StreamingKernel(
         blocks=_product(grid, "blockIdx"),
-        threads=_product(grid, "threadIdx"),
+        threads=threads,
         registers=used.registers,
         shared_bytes=used.shared,
         turn_bytes=sum(each.loaded_bytes for each in turn),
         flight_bytes=sass.bytes_before_use(turn),
         turn_instructions=len(turn),
-        start_cycles=sass.warp_cycles(code, range(start), slow),
-        head_cycles=sass.warp_cycles(code, range(start, body.start), {**slow, "LDG": 0}),
-        # What the loads wait for memory is not the code's.
-        turn_cycles=sass.warp_cycles(code, body, {**slow, "LDG": 0}),
-        finish_cycles=sass.warp_cycles(code, range(body.stop, len(code)), {**slow, "LDG": l2}),
-        contenders=grid["blockIdx.x"] if "blockIdx.y" in grid else 1,
+        start_cycles=cycles(range(start), slow),
+        head_cycles=cycles(range(start, body.start), hidden, waits=False),
+        turn_cycles=cycles(body, hidden, waits=False),
+        finish_cycles=cycles(range(body.stop, len(code)), waiting),
+        contenders=1 if is_early else splits,
+        head_contenders=splits if is_early else 1,
     )
 
 
@@ -132,7 +149,7 @@ def _product(grid: dict[str, int], part: str) -> int:
 def predict(case: Case, machine: Machine) -> tuple[StreamingKernel, StreamingTime]:
     """Compile the kernel of a case for a machine, and predict it."""
     kernel = read_kernel(case, machine)
-    return kernel, predict_streaming(kernel, case.bytes, machine)
+    return kernel, predict_streaming(kernel, case.bytes, machine, case.input_bytes)
 
 
 def predictions(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Any]:

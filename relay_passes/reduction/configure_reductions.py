@@ -95,11 +95,11 @@ class ConfigureReductions:
 
 
 def _workspace(name: str, param: tirx.Buffer) -> GenericConst:
-    """Zeros, and a last word, which kernels write before they read it, that differs by function.
+    """Zeros, and a word without a tag, which nobody reads, that differs by function.
 
     The virtual machine merges equal constants, but the tickets of one kernel may be where another
     has partial results.
     """
     content = np.zeros(int(param.shape[0]), "int32")
-    content[-1] = zlib.crc32(name.encode()) >> 1
+    content[-2] = zlib.crc32(name.encode()) >> 1
     return relax.const(content)

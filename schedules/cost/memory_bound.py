@@ -49,8 +49,8 @@ class StreamingKernel:
     start_cycles, head_cycles, turn_cycles, finish_cycles : float
         Cycles of a warp that runs alone before its first load, from there to the main loop, in a
         turn of it, and after the last one, in the block that has most to do.
-    contenders : int
-        Blocks that update one address.
+    contenders, head_contenders : int
+        Blocks that update one address after the main loop, and before it.
     """
 
     blocks: int
@@ -65,6 +65,7 @@ class StreamingKernel:
     turn_cycles: float
     finish_cycles: float
     contenders: int = 1
+    head_contenders: int = 1
 
     @property
     def resident(self) -> int:
@@ -91,7 +92,7 @@ class StreamingTime:
     instructions_per_byte : float
         Of a lane in the main loop.
     finish_seconds : float
-        After the last byte of the input has come: combination, tickets and lock.
+        After the last byte of the input has come.
     """
 
     seconds: float
@@ -102,8 +103,21 @@ class StreamingTime:
     finish_seconds: float
 
 
-def predict_streaming(kernel: StreamingKernel, nbytes: float, machine: Machine) -> StreamingTime:
+def predict_streaming(
+    kernel: StreamingKernel, nbytes: float, machine: Machine, loaded: float | None = None
+) -> StreamingTime:
     """Predict the time of a kernel that moves ``nbytes`` bytes, each of them once.
+
+    Parameters
+    ----------
+    kernel : StreamingKernel
+        The kernel.
+    nbytes : float
+        Bytes that it reads and writes.
+    machine : Machine
+        The GPU.
+    loaded : float, optional
+        Those of them that its turns load; all of them by default.
 
     Raises
     ------
@@ -117,11 +131,13 @@ def predict_streaming(kernel: StreamingKernel, nbytes: float, machine: Machine) 
     limit = min(reachable, _ISSUED * WARP * clock * count / per_byte)
     slots = count * kernel.resident
     own = nbytes / kernel.blocks
-    turns = math.ceil(own / (kernel.threads * kernel.turn_bytes))
+    share = own if loaded is None else loaded / kernel.blocks
+    turns = math.ceil(share / (kernel.threads * kernel.turn_bytes))
     latency, start = machine["latency.memory"], kernel.start_cycles / clock
     finish = (kernel.finish_cycles + _TICKET_CYCLES * (kernel.contenders - 1)) / clock
-    waits = math.ceil(own / (kernel.threads * kernel.flight_bytes))
-    busy = (waits - 1) * latency + (kernel.head_cycles + turns * kernel.turn_cycles) / clock
+    waits = math.ceil(share / (kernel.threads * kernel.flight_bytes))
+    head = kernel.head_cycles + _TICKET_CYCLES * (kernel.head_contenders - 1)
+    busy = (waits - 1) * latency + (head + turns * kernel.turn_cycles) / clock
     if kernel.blocks > slots:  # a block follows another one
         busy += start + finish
     whole, last = divmod(kernel.blocks, slots)

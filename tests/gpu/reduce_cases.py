@@ -13,7 +13,8 @@ from tvm.target import Target
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.config import ReduceConfig, choose_sisters
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, PLACES, first_word
+from schedules.gpu.reduce.plan.config import ReduceConfig, choose_sisters, tiles
 from schedules.gpu.reduce.plan.configure import configure, read_configured
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
 from schedules.gpu.reduce.plan.read_group import read_group
@@ -150,3 +151,12 @@ def check(
         atol=4 * inner * scale * np.sqrt(terms)
         + (2 * epsilon * partial * np.sqrt(roundings) if roundings > 1 else 0),
     )
+
+
+def check_workspace(config: ReduceConfig, loops: CanonicalLoops, workspace: np.ndarray) -> None:
+    """Check that all slots are free, and that every launch has drawn all its tickets."""
+    count = tiles(config, loops)
+    assert not workspace[:HEADER_WORDS].any()
+    tickets = workspace[HEADER_WORDS : first_word(count)].reshape(PLACES, -1)
+    assert set(np.unique(tickets[:, :count])) <= {0, config.splits}
+    assert not tickets[:, count:].any()

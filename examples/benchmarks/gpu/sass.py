@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code of CUDA kernels as nvdisasm lists it: instructions, loops, cycles of one warp."""
+"""Machine code of CUDA kernels as nvdisasm lists it: instructions and loops."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tvm_fusion.codegen.nvrtc import compile_cuda
@@ -17,17 +17,6 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:(@!?\w+)\s+)?([A-Z][\w.]*)\s*([
 _REGISTER = re.compile(r"\b(U?R\d+|U?P\d+)(\.64)?")
 _NO_RESULT = ("ST", "RED", "BAR", "BRA", "EXIT", "MEMBAR", "ERRBAR", "CCTL", "NANOSLEEP",
               "WARPSYNC")  # fmt: skip
-_ISSUE = 2  # cycles between two instructions of a warp
-# Cycles until a result may be used, after published microbenchmarks of sm_70 to sm_90 (Jia et al.,
-# 2018; Luo et al., 2024); rounded, since the generations differ by a few.
-_LATENCY: dict[str, float] = {
-    **{"LDS": 30, "LDSM": 33, "LD": 180, "LDC": 30, "ULDC": 10, "ATOMS": 60, "SHFL": 24},
-    **{"S2R": 20, "S2UR": 20, "MUFU": 20, "F2F": 12, "I2F": 12, "F2I": 12},
-    **{"DADD": 16, "DMUL": 16, "DFMA": 16},
-    **{"BAR": 30, "MEMBAR.ALL.CTA": 10, "MEMBAR.SC.CTA": 10, "UCGABAR_WAIT": 190},
-}
-_OTHERS = 5
-_BLOCKING = ("BAR", "MEMBAR", "UCGABAR_WAIT")
 
 
 @dataclass(frozen=True)
@@ -227,42 +216,3 @@ def bytes_before_use(body: Sequence[Instruction]) -> int:
         elif loaded & each.sources:
             return total
     return total
-
-
-def warp_cycles(
-    code: Sequence[Instruction], places: range, latencies: Mapping[str, float]
-) -> float:
-    """Cycles in which a warp that runs alone issues a part of a kernel and gets its results.
-
-    Instructions are issued in their order, each when its sources are there. Branches forward are
-    taken where they have no predicate, loops are run through once: so this is the way of the block
-    that has most to do.
-
-    Parameters
-    ----------
-    code, places : Sequence[Instruction], range
-        The kernel, and the part of it.
-    latencies : Mapping[str, float]
-        Of instructions by their names without modifiers, beside or instead of the usual ones.
-    """
-    known = {**_LATENCY, **latencies}
-    ready: dict[str, float] = {}
-    now, end = 0.0, 0.0
-    for each in _fall_through(code, places):
-        now = max([now + _ISSUE, *(ready.get(source, 0.0) for source in each.sources)])
-        latency = known.get(each.opcode, known.get(each.name, _OTHERS))
-        now += latency if each.name in _BLOCKING else 0
-        ready |= dict.fromkeys(each.results, now + latency)
-        end = max([end, now, *(ready[result] for result in each.results)])
-    return end
-
-
-def _fall_through(code: Sequence[Instruction], places: range) -> Iterator[Instruction]:
-    place = places.start
-    while place < places.stop:
-        each = code[place]
-        if each.name == "EXIT" and not each.guard:
-            return
-        yield each
-        jumps = each.target is not None and each.target > place and not each.sources
-        place = each.target if jumps and each.target is not None else place + 1

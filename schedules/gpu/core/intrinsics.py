@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -13,13 +14,12 @@ from schedules.tir.index_math import i64
 from .machine import GPUInfo
 
 _TICKET = """
-__forceinline__ __device__ int tvm_fusion_draw_ticket(void* counter, int last) {
-  // What the block has written comes before its ticket, what the others have written after it.
+__forceinline__ __device__ int tvm_fusion_draw_ticket_{order}(void* counter, int last) {{
   int ticket;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+  asm volatile("atom.{order}.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(ticket) : "l"(counter), "r"(last) : "memory");
   return ticket;
-}
+}}
 """
 
 _SWAP = """
@@ -30,23 +30,40 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
 }}
 """
 
-# The fence also acquires what was read before: whoever reads the value sees all that this thread
-# has seen and written.
-_PUBLISH = """
-__forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
-  asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.s{bits} [%0], %1;"
+_STORE_NOW = """
+__forceinline__ __device__ void tvm_fusion_store_now_{name}(void* p, {word} value) {{
+  asm volatile("st.relaxed.gpu.global.s{bits} [%0], %1;"
                :: "l"(p), "{register}"(value) : "memory");
 }}
 """
 
 # A volatile read would have system scope.
 _READ_NOW = """
-__forceinline__ __device__ long long tvm_fusion_read_now(void* p) {
+__forceinline__ __device__ long long tvm_fusion_read_now(void* p, int n) {
   long long value;
-  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];"
+               : "=l"(value) : "l"((long long*)p + n) : "memory");
   return value;
 }
 """
+
+# One store, so that nobody sees a word without its tag.
+_STORE_TAGGED = """
+__forceinline__ __device__ void tvm_fusion_store_tagged(void* p, int word, int tag) {
+  asm volatile("{ .reg .b64 both; mov.b64 both, {%1, %2}; st.relaxed.gpu.global.b64 [%0], both; }"
+               :: "l"(p), "r"(word), "r"(tag) : "memory");
+}
+"""
+
+# An instruction of three sources; the compiler would make a long chain of two-sided ones.
+_LOP3 = """
+__forceinline__ __device__ int tvm_fusion_{name}(int a, int b, int c) {{
+  int bits;
+  asm("lop3.b32 %0, %1, %2, %3, {table};" : "=r"(bits) : "r"(a), "r"(b), "r"(c));
+  return bits;
+}}
+"""
+_DIFFER, _ANY = "0x7e", "0xfe"  # a, b and c are not all equal; any is set
 
 _FENCE = """
 __forceinline__ __device__ void tvm_fusion_fence() {
@@ -67,19 +84,21 @@ __forceinline__ __device__ long long tvm_fusion_launch() {
 }
 """
 
-# Turns of waiting, each of at least a microsecond.
+# Turns of waiting, all but the first of at least a microsecond.
 LAST_TURN = 1 << 24
+_SHORT_TURNS = 16
 
 _WAIT = f"""
 extern "C" __device__ void __assertfail(
     const char*, const char*, unsigned int, const char*, size_t);
 __forceinline__ __device__ void tvm_fusion_wait(int turn) {{
   if (turn >= {LAST_TURN}) {{
-    __assertfail("a reduction found no free slot of its workspace: too many streams run it at once,"
-                 " or one that failed has left it in use; start the process again",
-                 "tvm_fusion", 0, "reduction", 1);
+    __assertfail("a reduction found no free slot of its workspace, or no results of its other"
+                 " blocks: too many streams run it at once, or one that failed has left it in use;"
+                 " start the process again", "tvm_fusion", 0, "reduction", 1);
+    __builtin_unreachable();  // so that no registers are kept for what follows
   }}
-  __nanosleep(1000);
+  __nanosleep(turn < {_SHORT_TURNS} ? 50 : 1000);
 }}
 """
 
@@ -93,20 +112,52 @@ def shuffle_xor(value: tirx.Expr, mask: int, width: int) -> tirx.Expr:
     return T.tvm_warp_shuffle_xor(every, value, mask, width, 32)
 
 
-def draw_ticket(gpu: GPUInfo, counter: tirx.Expr, blocks: int) -> tirx.Expr:
-    """Count this block at ``counter``; the last ticket, ``blocks - 1``, resets it to zero."""
-    last = tirx.const(blocks - 1, "int32")
+def draw_ticket(
+    gpu: GPUInfo, counter: tirx.Expr, tickets: int, is_ordered: bool = False
+) -> tirx.Expr:
+    """Draw a number from ``counter``; the last one, ``tickets - 1``, resets it to zero.
+
+    Parameters
+    ----------
+    gpu : GPUInfo
+        The device.
+    counter : tirx.Expr
+        Address of an int32.
+    tickets : int
+        Numbers until they begin again.
+    is_ordered : bool
+        Whether what this thread has read and written comes before its ticket, and what those before
+        it have, before what this thread does next.
+    """
+    last = tirx.const(tickets - 1, "int32")
     if gpu.kind == "cuda":  # it wraps around
+        order = "acq_rel" if is_ordered else "relaxed"
+        source = _TICKET.format(order=order)
+        name = f"tvm_fusion_draw_ticket_{order}"
         return T.bind(
-            T.cuda.func_call(
-                "tvm_fusion_draw_ticket", counter, last, source_code=_TICKET, return_type="int32"
-            )
+            T.cuda.func_call(name, counter, last, source_code=source, return_type="int32")
         )
+    if is_ordered:
+        fence(gpu)
     ticket = T.bind(T.call_extern("int32", "atomic_inc", counter))
     with T.If(tirx.EQ(ticket, last)):
         with T.Then():
             publish(gpu, counter, tirx.const(0, "int32"))
+    if is_ordered:
+        fence(gpu)
     return ticket
+
+
+def store_tagged(gpu: GPUInfo, address: tirx.Expr, word: tirx.Expr, tag: tirx.Expr) -> None:
+    """Store an int32 and its tag, which is in the high half, for other blocks, in any order."""
+    if gpu.kind == "opencl":
+        low = tirx.bitwise_and(word.astype("int64"), i64(0xFFFFFFFF))
+        both = tirx.bitwise_or(tirx.shift_left(tag.astype("int64"), i64(32)), low)
+        T.evaluate(T.call_extern("int64", "atom_xchg", address, both))
+        return
+    T.evaluate(
+        T.cuda.func_call("tvm_fusion_store_tagged", address, word, tag, source_code=_STORE_TAGGED)
+    )
 
 
 def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
@@ -119,24 +170,52 @@ def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
 
 def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
     """Store an integer for other blocks, after all that this thread has read and written."""
+    # Whoever reads the value sees all that this thread has seen and written. Apart from the store,
+    # whose address may still be on its way.
+    fence(gpu)
     dtype = str(value.ty.dtype)
     if gpu.kind == "opencl":
-        fence(gpu)
         name = "atom_xchg" if dtype == "int64" else "atomic_xchg"
         T.evaluate(T.call_extern(dtype, name, address, value))
         return
     bits, register = (64, "l") if dtype == "int64" else (32, "r")
-    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
-    T.evaluate(T.cuda.func_call(f"tvm_fusion_publish_{dtype}", address, value, source_code=source))
+    source = _STORE_NOW.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
+    name = f"tvm_fusion_store_now_{dtype}"
+    T.evaluate(T.cuda.func_call(name, address, value, source_code=source))
 
 
-def read_now(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
-    """An int64 that other blocks may be changing; must be followed by :func:`acquire`."""
+def read_now(gpu: GPUInfo, words: tirx.Buffer, index: tirx.Expr, offset: int = 0) -> tirx.Expr:
+    """The int64 at ``index + offset``, which other blocks may be changing; orders no other access.
+
+    Reads that differ in the offset alone share the computation of their address.
+    """
     if gpu.kind == "opencl":
-        return compare_and_swap(gpu, address, i64(0), i64(0))
+        return compare_and_swap(gpu, T.address_of(words[index + i64(offset)]), i64(0), i64(0))
     return T.cuda.func_call(
-        "tvm_fusion_read_now", address, source_code=_READ_NOW, return_type="int64"
+        "tvm_fusion_read_now",
+        T.address_of(words[index]),
+        tirx.const(offset, "int32"),
+        source_code=_READ_NOW,
+        return_type="int64",
     )
+
+
+def differences(gpu: GPUInfo, values: Sequence[tirx.Expr], wanted: tirx.Expr) -> tirx.Expr:
+    """An int32 that is zero if all of these are as wanted, by as short a chain as possible."""
+
+    def call(name: str, table: str, *arguments: tirx.Expr) -> tirx.Expr:
+        source = _LOP3.format(name=name, table=table)
+        name = f"tvm_fusion_{name}"
+        return T.bind(T.cuda.func_call(name, *arguments, source_code=source, return_type="int32"))
+
+    if gpu.kind == "opencl":
+        return functools.reduce(tirx.bitwise_or, (tirx.bitwise_xor(x, wanted) for x in values))
+    pairs = [(values[k], values[min(k + 1, len(values) - 1)]) for k in range(0, len(values), 2)]
+    found = [call("differ", _DIFFER, *pair, wanted) for pair in pairs]
+    while len(found) > 1:
+        rest = found[3:] or [found[-1]]
+        found = [*found[3:], call("any", _ANY, *(found + rest)[:3])]
+    return found[0]
 
 
 def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
@@ -169,23 +248,25 @@ def launch_number(gpu: GPUInfo) -> tirx.Expr:
 
 
 def wait_a_moment(gpu: GPUInfo, turn: tirx.Expr) -> None:
-    """Emit a pause, and on CUDA an error in the turn :data:`LAST_TURN`, which ends all kernels."""
+    """Emit a pause, short in the first turns, and on CUDA an error in turn :data:`LAST_TURN`.
+
+    The error ends all kernels.
+    """
     if gpu.kind == "cuda":
         T.evaluate(T.cuda.func_call("tvm_fusion_wait", turn, source_code=_WAIT))
 
 
 def acquire(gpu: GPUInfo) -> None:
     """Emit a fence that orders this thread's later accesses after its reads so far."""
-    if gpu.kind == "opencl":
-        fence(gpu)
-    else:
-        T.evaluate(T.cuda.func_call("tvm_fusion_fence", source_code=_FENCE))
+    fence(gpu)
 
 
 def fence(gpu: GPUInfo) -> None:
-    """Emit a fence that orders this thread's accesses to global memory around its ticket."""
-    if gpu.kind == "opencl":  # on CUDA the ticket itself is fenced
+    """Emit a fence of this thread's accesses to global memory."""
+    if gpu.kind == "opencl":
         T.evaluate(T.call_extern("int32", _OPENCL_FENCE))
+    else:
+        T.evaluate(T.cuda.func_call("tvm_fusion_fence", source_code=_FENCE))
 
 
 def sync() -> None:

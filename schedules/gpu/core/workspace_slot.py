@@ -15,8 +15,18 @@ has a slot. On CUDA waiting ends with an error after about half a minute.
 The next use of a slot is ordered after all previous accesses to it: releasing, claiming and finding
 it each have a fence. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
 
+A block that has the slot draws a ticket of its tile: long before its results are there, so that
+nothing waits for it. The block with the last one combines the results of all, which have drawn
+theirs, so that they run and will store them. Tickets begin again after those of two launches, of
+which each draws all tickets of its half: the half is the launch's tag
+(:mod:`schedules.gpu.core.tagged_words`). Each launch stores all words of its slot and tile, so
+those of the launch before have the other tag, and words that were never stored the tag zero. The
+words and tickets of the launch before are older, since the slot is given back, by a release, only
+after all words were seen, and by the block that drew the last ticket.
+
 The header of a workspace has three lines of the cache: the names, of two words each; the lock; the
-number of finished tiles of each slot. All are zero between calls.
+number of finished tiles of each slot. All are zero between calls. The tickets follow, one for each
+tile of outputs in every slot, then the tagged words.
 """
 
 from __future__ import annotations
@@ -52,8 +62,21 @@ _FINISHED = 2 * LINE_WORDS
 HEADER_WORDS = 3 * LINE_WORDS
 
 
+def ticket_stride(tiles: int) -> int:
+    """Words between the tickets of two slots, which do not share a line of the cache."""
+    return -(-tiles // LINE_WORDS) * LINE_WORDS
+
+
+def first_word(tiles: int) -> int:
+    """Number of 32-bit words of the header and the tickets, behind which tagged words begin."""
+    return HEADER_WORDS + PLACES * ticket_stride(tiles)
+
+
 class LaunchPlace:
-    """The slot of the launch, in shared memory.
+    """The slot of the launch, and the ticket of the block, in shared memory.
+
+    The number of the slot, the tag, and whether the block is the last one, are there after
+    :meth:`read`.
 
     Parameters
     ----------
@@ -65,29 +88,71 @@ class LaunchPlace:
         Address of an output.
     stream : tirx.Expr
         Number of the launch's stream.
+    blocks, tiles : int
+        Blocks of a tile, and tiles.
+    tile : tirx.Expr
+        That of the block.
     """
 
     def __init__(
-        self, gpu: GPUInfo, workspace: tirx.Buffer, output: tirx.Expr, stream: tirx.Expr
+        self,
+        gpu: GPUInfo,
+        workspace: tirx.Buffer,
+        output: tirx.Expr,
+        stream: tirx.Expr,
+        blocks: int,
+        tiles: int,
+        tile: tirx.Expr,
     ) -> None:
         self._gpu = gpu
+        self._blocks, self._tiles, self._tile = blocks, tiles, tile
         self._words = T.decl_buffer(workspace.shape, "int32", data=workspace.data)
         self._names = T.decl_buffer((PLACES,), "int64", data=workspace.data)
         named = address_number(gpu, output) + stream * i64(_STREAM_FACTOR)
         self._name = T.bind(named + launch_number(gpu) * i64(_LAUNCH_FACTOR))
         self._place = T.alloc_buffer((1,), "int32", scope="shared")
+        self._ticket = T.alloc_buffer((1,), "int32", scope="shared")
         IRBuilder.name("place", self._place)
+        IRBuilder.name("ticket", self._ticket)
+        self._drawn = T.alloc_buffer((1,), "int32", scope="local")
+        self._read: tuple[tirx.Expr, tirx.Expr] | None = None
+
+    def read(self) -> None:
+        """Read what :meth:`take` has found, once for all later uses."""
+        self._read = T.bind(self._place[0]), T.bind(self._ticket[0])
+
+    @property
+    def is_read(self) -> bool:
+        """Whether :meth:`read` was called."""
+        return self._read is not None
 
     @property
     def number(self) -> tirx.Expr:
-        """Number of the slot; a barrier follows :meth:`take`.
+        """Number of the slot.
 
         Its bound, which TVM knows of the mask but not of a load, keeps indices narrow.
         """
-        return tirx.bitwise_and(self._place[0], tirx.const(PLACES - 1, "int32")).astype("int64")
+        return _bounded(self._known[0])
+
+    @property
+    def tag(self) -> tirx.Expr:
+        """Tag of the launch, 1 or 2."""
+        second = self._known[1] >= tirx.const(self._blocks, "int32")
+        return second.astype("int32") + tirx.const(1, "int32")
+
+    @property
+    def is_last(self) -> tirx.Expr:
+        """Whether the block has the last ticket of its tile."""
+        last = (tirx.const(half * self._blocks - 1, "int32") for half in (1, 2))
+        return tirx.any(*(tirx.EQ(self._known[1], each) for each in last))
+
+    @property
+    def _known(self) -> tuple[tirx.Expr, tirx.Expr]:
+        assert self._read is not None, "slot and ticket are used before they are read"
+        return self._read
 
     def take(self) -> None:
-        """Find or claim the slot, on one thread of the block."""
+        """Find or claim the slot and draw a ticket, on one thread of the block."""
         zero = tirx.const(0, "int32")
         lock = T.address_of(self._words[LOCK])
         found, locked, turn = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(3))
@@ -109,23 +174,33 @@ class LaunchPlace:
                 wait_a_moment(self._gpu, turn[0])
         acquire(self._gpu)  # the slot's old content has been read before it is overwritten
         T.buffer_store(self._place, found[0], [0])
+        at = i64(HEADER_WORDS) + _bounded(found[0]) * i64(ticket_stride(self._tiles)) + self._tile
+        ticket = draw_ticket(self._gpu, T.address_of(self._words[at]), 2 * self._blocks)
+        T.buffer_store(self._drawn, ticket, [0])
 
-    def give_back(self, tiles: int) -> None:
-        """Count a finished tile, whose partial results have been read, on one thread of a block.
+    def tell(self) -> None:
+        """Tell the block its ticket, on the thread that has drawn it, which need not wait before.
 
-        The slot is free when all ``tiles`` are finished.
+        A barrier lies between this and :meth:`read`.
         """
-        if tiles == 1:
+        T.buffer_store(self._ticket, self._drawn[0], [0])
+
+    def give_back(self) -> None:
+        """Count a finished tile, whose words have been read, on one thread of a block.
+
+        The slot is free when all tiles are finished.
+        """
+        if self._tiles == 1:
             self._free()
             return
         counter = T.address_of(self._words[i64(_FINISHED) + self.number])
-        finished = draw_ticket(self._gpu, counter, tiles)
-        with when(tirx.EQ(finished, tirx.const(tiles - 1, "int32"))):
+        finished = draw_ticket(self._gpu, counter, self._tiles, is_ordered=True)
+        with when(tirx.EQ(finished, tirx.const(self._tiles - 1, "int32"))):
             self._free()
 
     def _read_names(self) -> list[tirx.Expr]:
-        places = [T.address_of(self._names[place]) for place in range(PLACES)]
-        return [T.bind(read_now(self._gpu, place)) for place in places]
+        reads = (read_now(self._gpu, self._names, i64(0), place) for place in range(PLACES))
+        return [T.bind(name) for name in reads]
 
     def _claim(self, names: list[tirx.Expr], found: tirx.Buffer) -> None:
         """Put the name into a free slot, if there is one, unless it has a slot by now."""
@@ -137,6 +212,10 @@ class LaunchPlace:
 
     def _free(self) -> None:
         publish(self._gpu, T.address_of(self._names[self.number]), i64(0))
+
+
+def _bounded(place: tirx.Expr) -> tirx.Expr:
+    return tirx.bitwise_and(place, tirx.const(PLACES - 1, "int32")).astype("int64")
 
 
 def _find(names: list[tirx.Expr], wanted: tirx.Expr) -> tirx.Expr:

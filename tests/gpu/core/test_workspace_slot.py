@@ -12,7 +12,7 @@ import pytest
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
 from group_cases import Build, Group
 from opencl import BLOCK_BY_BLOCK, OpenCLKernels, Session, compile_opencl, new_queue
-from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
+from reduce_cases import CUDA, OPENCL, Case, check, check_workspace, random_data, reference
 from tvm import relax
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
@@ -21,10 +21,16 @@ from relay_passes.op import coalesced_reduce
 from schedules.gpu.core import workspace_slot
 from schedules.gpu.core.intrinsics import LAST_TURN, current_stream
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, LOCK, PLACES
+from schedules.gpu.core.workspace_slot import (
+    HEADER_WORDS,
+    LINE_WORDS,
+    LOCK,
+    PLACES,
+    first_word,
+    ticket_stride,
+)
 from schedules.gpu.reduce.kernel import group_kernel
 from schedules.gpu.reduce.plan.config import tiles
-from schedules.gpu.reduce.plan.workspace import ticket_stride, ticket_words
 from tests.selection import in_turns
 
 op = relax.op
@@ -53,8 +59,8 @@ class Calls:
         The function.
     arguments : Sequence
         Those of each call: workspace, input, outputs.
-    zeros : int
-        Words at the beginning of the workspace that are zero at the end.
+    at_rest : Callable
+        Checks the workspace at the end.
     compare : Callable
         Compares the outputs with what the input gives.
     outputs : Sequence[int]
@@ -65,7 +71,7 @@ class Calls:
         self,
         kernels: OpenCLKernels,
         arguments: Sequence[Sequence[np.ndarray]],
-        zeros: int,
+        at_rest: Callable[[np.ndarray], None],
         compare: Check,
         outputs: Sequence[int] = (),
     ) -> None:
@@ -76,8 +82,8 @@ class Calls:
             self.sessions.append(kernels.session(*given, other=first, shared=shared))
         grid = kernels.launches(*arguments[0])[0].grid
         self.grid = [(x, y) for x in range(grid[0]) for y in range(grid[1])]
-        self._zeros = zeros
-        self._inputs = [given[1] for given in arguments]
+        self._at_rest = at_rest
+        self.inputs = [given[1] for given in arguments]
         self._compare = compare
 
     def run_blocks(
@@ -93,11 +99,10 @@ class Calls:
             session.launch_block(*block, self.sessions.index(session))
 
     def check(self) -> None:
-        """All results, and that every place and the lock are free and every ticket at zero."""
-        for session, data in zip(self.sessions, self._inputs, strict=True):
+        """All results, and that every place and the lock are free and all tickets are drawn."""
+        for session, data in zip(self.sessions, self.inputs, strict=True):
             self._compare([np.array(a) for a in session.read()[2:]], data)
-        workspace = np.array(self.sessions[0].read()[0])
-        assert self._zeros > HEADER_WORDS and not workspace[: self._zeros].any()
+        self._at_rest(np.array(self.sessions[0].read()[0]))
 
 
 def calls_of_one(
@@ -124,8 +129,8 @@ def calls_of_one(
 
     kernels = compile_opencl(case.func, OPENCL, helpers)
     arguments = [case.arguments(data, kept) for data in inputs]
-    zeros = ticket_words(case.config, case.loops)
-    return Calls(kernels, arguments, zeros, compare, [2] if same_output else [])
+    at_rest = functools.partial(check_workspace, case.config, case.loops)
+    return Calls(kernels, arguments, at_rest, compare, [2] if same_output else [])
 
 
 def calls_of_group(
@@ -140,9 +145,10 @@ def calls_of_group(
     group = Group(build, ("float32", shape))
     assert group.config.finish == "last_block"
     inputs = [random_data(rng, "sum", "float32", shape) for _ in range(calls)]
-    zeros = ticket_words(group.config, group.group.reductions[0].loops)
+    loops = group.group.reductions[0].loops
+    at_rest = functools.partial(check_workspace, group.config, loops)
     arguments = [group.arguments(data) for data in inputs]
-    return Calls(group.compile(helpers), arguments, zeros, compare)
+    return Calls(group.compile(helpers), arguments, at_rest, compare)
 
 
 def _sisters(data: relax.Expr) -> list[relax.Expr]:
@@ -232,7 +238,8 @@ def test_waiting_ends_with_an_error() -> None:
     [used] = ptxas(source).values()
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
     [code] = sass(source).values()
-    assert count(opcodes(code), "NANOSLEEP") == 1 and "__assertfail" in code
+    # For a slot, and for the words of other blocks.
+    assert count(opcodes(code), "NANOSLEEP") == 2 and "__assertfail" in code
 
 
 def test_sisters_in_one_workspace(rng: np.random.Generator) -> None:
@@ -309,8 +316,65 @@ def test_code_of_the_lock() -> None:
         names = [name for code in sass(source).values() for name in opcodes(code)]
         has_lock = finish == "last_block"
         assert (count(names, "ATOMG.E.CAS") > 0) == has_lock
-        assert count(names, "LDG.E.64.STRONG.GPU") == (PLACES if has_lock else 0)
+        words = -(-case.config.splits // case.config.threads) if has_lock else 0
+        assert count(names, "LDG.E.64.STRONG.GPU") == (PLACES + words if has_lock else 0)
         assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
+
+
+@pytest.mark.parametrize(("arch",), in_turns(["sm_75", "sm_80", "sm_90"]))
+def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(arch: str) -> None:
+    """No fence and no update: the words carry tags. One barrier more than a block alone needs."""
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    case = Case("sum", "float32", (1 << 24,), [0], "last_block", target)
+    [code] = sass(cuda_source(case.func, arch), arch).values()
+    names = opcodes(code)
+    ticket = next(k for k, name in enumerate(names) if "INC" in name)
+    loads = [k for k, name in enumerate(names) if name.startswith("LDG.E.128")]
+    stored = next(
+        k for k, name in enumerate(names) if k > loads[-1] and count([name], "STG.E.64.STRONG.GPU")
+    )
+    words = [k for k in range(stored, len(names)) if count([names[k]], "LDG.E.64.STRONG.GPU")]
+    assert ticket < loads[-1] and len(words) == -(-case.config.splits // 32)
+    between = names[loads[-1] : words[-1]]
+    assert count(between, "MEMBAR") == count(between, "ATOMG") == count(between, "ATOM") == 0
+    assert count(between, "BAR") == 1
+    assert not count(names[words[0] : words[-1]], "BRA")  # all are read at once
+    # The slot is given back behind one fence and one barrier more.
+    behind = [name for name in names[words[-1] :] if name.startswith("MEMBAR")]
+    assert len([name for name in behind if name.endswith("GPU")]) == 1
+
+
+@pytest.mark.parametrize(("form", "tag"), in_turns(SHAPES, [1, 2]))
+def test_words_of_the_launch_before_are_not_taken(
+    form: str, tag: int, rng: np.random.Generator
+) -> None:
+    """The block with the last ticket runs first, and waits for those that come later."""
+    need_two_threads()
+    calls = calls_of_one(form, 2, rng, BLOCK_BY_BLOCK, same_output=True)
+    waiting, other = calls.sessions  # both have the name of one launch
+    other.write(1, calls.inputs[0])
+    shape, axes = SHAPES[form]
+    case = Case("sum", "float32", shape, axes, "last_block")
+    count, splits = tiles(case.config, case.loops), case.config.splits
+    words = first_word(count)
+    workspace = np.zeros(case.words, "int32")
+    workspace[words::2], workspace[words + 1 :: 2] = 0x4000_0000, 3 - tag
+    first = 0 if tag == 1 else splits
+    begun = workspace[:words]
+    begun[HEADER_WORDS:] = first
+    first_tile = slice(HEADER_WORDS, words, ticket_stride(count))  # in every slot
+    begun[first_tile] += splits - 1
+    other.write(0, workspace)
+    before = np.array(other.read()[2])
+    waiting.launch_block(*calls.grid[0], 0, wait=False)
+    time.sleep(0.2)  # in which one that does not wait ends
+    begun, output = np.array(other.read()[0])[:words], np.array(other.read()[2])
+    np.testing.assert_array_equal(output, before)
+    assert (begun[first_tile] == (first + splits) % (2 * splits)).sum() == 1  # it has drawn it
+    begun[first_tile] = first
+    other.write(0, begun)
+    calls.run_blocks(rng, [other], skip=1)
+    check("sum", waiting.read()[2], calls.inputs[0], reference("sum", calls.inputs[0], axes))
 
 
 def test_the_place_is_sought_while_data_is_under_way() -> None:
@@ -332,13 +396,13 @@ def test_polled_words_and_tickets_have_lines_of_their_own() -> None:
     assert LOCK >= LINE_WORDS >= 2 * PLACES
     assert LOCK // LINE_WORDS < HEADER_WORDS // LINE_WORDS
     assert HEADER_WORDS % LINE_WORDS == stride % LINE_WORDS == 0
-    assert ticket_words(case.config, case.loops) % LINE_WORDS == 0
+    assert first_word(tiles(case.config, case.loops)) % LINE_WORDS == 0
 
 
 def test_every_place_has_its_tickets_and_partial_results() -> None:
     case = Case("sum", "float32", *SHAPES["x"], "last_block")
     count = tiles(case.config, case.loops)
-    zeros = ticket_words(case.config, case.loops)
-    assert zeros >= HEADER_WORDS + PLACES * count
+    before = first_word(count)
+    assert before >= HEADER_WORDS + PLACES * count
     each = case.config.splits * case.config.tile_outputs
-    assert case.words >= zeros + PLACES * count * each
+    assert case.words == before + 2 * PLACES * count * each  # a tag beside each word

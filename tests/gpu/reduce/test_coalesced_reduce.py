@@ -9,7 +9,7 @@ import tvm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from opencl import compile_opencl, new_queue
-from reduce_cases import CUDA, OPENCL, Case, check, random_data, reference
+from reduce_cases import CUDA, OPENCL, Case, check, check_workspace, random_data, reference
 from tvm import te, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
@@ -20,7 +20,6 @@ from schedules.gpu import CoalescedReduce
 from schedules.gpu.core import subword_atomics
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.kernel import atomic_update
-from schedules.gpu.reduce.plan.workspace import ticket_words
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import DTYPES, OPERATORS, ReduceWorkload
 from tests.selection import in_turns
@@ -207,17 +206,29 @@ def test_positions_of_equal_elements(form: str, operator: str, rng: np.random.Ge
     np.testing.assert_array_equal(_run(case, data, wanted), wanted)
 
 
-def test_last_block_gives_the_same_bits_every_time(rng: np.random.Generator) -> None:
-    case = Case("sum", "float32", (3, 30_001), [1], "last_block")
+@pytest.mark.parametrize(
+    ("operator", "dtype", "shape"),
+    [
+        ("sum", "float32", (3, 30_001)),
+        ("sum", "float64", (3, 30_001)),
+        ("argmax", "float32", (3, 30_001)),
+    ],
+)
+def test_last_block_gives_the_same_bits_every_time(
+    operator: str, dtype: str, shape: tuple[int, int], rng: np.random.Generator
+) -> None:
+    """Words of one and of two halves; an odd and an even number of calls."""
+    case = Case(operator, dtype, shape, [1], "last_block")
     assert case.config.splits > 1
-    data = random_data(rng, "sum", "float32", (3, 30_001))
-    session = compile_opencl(case.func, OPENCL).session(*case.arguments(data, (3,)))
+    data = random_data(rng, operator, dtype, shape)
+    session = compile_opencl(case.func, OPENCL).session(*case.arguments(data, (shape[0],)))
     session.launch()
     first = np.array(session.read()[-1])
-    for _ in range(200):
+    check(operator, first, data, reference(operator, data, [1]))
+    for _ in range(50):
         session.launch()
         np.testing.assert_array_equal(session.read()[-1], first)
-    assert not np.array(session.read()[0])[: ticket_words(case.config, case.loops)].any()
+    check_workspace(case.config, case.loops, np.array(session.read()[0]))
 
 
 def test_calls_in_several_queues_do_not_disturb_each_other(rng: np.random.Generator) -> None:

@@ -9,12 +9,13 @@ import tvm
 import tvm_ffi
 from cuda_text import count, cuda_source, main_loop, opcodes, ptxas, sass
 from group_cases import Group
-from reduce_cases import CUDA, OPENCL, check, numpy_dtype, random_data, reference
+from reduce_cases import CUDA, OPENCL, check, check_workspace, numpy_dtype, random_data, reference
 from tvm import relax, tirx
 
 from relay_passes.op import coalesced_reduce
 from schedules.gpu import CoalescedReduce
-from schedules.gpu.reduce.plan.workspace import ticket_words, workspace_layout
+from schedules.gpu.core.workspace_slot import first_word
+from schedules.gpu.reduce.plan.config import tiles
 from schedules.workload.reduce import CanonicalLoops
 from tests.selection import in_turns
 
@@ -171,8 +172,8 @@ def test_the_same_bits_every_time_and_tickets_at_zero(rng: np.random.Generator) 
         session.launch()
         for got, wanted in zip(group.outputs(session.read()), first, strict=True):
             np.testing.assert_array_equal(got, wanted)
-    words = ticket_words(config, CanonicalLoops(shape, tuple(axes)))
-    assert not np.array(session.read()[0])[:words].any()
+    loops = CanonicalLoops(shape, tuple(axes))
+    check_workspace(config, loops, np.array(session.read()[0]))
     for _ in range(20):  # back to back
         session.launch()
     for got, wanted in zip(group.outputs(session.read()), first, strict=True):
@@ -180,14 +181,14 @@ def test_the_same_bits_every_time_and_tickets_at_zero(rng: np.random.Generator) 
 
 
 def test_sisters_have_room_for_all_partial_results(rng: np.random.Generator) -> None:
-    """Two split like one, and their fields follow each other in one workspace."""
+    """Two split like one, and all their words are in one workspace."""
     group = Group(sisters(["sum", "max"], [1]), ("float32", (3, 30_011)))
     alone = Group(sisters(["sum"], [1]), ("float32", (3, 30_011)))
     assert group.config == alone.config and group.config.splits > 1
     words, of_one = (int(of.plain.params[0].shape[0]) for of in (group, alone))
     [stage] = group.group.stages
-    places, end = workspace_layout(group.config, stage.reductions[0].loops, stage.workloads)
-    assert end == words and places[1] == of_one
+    before = first_word(tiles(group.config, stage.reductions[0].loops))
+    assert words - before == 2 * (of_one - before)
 
 
 @pytest.mark.parametrize("finish", ["one_block", "last_block"])

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from tvm import tirx
 
 from schedules.gpu.core.intrinsics import shuffle_xor, sync
@@ -13,20 +16,36 @@ from . import state_buffers
 from .context import ReduceContext
 from .state_buffers import Buffers, Workloads
 
+
+class Meeting(NamedTuple):
+    """Code at a barrier that all threads of the block reach."""
+
+    before: Callable[[], None]
+    behind: Callable[[], None]
+
+
 TREE_ARITY = 4  # states that a thread combines between two barriers
 
 
-def combine_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
-    """Combine the states at 0 of a row's lanes; lane 0 gets the result there."""
+def combine_lanes(
+    ctx: ReduceContext,
+    workloads: Workloads,
+    states: Buffers,
+    meeting: Meeting | None = None,
+) -> None:
+    """Combine the states at 0 of a row's lanes; lane 0 gets the result there.
+
+    What is emitted by ``meeting`` comes before and behind the barrier of the warps of a row.
+    """
     lanes = ctx.config.lanes
     if lanes == 1:
         return
     width = min(lanes, ctx.gpu.warp_size)
-    _exchange(workloads, states, width)
+    exchange(workloads, states, width)
     if width == 1:
         combine_groups(ctx, workloads, states, ctx.lane, lanes, ctx.row, ctx.config.rows)
     elif width < lanes:
-        _warps_through_memory(ctx, workloads, states, width)
+        _warps_through_memory(ctx, workloads, states, width, meeting)
 
 
 def combine_rows(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> None:
@@ -41,7 +60,7 @@ def share_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> No
     lanes = ctx.config.lanes
     width = min(lanes, ctx.gpu.warp_size)
     if width > 1:
-        _exchange(workloads, states, width)  # after which all lanes have the same bits
+        exchange(workloads, states, width)  # after which all lanes have the same bits
         if width < lanes:
             _share_warps(ctx, workloads, states, width)
     elif lanes > 1:
@@ -120,7 +139,7 @@ def combine_groups(
         groups = fewer
 
 
-def _exchange(workloads: Workloads, states: Buffers, width: int) -> None:
+def exchange(workloads: Workloads, states: Buffers, width: int) -> None:
     """Combine the states at 0 of groups of ``width`` neighbouring lanes by a butterfly."""
     for distance in _halves(width):
         other = [
@@ -131,18 +150,29 @@ def _exchange(workloads: Workloads, states: Buffers, width: int) -> None:
 
 
 def _warps_through_memory(
-    ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int
+    ctx: ReduceContext,
+    workloads: Workloads,
+    states: Buffers,
+    width: int,
+    meeting: Meeting | None,
 ) -> None:
-    """Combine in lane 0 of each row the states of the first lanes of the row's warps."""
+    """Combine in lane 0 of each row the states of the first lanes of the row's warps, as a tree."""
     warps = ctx.config.lanes // width
     shared = state_buffers.allocate(workloads, ctx.config.threads // width, "shared")
     with when(tirx.EQ(ctx.thread % i64(width), i64(0))):
         state_buffers.store(shared, ctx.thread // i64(width), state_buffers.load(states, 0))
+    if meeting is not None:
+        meeting.before()
     sync()
+    if meeting is not None:
+        meeting.behind()
     with when(tirx.EQ(ctx.lane, i64(0))):
-        for warp in range(1, warps):
-            other = state_buffers.load(shared, ctx.row * i64(warps) + i64(warp))
-            state_buffers.update(workloads, states, 0, other)
+        each = state_buffers.allocate(workloads, warps, "local")
+        for warp in range(warps):
+            of_warp = state_buffers.load(shared, ctx.row * i64(warps) + i64(warp))
+            state_buffers.store(each, warp, of_warp)
+        state_buffers.fold(workloads, each, warps)
+        state_buffers.store(states, 0, state_buffers.load(each, 0))
 
 
 def _share_warps(ctx: ReduceContext, workloads: Workloads, states: Buffers, width: int) -> None:
@@ -155,7 +185,7 @@ def _share_warps(ctx: ReduceContext, workloads: Workloads, states: Buffers, widt
     sync()
     one_of_each = ctx.row * i64(warps) + ctx.lane % i64(warps)
     state_buffers.store(states, 0, state_buffers.load(shared, one_of_each))
-    _exchange(workloads, states, warps)
+    exchange(workloads, states, warps)
 
 
 def _halves(width: int) -> list[int]:

@@ -6,28 +6,35 @@ They are combined by the first block of a cluster, by atomic updates, or by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.gpu.core.intrinsics import draw_ticket, fence, sync
+from schedules.gpu.core import tagged_words
+from schedules.gpu.core.intrinsics import sync
+from schedules.gpu.core.machine_costs import COSTS
+from schedules.gpu.core.tagged_words import word_count
 from schedules.gpu.core.vector_loads import hold, store_vector
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, LaunchPlace
+from schedules.gpu.core.workspace_slot import LaunchPlace, first_word
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceil_power_of_two, i64
-from schedules.workload.reduce_operator import field_dtypes
+from schedules.workload.reduce_operator import State, field_dtypes
 
-from ..plan.config import tiles, word_count
+from ..plan.config import blocks_at_once, tiles
 from ..plan.group import ReductionStage
-from ..plan.workspace import partials, ticket_stride, workspace_layout
+from ..plan.workspace import state_words
 from . import state_buffers
 from .atomic_update import atomic_update_vector
-from .block_combine import combine_groups, combine_lanes
+from .block_combine import Meeting, combine_groups, combine_lanes, exchange
 from .cluster_combine import ClusterExchange
 from .context import ReduceContext
 from .results import Results
 from .state_buffers import Buffers, States
+
+_WORDS_AT_ONCE = 16  # of a thread, at most
+_OWN_REGISTERS = 28  # those of a thread that hold no words with their tags
 
 
 def one_block(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
@@ -78,7 +85,9 @@ def open_place(ctx: ReduceContext, stage: ReductionStage) -> LaunchPlace:
     stored = next(result.output for result in stage.results if result.output is not None)
     output = ctx.flat(stored)
     address = T.address_of(stored[(0,) * len(stored.shape)] if output is None else output[0])
-    return LaunchPlace(ctx.gpu, ctx.workspace, address, ctx.stream)
+    count = tiles(ctx.config, stage.reductions[0].loops)
+    splits = ctx.config.splits
+    return LaunchPlace(ctx.gpu, ctx.workspace, address, ctx.stream, splits, count, ctx.tile)
 
 
 def take_place(ctx: ReduceContext, place: LaunchPlace) -> None:
@@ -87,75 +96,87 @@ def take_place(ctx: ReduceContext, place: LaunchPlace) -> None:
         place.take()
 
 
+def tell_ticket(ctx: ReduceContext, place: LaunchPlace) -> Meeting:
+    """Code by which all threads learn slot and ticket at a barrier."""
+
+    def tell() -> None:
+        with when(tirx.EQ(ctx.thread, i64(0))):
+            place.tell()
+
+    return Meeting(tell, place.read)
+
+
 def last_block(
     ctx: ReduceContext, stage: ReductionStage, states: Buffers, place: LaunchPlace
 ) -> None:
     """Leave the states in the slot, which is taken; the last block combines those of its tile."""
-    count = tiles(ctx.config, stage.reductions[0].loops)
-    sync()
-    tickets, kept = _workspace(ctx, stage)
-    ticket = place.number * i64(ticket_stride(count)) + ctx.tile
-    row = (place.number * i64(count) + ctx.tile) * i64(ctx.config.splits)
-    base = (row + ctx.split) * i64(ctx.config.tile_outputs)
+    if not place.is_read:  # the warps of a row have not met
+        meeting = tell_ticket(ctx, place)
+        meeting.before()
+        sync()
+        meeting.behind()
+    partials = _Partials.open(ctx, stage, place)
 
     def keep(m: tirx.Expr, state: States) -> None:
-        state_buffers.store(kept, base + (m - ctx.tile_start), state)
+        partials.store(ctx.split, m - ctx.tile_start, state)
 
     _for_each_result(ctx, states, keep, guarded=False)
-    fence(ctx.gpu)
-    sync()
-    drawn = T.alloc_buffer((1,), "int32", scope="shared")
-    with T.If(tirx.EQ(ctx.thread, i64(0))):
-        with T.Then():
-            counter = T.address_of(tickets[ticket])
-            T.buffer_store(drawn, draw_ticket(ctx.gpu, counter, ctx.config.splits), [0])
-    sync()
-    is_last = tirx.EQ(T.bind(drawn[0]), tirx.const(ctx.config.splits - 1, "int32"))
-    # OpenCL compilers mishandle barriers under a condition.
-    is_opencl = ctx.gpu.kind == "opencl"
-    condition = is_last if is_opencl else None
-    fence(ctx.gpu)
-    with when(None if is_opencl else is_last):
-        _combine_partials(ctx, stage, kept, row, condition)
-        fence(ctx.gpu)
-        sync()
-        with when(tirx.EQ(ctx.thread, i64(0)), condition):
-            place.give_back(count)
+    is_last = T.bind(place.is_last)
+    if ctx.gpu.kind == "opencl":  # whose compilers mishandle barriers under a condition
+        sync()  # one thread may run to a barrier before another one starts
+        _combine_partials(ctx, stage, partials, place, is_last)
+        return
+    with when(is_last):
+        _combine_partials(ctx, stage, partials, place)
 
 
 def _combine_partials(
     ctx: ReduceContext,
     stage: ReductionStage,
-    kept: Buffers,
-    row: tirx.Expr,
+    partials: _Partials,
+    place: LaunchPlace,
     condition: tirx.Expr | None = None,
 ) -> None:
     """Combine the partial results of a tile in the order of their splits and write the outputs.
 
-    They are rows of the workspace from ``row`` on. All threads execute this; memory is accessed
-    under ``condition``, if there is one.
+    All threads execute this; memory is accessed under ``condition``, if there is one. The slot is
+    given back by another warp than that of the first output, beside it.
     """
-    config, workloads = ctx.config, stage.workloads
-    width = min(config.tile_outputs, config.threads)
-    groups = min(config.threads // width, ceil_power_of_two(config.splits))
+    config, workloads, warp = ctx.config, stage.workloads, ctx.gpu.warp_size
+    is_one = config.tile_outputs == 1
+    steps = -(-config.splits // warp)
+    is_small = is_one and warp > 1 and steps * partials.count <= partials.room
+    readers = warp if is_small else config.threads
+    width = min(config.tile_outputs, readers)
+    groups = min(readers // width, ceil_power_of_two(config.splits))
     group, column = ctx.thread // i64(width), ctx.thread % i64(width)
-    state = state_buffers.allocate(workloads, 1, "local")
+    reads = None if groups * width == config.threads else group < i64(groups)
+    at_once = partials.at_once(groups)
+    many = ceil_power_of_two(at_once)
+    state = state_buffers.allocate(workloads, many, "local")
+    is_full = config.splits == groups * at_once == groups * many and (reads is None or is_small)
     for chunk in range(0, config.tile_outputs, width):
         output = column + i64(chunk)
-        state_buffers.clear(workloads, state, 1)
-        with T.serial(i64(0), i64(-(-config.splits // groups))) as step:
-            split = T.bind(step * i64(groups) + group)
-            with when(group < i64(groups), split < i64(config.splits), condition):
-                at = (row + split) * i64(config.tile_outputs) + output
-                read = state_buffers.load(kept, at)
-                state_buffers.update(workloads, state, 0, read)
-        if width == config.rows == 1 and ctx.gpu.warp_size > 1:  # threads past the groups have none
+        if not is_full:
+            state_buffers.clear(workloads, state, many)
+        with when(reads):
+            partials.read(state, output, group, groups, condition)
+        if groups == 1 or (is_one and warp > 1):
+            sync()  # all words have been read before the slot is given back
+        with when(ctx.thread < i64(warp) if is_small else None):
+            state_buffers.fold(workloads, state, many)
+            if is_small:
+                exchange(workloads, state, groups)
+        if is_one and warp > 1 and not is_small:  # threads past the groups have none
             combine_lanes(ctx, workloads, state)
-        else:
+        elif not is_small:
             combine_groups(ctx, workloads, state, group, groups, column, width)
         m = ctx.tile_start + output
         with when(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
             _write(ctx, stage, m, state_buffers.load(state, 0))
+    other = warp if warp < config.threads else 0
+    with when(tirx.EQ(ctx.thread, i64(other)), condition):
+        place.give_back()
 
 
 def _for_each_result(
@@ -178,17 +199,129 @@ def _write(ctx: ReduceContext, stage: ReductionStage, m: tirx.Expr, states: Stat
     results.write(stage)
 
 
-def _workspace(ctx: ReduceContext, stage: ReductionStage) -> tuple[tirx.Buffer, Buffers]:
-    """The tickets, and a buffer of partial results for each field, all views of the workspace."""
-    config, loops, data = ctx.config, stage.reductions[0].loops, ctx.workspace.data
-    tickets = T.decl_buffer(ctx.workspace.shape, "int32", data=data, elem_offset=i64(HEADER_WORDS))
-    places, _ = workspace_layout(config, loops, stage.workloads)
-    count = partials(config, loops)
-    buffers = []
-    for workload in stage.workloads:
-        fields = []
-        for dtype in field_dtypes(workload):
-            offset = i64(places.pop(0) // word_count(dtype))
-            fields.append(T.decl_buffer((count,), dtype, data=data, elem_offset=offset))
-        buffers.append(fields)
-    return tickets, buffers
+@dataclass(frozen=True)
+class _Partials:
+    """Partial results of a tile in the slot of the launch, as tagged words.
+
+    Parameters
+    ----------
+    ctx : ReduceContext
+        The thread.
+    stage : ReductionStage
+        The reductions.
+    words : tirx.Buffer
+        All tagged words of the workspace.
+    row : tirx.Expr
+        Number of the tile's first block among all blocks of all slots.
+    tag : tirx.Expr
+        That of the launch.
+    """
+
+    ctx: ReduceContext
+    stage: ReductionStage
+    words: tirx.Buffer
+    row: tirx.Expr
+    tag: tirx.Expr
+
+    @classmethod
+    def open(cls, ctx: ReduceContext, stage: ReductionStage, place: LaunchPlace) -> _Partials:
+        """Declare the view of the workspace; a barrier lies between taking the slot and this."""
+        count = tiles(ctx.config, stage.reductions[0].loops)
+        workspace, offset = ctx.workspace, first_word(count) // 2
+        size = int(workspace.shape[0]) // 2 - offset
+        words = T.decl_buffer((size,), "int64", data=workspace.data, elem_offset=i64(offset))
+        row = (place.number * i64(count) + ctx.tile) * i64(ctx.config.splits)
+        return cls(ctx, stage, words, row, T.bind(place.tag))
+
+    def store(self, split: tirx.Expr, output: tirx.Expr, states: States) -> None:
+        """Store the states of an output of the tile."""
+        first = self._first(split, output)
+        places = [first + i64(k * self.ctx.config.tile_outputs) for k in range(self.count)]
+        for state in states:
+            for value in state:
+                count = word_count(str(value.ty.dtype))
+                tagged_words.store(self.ctx.gpu, self.words, places[:count], value, self.tag)
+                places = places[count:]
+
+    def at_once(self, groups: int) -> int:
+        """States of an output that a thread of one of ``groups`` reads at once."""
+        steps = -(-self.ctx.config.splits // groups)
+        return max(1, min(steps, self.room // self.count))
+
+    @property
+    def room(self) -> int:
+        """Words that a thread reads at once."""
+        group, config = self.ctx.group, self.ctx.config
+        inputs, outputs = group.row_inputs(), group.row_outputs()
+        blocks = blocks_at_once(config, self.stage.workloads, inputs, outputs)
+        registers = COSTS.register_file // (config.threads * blocks)
+        return min(_WORDS_AT_ONCE, max(1, (registers - _OWN_REGISTERS) // 2))
+
+    def read(
+        self,
+        states: Buffers,
+        output: tirx.Expr,
+        group: tirx.Expr,
+        groups: int,
+        condition: tirx.Expr | None,
+    ) -> None:
+        """Combine the states of every ``groups``-th block, from block ``group`` on, into several.
+
+        There are :meth:`at_once`, which are identities before, unless each gets one state.
+        """
+        step = self.at_once(groups) * groups
+        turns, rest = divmod(self.ctx.config.splits, step)
+        is_one = turns + (rest > 0) == 1
+
+        def turn(start: tirx.Expr, count: int) -> None:
+            first = T.bind(start + group)
+            exists, places = [], []
+            for k in range(-(-count // groups)):
+                is_whole = (k + 1) * groups <= count
+                exists.append(None if is_whole else group < i64(count - k * groups))
+                places += self._places(first, k * groups, output, is_whole)
+            found = tagged_words.wait_for(self.ctx.gpu, self.words, places, self.tag, condition)
+            for k, each in enumerate(exists):
+                with when(each):
+                    own = self._states(found[k * self.count : (k + 1) * self.count])
+                    if is_one:
+                        state_buffers.store(states, k, own)
+                    else:
+                        state_buffers.update(self.stage.workloads, states, k, own)
+
+        if turns:
+            with T.serial(i64(0), i64(turns)) as number:
+                turn(number * i64(step), step)
+        if rest:
+            turn(i64(turns * step), rest)
+
+    @property
+    def count(self) -> int:
+        """Words of an output."""
+        return state_words(self.stage.workloads)
+
+    def _first(self, split: tirx.Expr, output: tirx.Expr) -> tirx.Expr:
+        """Place of the first word of an output."""
+        return (self.row + split) * i64(self.count * self.ctx.config.tile_outputs) + output
+
+    def _places(
+        self, split: tirx.Expr, further: int, output: tirx.Expr, is_whole: bool
+    ) -> list[tuple[tirx.Expr, int]]:
+        """Places and offsets of an output's words in a block, or in the last one behind all."""
+        outputs = self.ctx.config.tile_outputs
+        if not is_whole:
+            split = tirx.min(split + i64(further), i64(self.ctx.config.splits - 1))
+            further = 0
+        first, offset = self._first(split, output), further * self.count * outputs
+        return [(first, offset + k * outputs) for k in range(self.count)]
+
+    def _states(self, words: Sequence[tirx.Expr]) -> list[State]:
+        found = []
+        for workload in self.stage.workloads:
+            values = []
+            for dtype in field_dtypes(workload):
+                count = word_count(dtype)
+                values.append(tagged_words.value_of(words[:count], dtype))
+                words = words[count:]
+            found.append(tuple(values))
+        return found

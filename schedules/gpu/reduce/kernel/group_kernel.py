@@ -123,7 +123,8 @@ def _write_body(ctx: ReduceContext) -> None:
         combine_rows(ctx, stage.workloads, states)
     else:
         state_buffers.fold(stage.workloads, states, vector)
-        combine_lanes(ctx, stage.workloads, states)
+        meeting = None if place is None else finishing.tell_ticket(ctx, place)
+        combine_lanes(ctx, stage.workloads, states, meeting)
     if place is None:
         _FINISHES[ctx.config.finish](ctx, stage, states)
     else:

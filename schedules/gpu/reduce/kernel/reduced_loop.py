@@ -97,8 +97,8 @@ def visit_share(
 ) -> None:
     """Load the values at this thread's share of the reduced loop, and visit every vector.
 
-    ``meanwhile`` is emitted between the first loads and their use, or at the end where a share may
-    be shorter than a turn of the loop.
+    ``meanwhile`` is emitted between the first loads and their use, before them where that would
+    take too many registers, or at the end where a share may be shorter than a turn of the loop.
     """
     config = ctx.config
     begin, count = _share(ctx)
@@ -115,9 +115,12 @@ def visit_share(
         _visit_all(ctx, loads, positions, visit, stepped, loaded)
 
     is_small = len(values) <= _PEELED
-    peeled = meanwhile is not None and is_small and _least_share(ctx) >= step
+    is_long = _least_share(ctx) >= step
+    peeled = meanwhile is not None and is_small and is_long
     if peeled:
         turn(begin, meanwhile)
+    elif meanwhile is not None and is_long:
+        meanwhile()
     first = begin + i64(step) if peeled else begin
     left = simplified(iterations - i64(1)) if peeled else iterations
     if constant(left) != 0:
@@ -126,7 +129,7 @@ def visit_share(
     done = simplified(iterations * i64(step))
     if constant(simplified(count - done)) != 0:
         _tail(ctx, loads, begin + done, begin + count, visit)
-    if meanwhile is not None and not peeled:
+    if meanwhile is not None and not is_long:
         meanwhile()
 
 

@@ -21,6 +21,7 @@ from schedules.errors import OpError
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.subword_atomics import consists_of_words
+from schedules.gpu.core.tagged_words import word_count
 from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import CanonicalLoops, Form, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
@@ -205,11 +206,6 @@ def thread_registers(
 def fields_of(workloads: Sequence[ReduceWorkload]) -> list[str]:
     """The types of all fields of the states of sisters."""
     return [dtype for workload in workloads for dtype in field_dtypes(workload)]
-
-
-def word_count(dtype: str) -> int:
-    """32-bit words of one element, at least one."""
-    return max(32, DataType(dtype).bits) // 32
 
 
 def tiles(config: ReduceConfig, loops: CanonicalLoops) -> int:

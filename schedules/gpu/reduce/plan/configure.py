@@ -19,7 +19,7 @@ from .limits import chain_fits
 from .online_softmax import in_one_stage
 from .read_group import read_group
 from .split_decision import decide_split
-from .workspace import workspace_layout
+from .workspace import workspace_words
 
 CONFIG = "tvm_fusion.reduce_config"
 """Attribute of a function with a group of reductions: the fields of its configuration, as JSON."""
@@ -44,7 +44,8 @@ def configure(
     tirx.PrimFunc
         The function with the attribute :data:`CONFIG`, and before its other parameters, if the last
         block is to combine the results of all, a workspace ``int32[words]``, which must be zero at
-        the first call but for the last word. ``func`` itself if it is no group of reductions.
+        the first call but for the last word but one. ``func`` itself if it is no group of
+        reductions.
     """
     group = None if CONFIG in func.attrs else read_group(func)
     if group is None:
@@ -54,7 +55,7 @@ def configure(
     if config.finish != "last_block":
         return func
     [stage] = _staged(group, config).stages
-    _, words = workspace_layout(config, stage.reductions[0].loops, stage.workloads)
+    words = workspace_words(config, stage.reductions[0].loops, stage.workloads)
     workspace = tirx.decl_buffer((words,), "int32", "workspace")
     return tirx.PrimFunc([workspace, *func.params], func.body, func.ret_type, func.attrs)
 

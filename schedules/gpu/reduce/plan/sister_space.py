@@ -12,6 +12,7 @@ from tvm import DataType
 
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
+from schedules.gpu.core.tagged_words import word_count
 from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import FLOATS
 
@@ -23,7 +24,6 @@ from .config import (
     most_splits,
     thread_registers,
     widest_vector,
-    word_count,
 )
 from .group_workload import GroupWorkload
 

@@ -15,16 +15,17 @@ from tvm import DataType
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.gpu_kernels import REDUCE
 from schedules.gpu.core.machine_costs import COSTS
+from schedules.gpu.core.tagged_words import word_count
 from schedules.tir.index_math import ceil_power_of_two
 
-from .config import ReduceConfig, blocks_at_once, fields_of, thread_registers, word_count
+from .config import ReduceConfig, blocks_at_once, fields_of, thread_registers
 from .group_workload import GroupWorkload
 
 _UNROLLED = 4  # turns that the compiler makes one
 _WHOLE_TURNS = 8  # loops of no more have no end test
 _OWN_REGISTERS = 24  # that no load in flight may use
-_SLOT = (100.0, 5.0)  # cycles and round trips of claiming a slot of the workspace
-_TICKET_TRIPS = 6.0  # results, fence, ticket, fence, results of others, slot
+_SLOT = (100.0, 4.0)  # cycles and round trips of claiming a slot of the workspace, and the ticket
+_WORD_TRIPS = 2.5  # results of others, slot
 _CLUSTER_CYCLES = 1340.0  # two barriers, and reading the memory of other blocks
 _TURN_OVERHEAD = 7  # instructions
 _ISSUE = 2.1  # cycles of an instruction of a warp that runs alone
@@ -107,7 +108,7 @@ def _beside_loop(group: GroupWorkload, config: ReduceConfig, overlaps: bool) -> 
         groups = min(config.threads // width, ceil_power_of_two(config.splits))
         reads = -(-config.splits // groups) * -(-config.tile_outputs // width)
         found["finish_cycles"] += combine
-        found["finish_trips"] = _TICKET_TRIPS + (reads - 1) / _UNROLLED
+        found["finish_trips"] = _WORD_TRIPS + (reads - 1) / _UNROLLED
         cycles, trips = _SLOT
         part = "head" if overlaps else "finish"
         found[f"{part}_cycles"] += cycles

@@ -1,44 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workspace of a kernel whose last block combines the partial results of all.
 
-It begins with the header of the slots (:mod:`schedules.gpu.core.workspace_slot`), then the tickets,
-one for each tile of outputs in every slot. The fields of the partial results follow.
+It begins with slots and tickets (:mod:`schedules.gpu.core.workspace_slot`). The partial results of
+a block follow those of the block before: the first word of each of its outputs, then the second one
+of each, and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, LINE_WORDS, PLACES
+from schedules.gpu.core.tagged_words import word_count
+from schedules.gpu.core.workspace_slot import PLACES, first_word
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 
-from .config import ReduceConfig, fields_of, tiles, word_count
+from .config import ReduceConfig, fields_of, tiles
 
 
-def workspace_layout(
+def workspace_words(
     config: ReduceConfig, loops: CanonicalLoops, workloads: Sequence[ReduceWorkload]
-) -> tuple[list[int], int]:
-    """First word of the partial results of each field, and the number of words of all.
-
-    Words have 32 bits; fields begin at multiples of 8 bytes.
-    """
-    count = -(-partials(config, loops) // 2) * 2
-    sizes = (count * word_count(dtype) for dtype in fields_of(workloads))
-    *places, end = accumulate(sizes, initial=ticket_words(config, loops))
-    return places, end
+) -> int:
+    """32-bit words of all, a multiple of two."""
+    blocks = PLACES * tiles(config, loops) * config.splits
+    tagged = blocks * config.tile_outputs * state_words(workloads)
+    return first_word(tiles(config, loops)) + 2 * tagged
 
 
-def ticket_words(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """Words before the partial results, which are zero between calls."""
-    return HEADER_WORDS + PLACES * ticket_stride(tiles(config, loops))
-
-
-def ticket_stride(count: int) -> int:
-    """Words between the tickets of two slots, which do not share a line of the cache."""
-    return -(-count // LINE_WORDS) * LINE_WORDS
-
-
-def partials(config: ReduceConfig, loops: CanonicalLoops) -> int:
-    """States that all blocks write, in every slot."""
-    return PLACES * tiles(config, loops) * config.splits * config.tile_outputs
+def state_words(workloads: Sequence[ReduceWorkload]) -> int:
+    """Words of the states of an output."""
+    return sum(map(word_count, fields_of(workloads)))
