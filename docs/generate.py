@@ -202,7 +202,10 @@ def predicted_lookups() -> str:
     kinds = {
         "by_the_data": "by the data",
         "by_the_data_with_the_exchange_of_the_file": "exchange not measured beside",
+        "without_the_data": "without the data",
         "by_sizes_alone": "by sizes alone",
+        "by_the_data_of_the_sources_sizes": "by the data, B >= 128 and L >= 8",
+        "without_the_data_of_the_sources_sizes": "without, B >= 128 and L >= 8",
         "repeat": "same launch again",
     }
     rows = [

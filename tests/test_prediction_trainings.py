@@ -4,6 +4,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -165,6 +166,33 @@ def test_a_launch_counts_if_the_cores_exchange_as_before():
     beside = predict_lookups.machine_beside({"exchange": [1e-11, 3e-11]}, machine)
     assert beside["bandwidth.exchange"] == pytest.approx(5e10)
     assert replace(beside, figures=machine.figures) == machine
+
+
+def test_lookups_with_and_without_the_data_on_the_same_launches(monkeypatch):
+    monkeypatch.setattr(predict_lookups, "TREES", 3)
+    random = np.random.default_rng(0)
+    count = 60
+    sizes = np.stack([2.0 ** random.integers(4, 12, count) for _ in range(4)], axis=1)
+    seconds = {"forward": random.uniform(1e-5, 1e-3, count)}
+    rows = predict_lookups.Rows(
+        by_data=sizes,
+        by_sizes=sizes,
+        usual=sizes,
+        base={"forward": 0.5 * seconds["forward"]},
+        usual_base=seconds,
+        measured=seconds,
+        halves={"forward": np.stack([seconds["forward"]] * 2, axis=1)},
+        launch=np.arange(count) // 2,
+        held=np.arange(count) < 40,
+        sizes=sizes,
+    )
+    found = predict_lookups.compared(rows, "forward", seconds["forward"], seconds["forward"])
+    assert found["by_the_data"] == {"gmae": 0.04, "mape": 0.0, "count": 20}
+    assert found["by_traffic"]["mape"] == 50
+    assert found["by_sizes_alone"]["mape"] > 1 and found["without_the_data"]["mape"] > 1
+    large = (sizes[:40, 0] >= 128) & (sizes[:40, 3] >= 8)
+    expected = int((large[::2] & large[1::2]).sum())
+    assert 0 < found["by_the_data_of_the_sources_sizes"]["count"] == expected < 20
 
 
 def test_a_launch_has_a_time_of_each_batch_and_table(monkeypatch):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .compiler.explain.explain_gpu import explain_kernels
     from .compiler.specialized_model import SpecializedModel, specialize
     from .compiler.targets.target import resolve as resolve_target
-    from .prediction.model.predict_model import ModelPrediction, predict
+    from .prediction.model.ask import predict
+    from .prediction.model.predict_model import ModelPrediction
     from .runtime.compiled_model import CompiledModel, Latency, load
     from .runtime.host_arrays import aligned_empty
     from .tuning.job import TaskState, TuneResult, tune
@@ -72,7 +73,8 @@ _LATER = {
     "explain": "compiler.explain.explain",
     **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
     "explain_kernels": "compiler.explain.explain_gpu",
-    **dict.fromkeys(("ModelPrediction", "predict"), "prediction.model.predict_model"),
+    "ModelPrediction": "prediction.model.predict_model",
+    "predict": "prediction.model.ask",
     "profile": "bench.profiler",
     "resolve_target": "compiler.targets.target",
 }

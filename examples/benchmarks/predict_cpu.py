@@ -37,7 +37,7 @@ from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
-NAMES = (*MODELS, "vgg_16", "mobilenet_v3_large", "bert_base", "wide_and_deep")
+NAMES = (*MODELS, "vgg_16", "mobilenet_v3_large", "bert_base", "gpt2", "wide_and_deep")
 Results = dict[str, dict[str, Any]]
 
 

@@ -11,8 +11,10 @@ gives large gradients back to the system, and they take page faults anew, up to 
 What a core writes and another reads at once takes times that differ up to 15-fold with the place
 of a virtual machine's cores, which may change every few seconds; it is measured beside each launch.
 Measured times are kept in ``--launches``. ``--train`` writes the kernel models from four fifths of
-the launches (needs xgboost) and results/CPU/predict_lookups.json: errors on the last fifth by the
-data of each batch, and without them, beside the difference of two measurements of the same batch.
+the launches (needs xgboost), ``--check`` takes those that are there, of other days. Both write
+results/CPU/predict_lookups.json: errors on the last fifth by the data of each batch; without the
+data, but with the exchange and the sizes of the caches; by B, E, L and D alone; all beside the
+difference of two measurements of the same batch, and for launches of the dissertation's sizes.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
     size_features,
     sizes_of,
 )
+from schedules.cost.learned import find_model
 from schedules.cost.machine import Figure, Machine, load_machine  # noqa: E402
 from schedules.cost.table_lookups import TableLookups  # noqa: E402
 from tvm_fusion.bench.exchange_probe import exchange_seconds  # noqa: E402
@@ -62,9 +65,12 @@ SEEDS = (0, 1, 2)
 STEADY = 1.5  # times by which the exchange before and after a launch may differ
 KEEP_MEMORY = {-1: 2**31 - 1, -4: 0}
 """Options of glibc's mallopt: M_TRIM_THRESHOLD as large as can be, and M_MMAP_MAX none."""
-DIRECTIONS = ("forward", "backward")
+KERNELS = {"forward": "lookup", "backward": "lookup_backward"}
+DIRECTIONS = tuple(KERNELS)
 PARAMETERS = {"max_depth": 6, "eta": 0.06, "subsample": 0.8, "colsample_bynode": 0.5}
 TREES = 300
+SOURCE_SIZES = {"bags": 128, "lookups": 8}
+"""Least sizes of the dissertation's sweep, whose launches read much enough for reuse to matter."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -355,32 +361,67 @@ def train(rows: Rows, direction: str) -> dict[str, Any]:
 
     held, measured, base = rows.held, rows.measured[direction], rows.base[direction]
     total = rows.sums(measured)
-    trained, without = [], []
+    trained = []
     for seed in SEEDS:
         arrays, found = fit(rows.by_data, np.log(measured / base), held, seed)
         predicted = base * np.exp(found)
-        trained.append((errors(total, rows.sums(predicted)), arrays, predicted[held]))
-        _, found = fit(rows.by_sizes, np.log(measured), held, seed)
-        without.append(errors(total, rows.sums(np.exp(found))))
-    trained.sort(key=lambda one: one[0]["gmae"])
-    figures, arrays, predicted = trained[len(trained) // 2]
-    ends = intervals(measured[held], predicted, base[held])
+        trained.append((errors(total, rows.sums(predicted))["gmae"], arrays, predicted))
+    trained.sort(key=lambda one: one[0])
+    _, arrays, predicted = trained[len(trained) // 2]
+    ends = intervals(measured[held], predicted[held], base[held])
     low, high = rows.sizes.min(axis=0), rows.sizes.max(axis=0)
     zero = np.zeros(1)
     arrays |= {"harness": zero, "latency": zero, "low": low, "high": high, **ends}
     usual = rows.usual_base[direction] * np.exp(trees_from_arrays(arrays)(rows.usual))
-    even, odd = rows.sums(rows.halves[direction]).T
+    found = compared(rows, direction, predicted, usual)
     return {
         "arrays": arrays,
-        "errors": {
-            "by_the_data": figures,
-            "three_trainings_gmae": [one[0]["gmae"] for one in trained],
-            "by_the_data_with_the_exchange_of_the_file": errors(total, rows.sums(usual)),
-            "by_sizes_alone": sorted(without, key=lambda one: one["gmae"])[1],
-            "by_traffic": errors(total, rows.sums(base)),
-            "repeat": errors(odd, even),
-        },
+        "errors": {**found, "three_trainings_gmae": [one[0] for one in trained]},
     }
+
+
+def check(rows: Rows, direction: str, machine: Machine) -> dict[str, Any]:
+    """Errors of the models that are there, whatever they were trained on, on held-out seeds."""
+    found = find_model(KERNELS[direction], "float32", machine.name)
+    if found is None:
+        raise SystemExit(f"no model of lookups on {machine.name}: --train writes one")
+    model, _ = found
+    predicted = rows.base[direction] * np.exp(model.trees(rows.by_data))
+    usual = rows.usual_base[direction] * np.exp(model.trees(rows.usual))
+    at = np.searchsorted(model.edges, rows.base[direction])
+    ratio = (rows.measured[direction] / predicted)[rows.held]
+    inside = (model.below[at][rows.held] <= ratio) & (ratio <= model.above[at][rows.held])
+    errors_ = compared(rows, direction, predicted, usual)
+    return {"errors": {**errors_, "inside_percent": round(100 * float(inside.mean()), 1)}}
+
+
+def compared(
+    rows: Rows, direction: str, predicted: np.ndarray, usual: np.ndarray
+) -> dict[str, dict[str, float]]:
+    """Errors of held-out launches by the data, and by models that lack some of it."""
+    measured, base, held = rows.measured[direction], rows.base[direction], rows.held
+    total = rows.sums(measured)
+    even, odd = rows.sums(rows.halves[direction]).T
+    alone = {"without_the_data": rows.by_sizes, "by_sizes_alone": np.log2(rows.sizes)}
+    each = {
+        "by_the_data": rows.sums(predicted),
+        "by_the_data_with_the_exchange_of_the_file": rows.sums(usual),
+        **{name: rows.sums(_median(columns, measured, held)) for name, columns in alone.items()},
+        "by_traffic": rows.sums(base),
+    }
+    found = {name: errors(total, times) for name, times in each.items()}
+    found["repeat"] = errors(odd, even)
+    smaller = [rows.sizes[:, RANGES.index(name)] < least for name, least in SOURCE_SIZES.items()]
+    large = rows.sums(np.any(smaller, axis=0).astype(float)) == 0
+    for name in ("by_the_data", *alone):
+        found[f"{name}_of_the_sources_sizes"] = errors(total[large], each[name][large])
+    return found
+
+
+def _median(columns: np.ndarray, measured: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Median over three trainings of the seconds by some features."""
+    times = [fit(columns, np.log(measured), held, seed)[1] for seed in SEEDS]
+    return np.exp(np.median(times, axis=0))
 
 
 def write_model(direction: str, found: dict[str, Any], rows: Rows, machine: Machine) -> None:
@@ -389,7 +430,7 @@ def write_model(direction: str, found: dict[str, Any], rows: Rows, machine: Mach
 
     from schedules.cost.learned import FOLDER
 
-    kernel = "lookup_backward" if direction == "backward" else "lookup"
+    kernel = KERNELS[direction]
     path = FOLDER / f"{kernel}-float32-{machine.name}.npz"
     with written_aside(path) as aside, aside.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **found["arrays"])
@@ -427,6 +468,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--seconds", type=float, default=120, help="of measuring (default: 120)")
     options.add_argument("--train", action="store_true", help="write the models")
+    options.add_argument("--check", action="store_true", help="take the models that are there")
     options.add_argument("--launches", type=Path, default=Path("build/lookups.json"))
     options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_lookups.json")
     chosen = options.parse_args()
@@ -438,12 +480,15 @@ def main() -> int:
         with written_aside(file) as aside:
             aside.write_text(json.dumps(launches))
     print(f"{len(launches)} launches of {BATCHES} batches in {file}")
-    if chosen.train:
+    if chosen.train or chosen.check:
         machine = load_machine(host_cpu())
         rows, results = rows_of(launches, machine), {}
         for direction in DIRECTIONS:
-            found = train(rows, direction)
-            write_model(direction, found, rows, machine)
+            if chosen.train:
+                found = train(rows, direction)
+                write_model(direction, found, rows, machine)
+            else:
+                found = check(rows, direction, machine)
             results[direction] = found["errors"]
         settings = {"machine": host_info(), "torch": torch.__version__, "threads": THREADS}
         settings |= {"launches": len(launches), "batches": BATCHES}

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from ..errors import PredictionError
 from .report import Answer, TimelineReport, report
+from .scenario import Scenario
 from .timeline.execution_graph import ExecutionGraph
-from .timeline.ranks import Timeline, simulate
+from .timeline.ranks import Timeline
 from .traces.chakra import link, read_execution_trace
 from .traces.json_stream import json_items
 from .traces.kineto import KinetoTrace, read_kineto
 from .traces.overheads import Overheads, ProfilerCost, measure_overheads
 from .traces.traced_graph import measured_seconds, traced_graph
 from .traces.traced_ops import traced_ops
-from .what_if import change
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class TracedRun:
     overheads: Overheads
     device: str
     warnings: tuple[str, ...]
+
+    def scenario(self, overheads: Overheads | None = None) -> Scenario:
+        """The run as one that can be changed, with its own or with given overheads."""
+        costs = overheads or replace(self.overheads, prior=0.0)
+        return Scenario(self.graphs, costs, self.device)
 
 
 @dataclass(frozen=True)
@@ -137,16 +142,11 @@ def predict_traces(
     PredictionError
         If its ranks do not meet in their collectives, or a change cannot be made.
     """
-    costs = overheads or replace(run.overheads, prior=0.0)
-    timeline = simulate(run.graphs, costs)
+    scenario = run.scenario(overheads)
+    timeline = scenario.simulate()
     ops = (op.name for graph in run.graphs for op in graph.ops)
     unknown = tuple(overheads.unknown(ops)) if overheads is not None else ()
-    answers = []
-    for text in what_if:
-        changed = change(run.graphs, text, run.device)
-        after = report(text, simulate(changed.graphs, costs))
-        gain = timeline.seconds - after.seconds
-        answers.append(Answer(text, after.seconds, gain, after.path[0], changed.notes))
+    answers = (scenario.change(text).answer(text, timeline.seconds) for text in what_if)
     found = report(run.name, timeline, run.measured)
     return TracePrediction(run, timeline, found, unknown, tuple(answers))
 

@@ -202,13 +202,13 @@ def _path_table(result: TimelineReport) -> Table:
     return table
 
 
-def answer_table(before: TimelineReport, answers: Sequence[Answer]) -> Table:
-    """Table of what changes would bring: time, gain, what is critical now, and origin."""
-    table = Table(title=f"what if, {before.name}")
+def answer_table(name: str, seconds: float, answers: Sequence[Answer]) -> Table:
+    """Table of what changes of a run of so many seconds bring: time, gain, critical, origin."""
+    table = Table(title=f"what if, {name}")
     for heading in ("change", "time", "gain", "critical now", "rests on"):
         table.add_column(heading, justify="right" if heading in ("time", "gain") else "left")
     for answer in answers:
-        gain = f"{answer.gain / before.seconds:+.1%}"
+        gain = f"{answer.gain / seconds:+.1%}"
         critical = f"{answer.critical.op} ({answer.critical.where}, {_ms(answer.critical.seconds)})"
         notes = "; ".join(answer.notes)
         table.add_row(answer.change, _ms(answer.seconds), gain, critical, notes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of traced runs, by their text: another machine, batch, link, fusion or launch."""
+"""Changes of runs, by their text: another machine, batch, link, fusion or launch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.elementwise import STREAMING
+from schedules.cost.kernels.embedding import predict_lookups, tables_of
 from schedules.cost.machine import Machine, known_machines, load_machine
 from schedules.cost.registry import predict
 
 from ..errors import PredictionError
 from .collectives import Collectives, load_collectives
 from .timeline.edits import (
+    Match,
     fuse,
     launch_graphs,
     map_kernels,
@@ -27,6 +30,8 @@ from .timeline.edits import (
     retime,
 )
 from .timeline.execution_graph import Collective, ExecutionGraph, Kernel, Op
+
+_BAGS = {"embedding_bag", "embedding_bag_backward"}
 
 _FIXED = ("all_reduce", "broadcast")
 """Collectives of parameters and gradients, whose message does not depend on the batch."""
@@ -48,7 +53,7 @@ class ChangedRun:
     notes: tuple[str, ...] = ()
 
 
-def change(graphs: Sequence[ExecutionGraph], text: str, device: str) -> ChangedRun:
+def change(graphs: Sequence[ExecutionGraph], text: str, device: str | Machine) -> ChangedRun:
     """Change the graphs of all ranks.
 
     Parameters
@@ -65,18 +70,18 @@ def change(graphs: Sequence[ExecutionGraph], text: str, device: str) -> ChangedR
         ``ranks=N:FILE``            the same with N ranks
         ``bucket=MB:FILE``          all-reduces merged up to that size
         ``graph``                   one launch for each run of kernels, as a captured graph
-        ``fuse=REGEX``              neighbouring operators in one kernel, of the sum of the times
+        ``fuse=REGEX``              neighbouring operators in one kernel
         ``remove=REGEX``            without these operators
         ``resize=REGEX:FACTOR``     their kernels take so many times as long
         ``parallelize=REGEX``       neighbouring operators on streams of their own
         =========================== ========================================================
-    device : str
-        Device of the traces, by the name that its driver gives it.
+    device : str or Machine
+        Device that the times are of; a name is as its driver gives it.
 
     Raises
     ------
     PredictionError
-        If a change is unknown, its value is wrong, or it matches no operator.
+        If a change is unknown, its value is wrong, or it matches no operator or collective.
     """
     current = ChangedRun(tuple(graphs))
     for part in text.split(" and "):
@@ -84,11 +89,14 @@ def change(graphs: Sequence[ExecutionGraph], text: str, device: str) -> ChangedR
         if name not in _CHANGES:
             raise PredictionError(f"unknown change {part!r}; expected {', '.join(_CHANGES)}")
         after = _CHANGES[name](current.graphs, value, device)
-        current = ChangedRun(after.graphs, (*current.notes, *after.notes))
+        notes = after.notes
+        if after.graphs == current.graphs:
+            notes = (*notes, f"{name} changes nothing here")
+        current = ChangedRun(after.graphs, (*current.notes, *notes))
     return current
 
 
-def _machine(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+def _machine(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     old, new = device_machine(device), load_machine(value)
     models: Counter[str] = Counter()
 
@@ -101,7 +109,7 @@ def _machine(graphs: Sequence[ExecutionGraph], value: str, device: str) -> Chang
     return ChangedRun(moved, (f"{new.name} over {old.name}: {_counted(models)}",))
 
 
-def _batch(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+def _batch(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     factor = _number("batch", value)
     machine = device_machine(device)
     models: Counter[str] = Counter()
@@ -127,7 +135,8 @@ def scaled(call: KernelCall | None, factor: float) -> KernelCall | None:
     """Call with so many times the batch; of a matrix product the rows, of others their bytes."""
     if call is None:
         return None
-    name = next((name for name in ("M", "B") if call.op != "bmm" and name in call.sizes), "B")
+    batches = ("L",) if call.op == "gather" else ("B",) if call.op == "bmm" else ("M", "B")
+    name = next((name for name in batches if name in call.sizes), "B")
     sizes = dict(call.sizes)
     if name in sizes:
         sizes[name] = max(round(sizes[name] * factor), 1)
@@ -167,7 +176,7 @@ def _counted(models: Counter[str]) -> str:
     return ", ".join(f"{count} kernels by {name}" for name, count in models.most_common())
 
 
-def device_machine(device: str) -> Machine:
+def device_machine(device: str | Machine) -> Machine:
     """Machine of a device by the name that its driver gives it, ``Tesla V100-SXM2-32GB``.
 
     Raises
@@ -175,6 +184,8 @@ def device_machine(device: str) -> Machine:
     PredictionError
         If it is none of the known machines.
     """
+    if isinstance(device, Machine):
+        return device
     words = device.lower().replace("-", " ").split()
     for name in known_machines():
         model, _, memory = name.partition("-")
@@ -187,11 +198,11 @@ def device_machine(device: str) -> Machine:
     )
 
 
-def _link(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+def _link(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     return _on_link(graphs, load_collectives(Path(value)), len(graphs))
 
 
-def _ranks(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+def _ranks(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     number, _, file = value.partition(":")
     if not number.isdecimal() or not int(number) or not file:
         raise PredictionError(f"ranks={value}: expected ranks=N:FILE")
@@ -207,6 +218,8 @@ def _on_link(
         if part is not None:
             key = part.group, part.sequence
             messages[key] = max(messages.get(key, 0.0), part.bytes)
+    if not messages:
+        raise PredictionError("link, ranks and bucket change collectives; this run has none")
 
     def seconds(kernel: Kernel) -> float:
         part = kernel.collective
@@ -221,7 +234,7 @@ def _on_link(
     return ChangedRun(tuple(retime(g, seconds) for g in graphs), (f"link: {_counted(models)}",))
 
 
-def _bucket(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+def _bucket(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     size, _, file = value.partition(":")
     if not file:
         raise PredictionError(f"bucket={value}: expected bucket=MB:FILE")
@@ -235,37 +248,87 @@ def _bucket(graphs: Sequence[ExecutionGraph], value: str, device: str) -> Change
     return ChangedRun(tuple(rebucket(graphs, _number("bucket", size) * 1e6, seconds)))
 
 
-def _graph(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+def _graph(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     return ChangedRun(tuple(map(launch_graphs, graphs)))
 
 
-def _fuse(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
-    match = _match(graphs, "fuse", value)
-    note = "fused kernels take the sum of the times of their parts"
+def _fuse(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
+    match = matching(graphs, "fuse", value)
+    try:
+        machine = device_machine(device)
+    except PredictionError:
+        machine = None
+    models: Counter[str] = Counter()
 
     def total(kernels: Sequence[Kernel]) -> float:
-        return sum(kernel.seconds for kernel in kernels)
+        seconds = sum(kernel.seconds for kernel in kernels)
+        share, model = _fused_share([kernel.call for kernel in kernels], machine)
+        models[model] += 1
+        return seconds * share
 
-    return ChangedRun(tuple(fuse(graph, match, total) for graph in graphs), (note,))
+    fused = tuple(fuse(graph, match, total) for graph in graphs)
+    return ChangedRun(fused, (f"fused: {_counted(models)}",) if models else ())
 
 
-def _remove(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
-    match = _match(graphs, "remove", value)
+def _fused_share(calls: Sequence[KernelCall | None], machine: Machine | None) -> tuple[float, str]:
+    """Predicted time of one kernel in place of several, over the sum of theirs, and the model.
+
+    Tables of embedding bags are looked up in one launch, and what element-wise operators hand on
+    to the next one stays in registers. Of others nothing is known: they take the sum.
+    """
+    known = [call for call in calls if call is not None]
+    unknown = 1.0, "the sum of their parts"
+    if machine is None or len(known) != len(calls):
+        return unknown
+    try:
+        before = sum(predict(call, machine).device_seconds for call in known)
+        if {call.op for call in known} <= _BAGS and len({call.op for call in known}) == 1:
+            is_backward = known[0].op.endswith("backward")
+            tables = [table for call in known for table in tables_of(call)]
+            after = predict_lookups(tables, machine, is_backward)
+        elif {call.op for call in known} <= STREAMING:
+            after = predict(_joined(known), machine)
+        else:
+            return unknown
+        return min(after.device_seconds / before, 1.0), after.model
+    except (PredictionError, ZeroDivisionError):
+        return unknown  # a machine without the figure, or kernels without work
+
+
+def _joined(calls: Sequence[KernelCall]) -> KernelCall:
+    """Element-wise operators as one, of which each reads what the one before it wrote."""
+    handed = [
+        min(one.written_bytes, other.read_bytes)
+        for one, other in zip(calls, calls[1:], strict=False)
+    ]
+    return KernelCall(
+        "elementwise",
+        {},
+        calls[-1].dtype,
+        sum(call.flops for call in calls),
+        sum(call.read_bytes for call in calls) - sum(handed),
+        sum(call.written_bytes for call in calls) - sum(handed),
+    )
+
+
+def _remove(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
+    match = matching(graphs, "remove", value)
     return ChangedRun(tuple(remove(graph, match) for graph in graphs))
 
 
-def _resize(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
+def _resize(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     pattern, _, factor = value.rpartition(":")
-    match = _match(graphs, "resize", pattern)
+    match = matching(graphs, "resize", pattern)
     return ChangedRun(tuple(resize(g, match, _number("resize", factor)) for g in graphs))
 
 
-def _parallelize(graphs: Sequence[ExecutionGraph], value: str, device: str) -> ChangedRun:
-    match = _match(graphs, "parallelize", value)
+def _parallelize(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
+    match = matching(graphs, "parallelize", value)
     return ChangedRun(tuple(parallelize(graph, match) for graph in graphs))
 
 
-def _match(graphs: Sequence[ExecutionGraph], name: str, pattern: str) -> Callable:
+def matching(graphs: Sequence[ExecutionGraph], name: str, pattern: str) -> Match:
+    """Match operators by a regular expression, refused if it matches none."""
     match = named(pattern)
     if not pattern or not any(match(op) for graph in graphs for op in graph.ops):
         raise PredictionError(f"{name}={pattern}: matches no operator")
@@ -282,7 +345,7 @@ def _number(name: str, text: str) -> float:
     return number
 
 
-_CHANGES: dict[str, Callable[[Sequence[ExecutionGraph], str, str], ChangedRun]] = {
+_CHANGES: dict[str, Callable[[Sequence[ExecutionGraph], str, str | Machine], ChangedRun]] = {
     "machine": _machine,
     "batch": _batch,
     "link": _link,

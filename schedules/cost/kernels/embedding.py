@@ -82,14 +82,25 @@ def predict_embedding_bag(call: KernelCall, machine: Machine) -> Prediction | No
     PredictionError
         If the call lacks a size, or the machine a figure of its memories.
     """
-    b, t, e, lookups, d = (call.size(name) for name in ("B", "T", "E", "L", "D"))
     is_backward = call.op.endswith("backward")
-    elements = -(-d * element_bytes(call.dtype) // 4)
-    tables = [TableLookups(b, e, elements, b * lookups)] * t
+    tables = tables_of(call)
     if machine.kind == "cpu":
         return predict_cpu_lookups(tables, machine, is_backward)
     block = call.size("rows_per_block", _ROWS_PER_BLOCK)
     return _predict(machine, tables, block, is_backward)
+
+
+def tables_of(call: KernelCall) -> list[TableLookups]:
+    """Tables of an ``embedding_bag``, whose rows are equally likely.
+
+    Raises
+    ------
+    PredictionError
+        If the call lacks a size.
+    """
+    b, t, e, lookups, d = (call.size(name) for name in ("B", "T", "E", "L", "D"))
+    elements = -(-d * element_bytes(call.dtype) // 4)
+    return [TableLookups(b, e, elements, b * lookups)] * t
 
 
 def predict_gather(call: KernelCall, machine: Machine) -> Prediction | None:

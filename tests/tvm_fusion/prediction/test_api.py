@@ -6,16 +6,20 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from small_traces import Kineto, execution_trace, node, training_step
 
+from schedules.cost.kernel_call import KernelCall
 from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.api import load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Collectives, Curve
 from tvm_fusion.prediction.report import write_timeline
 from tvm_fusion.prediction.timeline.edits import map_kernels
-from tvm_fusion.prediction.what_if import device_machine
+from tvm_fusion.prediction.timeline.execution_graph import ExecutionGraph, Kernel, Launch, Op
+from tvm_fusion.prediction.traces.kernel_calls import kernel_call
+from tvm_fusion.prediction.what_if import change, device_machine, scaled
 
 
 def two_ranks(folder, late: float = 40) -> None:
@@ -153,8 +157,8 @@ def test_what_if(run, link) -> None:
     assert answer(run, "remove=aten::linear").gain > 0
     both = answer(run, "remove=aten::linear and resize=item:2")
     assert both.seconds > answer(run, "remove=aten::linear").seconds
-    for change in ("graph", "fuse=aten", "parallelize=aten"):
-        assert answer(run, change).gain >= -1e-12
+    for text in ("graph", "fuse=aten", "parallelize=aten"):
+        assert answer(run, text).gain >= -1e-12
 
 
 def test_what_if_machine_and_batch(run) -> None:
@@ -240,3 +244,61 @@ def test_refuses_other_pictures(tmp_path, run) -> None:
         write_timeline(predict_traces(run).timeline, tmp_path / "t.txt")
     with pytest.raises(PredictionError, match="cannot write"):
         write_timeline(predict_traces(run).timeline, tmp_path / "absent" / "t.json")
+
+
+def lookups_of(shape: tuple[int, ...], op: str = "aten::_embedding_bag", start: int = 0):
+    """Call of a kernel that looks up 4096 rows of a table for 512 bags."""
+    event = SimpleNamespace(name=op, shapes=(shape, (4096,), (512,)), types=("float",))
+    return kernel_call([event], SimpleNamespace(copies=False))
+
+
+def test_lookups_move_rows_and_not_tables() -> None:
+    small, large = (lookups_of((rows, 64)) for rows in (10_000, 10_000_000))
+    assert small.op == large.op == "embedding_bag"
+    assert dict(small.sizes) == {"B": 512, "T": 1, "E": 10_000, "L": 8, "D": 64}
+    assert small.moved_bytes == large.moved_bytes == 4096 * (64 * 4 + 8) + 512 * 64 * 4
+    gather = lookups_of((10_000, 64), "aten::embedding")
+    assert (gather.op, gather.sizes["L"]) == ("gather", 4096)
+    assert lookups_of((10_000,)).op == "elementwise"
+    assert scaled(gather, 2).sizes["L"] == 8192 and scaled(small, 2).sizes["B"] == 1024
+
+
+def fused(*calls, device="Tesla V100-SXM2-32GB"):
+    kernels = [Kernel(n, str(n), 20e-6, 0, call=call) for n, call in enumerate(calls)]
+    graph = ExecutionGraph(tuple(Op("part", (Launch(kernel),)) for kernel in kernels))
+    changed = change([graph], "fuse=part", device)
+    (kernel,) = changed.graphs[0].kernels
+    return kernel.seconds, changed.notes[0]
+
+
+def test_a_run_of_embedding_bags_is_one_launch() -> None:
+    seconds, note = fused(*[lookups_of((100_000, 64))] * 8)
+    assert 20e-6 < seconds < 160e-6 and "embedding traffic" in note
+
+
+def test_fused_elementwise_operators_keep_what_they_hand_on() -> None:
+    call = KernelCall("add", {}, "float32", 1e7, 8e7, 4e7)
+    seconds, note = fused(call, call, call)
+    assert seconds == pytest.approx(60e-6 * 20 / 36, rel=0.1) and "streaming" in note
+
+
+def test_other_kernels_take_the_sum_when_fused() -> None:
+    product = KernelCall("gemm", {"M": 64, "N": 64, "K": 64}, flops=1e6)
+    bag = lookups_of((100_000, 64))
+    for given in ([product, product], [bag, product], [bag, None]):
+        assert fused(*given) == (pytest.approx(40e-6), "fused: 1 kernels by the sum of their parts")
+    assert fused(bag, bag, device="abacus")[0] == pytest.approx(40e-6)
+
+
+def test_links_without_collectives(link) -> None:
+    graph = ExecutionGraph((Op("x", (Launch(Kernel(0, "x", 1e-6)),)),))
+    with pytest.raises(PredictionError, match="change collectives; this run has none"):
+        change([graph], f"link={link}", "Tesla V100")
+
+
+def test_methods_of_a_scenario(run) -> None:
+    scenario = run.scenario()
+    seconds = scenario.simulate().seconds
+    assert scenario.resize("mm|Mm", 3.0).simulate().seconds > seconds
+    assert scenario.change("graph").simulate().seconds <= seconds
+    assert scenario.answer("same", seconds).gain == 0

@@ -79,9 +79,10 @@ from ..output import progress_bar, show_table
     "--what-if",
     multiple=True,
     metavar="CHANGE",
-    help="Change to predict, such as machine=a100-40, batch=2, link=FILE, ranks=4:FILE, "
-    "bucket=25:FILE, graph, fuse=REGEX, remove=REGEX, resize=REGEX:0.5, parallelize=REGEX, or "
-    "several joined by ' and '. May be repeated.",
+    help="Change to predict: machine=a100-40, batch=2, graph, fuse=REGEX, remove=REGEX, "
+    "resize=REGEX:0.5 or parallelize=REGEX; of MODEL engine=pytorch, fusion=none or "
+    "winograd=never; of traces link=FILE, ranks=4:FILE or bucket=25:FILE. Several are joined by "
+    "' and '. May be repeated.",
 )
 @json_option
 def predict_command(
@@ -98,14 +99,14 @@ def predict_command(
         raise click.UsageError("expected MODEL or --traces, and not both")
     if traces is not None:
         refuse_given(_OF_MODELS, "it is for MODEL")
-        predict_traced(traces, as_json, overheads, **of_traces)
+        predict_traced(traces, as_json, overheads, what_if=options["what_if"], **of_traces)
         return
     refuse_given(_OF_TRACES, "it is for --traces")
     assert model is not None
     predict_model(model, as_json, overheads, **options)
 
 
-_OF_TRACES = ("save_overheads", "profiler_cost", "timeline", "what_if")
+_OF_TRACES = ("save_overheads", "profiler_cost", "timeline")
 _OF_MODELS = (
     *("machines", "engine", "batch", "check", "shapes", "fuse", "winograd", "records", "threads"),
 )
@@ -120,11 +121,12 @@ def predict_model(
     batch: int | None,
     check: bool,
     shapes: dict[str, Any],
+    what_if: Sequence[str],
     **options: Any,
 ) -> None:
     """Predict and show a model on machines."""
+    from ...prediction.model.ask import Question
     from ...prediction.model.model_report import predictions_table
-    from ...prediction.model.predict_model import import_static, predict_on
     from ...prediction.traces.overheads import load_overheads
 
     if batch is not None:
@@ -132,15 +134,15 @@ def predict_model(
     if check:
         if set(machines) - {"native"}:
             raise click.UsageError("--check runs here: expected no --machine, or native")
-        refuse_given(["engine", "overheads"], "--check is of our kernels on this CPU")
+        refuse_given(["engine", "overheads", "what_if"], "--check is of our kernels on this CPU")
         _check(model, as_json, shapes=shapes, **options)
         return
-    known = load_overheads(overheads) if overheads else None
-    imported = import_static(model, shapes)
-    found = [
-        predict_on(imported, machine, engine, overheads=known, **options)
-        for machine in machines or ["native"]
+    options["overheads"] = load_overheads(overheads) if overheads else None
+    asked = [
+        Question(model, machine, engine, shapes, options) for machine in machines or ["native"]
     ]
+    imported = asked[0].imported()
+    found = [one.what_if(imported, one.predict(imported), what_if) for one in asked]
     result = [prediction.to_json() for prediction in found]
     show_table(result, predictions_table(found, model.name), as_json)
 
@@ -190,5 +192,9 @@ def predict_traced(
         for prediction in predictions
     ]
     shown = [tables(prediction.report) for prediction in predictions]
-    shown += [answer_table(one.report, one.answers) for one in predictions if one.answers]
+    shown += [
+        answer_table(one.run.name, one.timeline.seconds, one.answers)
+        for one in predictions
+        if one.answers
+    ]
     show_table(result, Group(*shown), as_json)

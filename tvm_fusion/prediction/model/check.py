@@ -14,7 +14,8 @@ from ...bench.profiler import Profile, Progress, profile
 from ...errors import PredictionError
 from ...runtime.thread_pool import choose_threads
 from ..machines import NATIVE
-from .predict_model import ModelPrediction, predict
+from .ask import predict
+from .predict_model import ModelPrediction
 
 LEAST_ERROR = 4e-4
 """Added to each error of a geometric mean, which an exact prediction would make 0."""

@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from ..report import answer_table
 from .predict_model import ModelPrediction
 
 
 def predictions_table(predictions: Sequence[ModelPrediction], title: str = "") -> RenderableType:
     """One table a machine, and, where there are several, one that compares them."""
     tables: list[RenderableType] = [kernels_table(found, title) for found in predictions]
+    tables += [
+        answer_table(f"{found.engine} on {found.title}", found.seconds, found.answers)
+        for found in predictions
+        if found.answers
+    ]
     return Group(*tables, *([_comparison(predictions)] if len(predictions) > 1 else []))
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from schedules.cost import registry
@@ -19,6 +19,8 @@ from ...onnx.frontend import ImportedModel, import_onnx
 from ...runtime.tensor_spec import refuse_open_shapes
 from ..host import host_costs
 from ..machines import cpu_target, find_machine, gpu_target
+from ..report import Answer
+from ..scenario import Scenario
 from ..timeline.execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
 from ..timeline.ranks import simulate
 from .compiled import lower_to_cpu_kernels, lower_to_gpu_kernels
@@ -83,6 +85,10 @@ class ModelPrediction:
         Figures of the machine that were used, each with ``value`` and ``origin``.
     notes : tuple of str
         What to know about the figures.
+    scenario : Scenario
+        The run as a graph, to be changed and simulated.
+    answers : tuple of Answer
+        One for each change that was asked for.
     """
 
     machine: str
@@ -96,65 +102,16 @@ class ModelPrediction:
     host_seconds: float
     figures: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
+    scenario: Scenario = field(repr=False, compare=False)
+    answers: tuple[Answer, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as plain dictionaries and lists."""
-        return asdict(self)
-
-
-def predict(
-    model: Any,
-    machine: Any = "native",
-    engine: str = "tvm_fusion",
-    shapes: Mapping[str, Any] | None = None,
-    *,
-    fuse: Any = "auto",
-    winograd: str = "auto",
-    records: Any = None,
-    threads: int | None = None,
-    overheads: HostCosts | None = None,
-) -> ModelPrediction:
-    """Predict how long a run of an ONNX model takes; nothing is compiled to code or run.
-
-    Parameters
-    ----------
-    model : path, bytes or onnx.ModelProto
-        The model.
-    machine : str, path or Machine
-        ``native``, the name of a known machine, a file of ``tvm-fusion calibrate``, or a machine.
-    engine : str
-        ``tvm_fusion``, our kernels, which on a GPU are estimates; or ``pytorch``, the library's
-        kernels, operator by operator.
-    shapes : mapping, optional
-        Sizes of open dimensions, as for ``compile``.
-    fuse, winograd, records
-        As for ``compile``; our kernels only.
-    threads : int, optional
-        Threads of a CPU; by default those that its figures were measured with.
-    overheads : HostCosts, optional
-        Overheads of the host, such as those of :func:`load_overheads`.
-
-    Returns
-    -------
-    ModelPrediction
-
-    Raises
-    ------
-    PredictionError
-        If there is no such machine or engine, or the machine lacks a figure.
-    InvalidModelError, UnsupportedOperatorError
-        As for ``compile``, or if the shape of an input is open.
-    """
-    return predict_on(
-        import_static(model, shapes),
-        machine,
-        engine,
-        fuse=fuse,
-        winograd=winograd,
-        records=records,
-        threads=threads,
-        overheads=overheads,
-    )
+        """The prediction as plain dictionaries and lists, without the scenario."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+        return {
+            **plain,
+            **{name: list(map(asdict, plain[name])) for name in ("kernels", "answers")},
+        }
 
 
 def import_static(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
@@ -182,7 +139,7 @@ def predict_on(
     threads: int | None = None,
     overheads: HostCosts | None = None,
 ) -> ModelPrediction:
-    """Predict an imported model, which can serve several machines; see :func:`predict`."""
+    """Predict an imported model, which can serve several machines; see :func:`.ask.predict`."""
     if engine not in ENGINES:
         raise PredictionError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}")
     found = machine if isinstance(machine, Machine) else find_machine(machine, threads)
@@ -215,10 +172,11 @@ def _assemble(
     costs: HostCosts = known
     if overheads is not None:
         costs, notes = overheads, ("host overheads as given",)
-    seconds, low, high = (
-        _whole(ops, [getattr(row, bound) for row in rows], costs, machine)
+    graph, *ends = (
+        _graph(ops, [getattr(row, bound) for row in rows], machine)
         for bound in ("seconds", "low", "high")
     )
+    seconds, low, high = (simulate([each], costs).seconds for each in (graph, *ends))
     total = sum(row.seconds for row in rows)
     if any("roofline" == row.model for row in rows):
         notes += ("kernels without a model take at least the time of the roofline",)
@@ -236,6 +194,7 @@ def _assemble(
         max(0.0, seconds - total),
         machine.to_json()["figures"],
         notes,
+        Scenario((graph,), costs, machine),
     )
 
 
@@ -264,10 +223,8 @@ def _row(position: int, kernel: LoweredKernel, found: Prediction, floor: float) 
     )
 
 
-def _whole(
-    ops: Sequence[LoweredOp], seconds: Sequence[float], costs: HostCosts, machine: Machine
-) -> float:
-    """Seconds of the run on one stream, or on the host itself, and of waiting for its end."""
+def _graph(ops: Sequence[LoweredOp], seconds: Sequence[float], machine: Machine) -> ExecutionGraph:
+    """The run on one stream, which the host waits for, or on the host itself."""
     stream = HOST if machine.kind == "cpu" else 0
     times, steps, number = iter(seconds), [], 0
     for op in ops:
@@ -279,4 +236,4 @@ def _whole(
         steps.append(Op(op.name, tuple(launches)))
     if stream != HOST:
         steps.append(Op("synchronize", (Wait(),), gap=0.0))
-    return simulate([ExecutionGraph(tuple(steps))], costs).seconds
+    return ExecutionGraph(tuple(steps), name=machine.name)

@@ -78,6 +78,10 @@ def _call(op: str, operands: tuple, types: tuple) -> KernelCall:
         found = _PRODUCTS[name](shapes)
         if found is not None:
             return _product(found, dtype, each, op)
+    if name in _LOOKUPS:
+        lookups = _lookups(_LOOKUPS[name], shapes, dtype, each, op)
+        if lookups is not None:
+            return lookups
     read = float(sum(map(math.prod, shapes)) * each)
     written = float(max(map(math.prod, shapes)) * each)
     rows = {"_softmax": "softmax", "softmax": "softmax", "native_layer_norm": "layer_norm"}
@@ -124,3 +128,25 @@ def _product(found: Product, dtype: str, each: int, name: str) -> KernelCall:
     written = batch * rows * columns * each
     flops = 2.0 * batch * rows * columns * inner
     return KernelCall("gemm" if batch == 1 else "bmm", sizes, dtype, flops, read, written, name)
+
+
+_LOOKUPS = {
+    **dict.fromkeys(("embedding", "index_select"), "gather"),
+    **dict.fromkeys(
+        ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"), "embedding_bag"
+    ),
+}
+
+
+def _lookups(kind: str, shapes: Shapes, dtype: str, each: int, name: str) -> KernelCall | None:
+    """Lookups of a table's rows, which move the rows read and not the table."""
+    if len(shapes) < 2 or len(shapes[0]) != 2 or not all(map(math.prod, shapes[:2])):
+        return None
+    (rows, width), count = shapes[0], math.prod(shapes[1])
+    sizes = {"E": rows, "L": count, "D": width}
+    read, written = float(count * (width * each + 8)), float(count * width * each)
+    if kind == "embedding_bag":
+        bags = shapes[2][0] if len(shapes) > 2 and len(shapes[2]) == 1 else shapes[1][0]
+        sizes |= {"B": bags, "T": 1, "L": max(round(count / max(bags, 1)), 1)}
+        written = float(bags * width * each)
+    return KernelCall(kind, sizes, dtype, float(count * width), read, written, name)

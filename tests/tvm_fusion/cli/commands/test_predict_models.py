@@ -43,6 +43,16 @@ def test_json_is_one_entry_a_machine(run, model):
     assert first["seconds"] > second["seconds"] and first["kernels"][0]["model"]
 
 
+def test_what_if_of_a_model(run, model):
+    changes = ("--what-if", "graph", "--what-if", "machine=p4 and graph")
+    options = ("predict", model, "--batch", 2, "--engine", "pytorch", "--machine", "v100", *changes)
+    code, out, _ = run(*options)
+    assert code == 0 and "critical now" in out and "machine=p4 and" in " ".join(out.split())
+    (found,) = json.loads(run(*options, "--json")[1])
+    first, second = found["answers"]
+    assert first["gain"] > second["gain"] and first["critical"]["op"]
+
+
 @pytest.mark.parametrize(
     "arguments, code, told",
     [
@@ -52,6 +62,7 @@ def test_json_is_one_entry_a_machine(run, model):
         (("MODEL", "--batch", "1", "--timeline", "t.json"), 2, "--timeline has no effect"),
         (("MODEL", "--batch", "1", "--check", "--machine", "v100"), 2, "--check runs here"),
         (("MODEL", "--batch", "1", "--check", "--engine", "pytorch"), 2, "--engine has no effect"),
+        (("MODEL", "--batch", "1", "--check", "--what-if", "graph"), 2, "--what-if has no effect"),
     ],
 )
 def test_wrong_use_is_explained(run, model, arguments, code, told):

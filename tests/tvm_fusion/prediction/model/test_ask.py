@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of models: what they bring, as text and as methods, and what is refused."""
+
+import pytest
+from small_onnx import small_model
+
+import tvm_fusion
+from tvm_fusion.errors import PredictionError
+from tvm_fusion.prediction.timeline.execution_graph import Kernel, Launch, Op
+
+
+def ask(*changes, machine="v100", engine="pytorch", shapes=None, **options):
+    model = small_model("batch")
+    shapes = shapes or {"batch": 2}
+    return tvm_fusion.predict(model, machine, engine, shapes, what_if=changes, **options)
+
+
+def test_settings_are_predicted_anew():
+    found = ask("machine=p4", "batch=4", "engine=tvm_fusion", "machine=p4 and batch=4")
+    slower, larger, ours, both = found.answers
+    assert slower.seconds == pytest.approx(ask(machine="p4").seconds)
+    assert larger.seconds == pytest.approx(ask(shapes={"batch": 8}).seconds)
+    assert ours.seconds == pytest.approx(ask(engine="tvm_fusion").seconds)
+    assert both.seconds == pytest.approx(ask(machine="p4", shapes={"batch": 8}).seconds)
+    assert slower.gain == pytest.approx(found.seconds - slower.seconds)
+    assert any("have not been measured" in note for note in ours.notes)
+
+
+def test_our_own_fusions():
+    options = {"machine": "znver4", "engine": "tvm_fusion", "fuse": "all"}
+    (apart, direct) = ask("fusion=none", "winograd=never", **options).answers
+    assert apart.seconds == pytest.approx(ask(**options | {"fuse": "none"}).seconds)
+    assert direct.seconds == pytest.approx(ask(**options, winograd="never").seconds)
+
+
+def test_edits_of_the_run():
+    found = ask("graph", "resize=conv2d:3", "remove=conv2d", "fuse=relu|clamp|clip|conv2d")
+    graph, resized, removed, _ = found.answers
+    assert graph.gain > 0 and removed.gain > 0
+    assert resized.seconds >= found.seconds
+    assert ask("graph and machine=p4").answers[0].seconds < ask("machine=p4").answers[0].seconds
+    assert found.to_json()["answers"][0]["change"] == "graph"
+    assert "scenario" not in found.to_json()
+
+
+def test_methods_of_the_scenario():
+    scenario = ask().scenario
+    seconds = scenario.simulate().seconds
+    long = Op("long", (Launch(Kernel(10**6, "long", 1e-2)),))
+    assert scenario.insert(0, long).simulate().seconds > 1e-2
+    assert scenario.remove("conv2d").simulate().seconds < seconds
+    assert scenario.replace("conv2d", lambda op: ()).simulate().seconds < seconds
+    assert scenario.resize("conv2d", 1e4).simulate().seconds > seconds
+    assert scenario.parallelize("conv2d").simulate().seconds <= seconds
+    assert scenario.change("graph").simulate().seconds < seconds
+    with pytest.raises(PredictionError, match="replace=warp: matches no operator"):
+        scenario.replace("warp", lambda op: ())
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ("bucket=25:link.json", "is for traces of several ranks"),
+        ("colour=red", "unknown change 'colour=red'; expected machine, batch"),
+        ("engine=jax", "engine is 'jax'; expected one of tvm_fusion, pytorch"),
+        ("fusion=some", "fusion is 'some'; expected one of auto, all, none"),
+        ("winograd=some", "winograd is 'some'; expected one of"),
+        ("batch=0.3", "'0.3' times 2 is no positive integer"),
+        ("batch=x", "'x' times 2 is no positive integer"),
+        ("machine=abacus", "no machine 'abacus'"),
+        ("remove=warp", "remove=warp: matches no operator"),
+    ],
+)
+def test_wrong_changes(change, told):
+    with pytest.raises(PredictionError, match=told):
+        ask(change)
+
+
+def test_a_fixed_batch_has_no_other():
+    with pytest.raises(PredictionError, match="an open dimension 'batch', and its size"):
+        tvm_fusion.predict(small_model(), "v100", "pytorch", what_if=["batch=2"])
