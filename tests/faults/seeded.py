@@ -172,8 +172,8 @@ KERNELS = (
     Fault(
         "warps are combined before all have stored their states",
         "schedules/gpu/reduce/kernel/block_combine.py",
-        "    sync()\n    with when(tirx.EQ(ctx.lane, i64(0))):",
-        "    with when(tirx.EQ(ctx.lane, i64(0))):",
+        "    sync()\n    if meeting is not None:\n        meeting.behind()",
+        "    if meeting is not None:\n        meeting.behind()",
         ("tests/gpu/reduce/test_coalesced_reduce_cuda.py",),
     ),
     Fault(
@@ -185,9 +185,9 @@ KERNELS = (
     ),
     Fault(
         "the last block but one finishes the reduction",
-        "schedules/gpu/reduce/kernel/finishing.py",
-        "tirx.const(ctx.config.splits - 1, ",
-        "tirx.const(ctx.config.splits - 2, ",
+        "schedules/gpu/core/workspace_slot.py",
+        "tirx.const(half * self._blocks - 1, ",
+        "tirx.const(half * self._blocks - 2, ",
         ("tests/gpu/reduce/test_coalesced_reduce.py",),
     ),
     Fault(

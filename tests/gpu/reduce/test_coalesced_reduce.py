@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import tvm
@@ -466,3 +468,18 @@ def test_tensors_that_begin_within_a_word_are_refused() -> None:
     aligned = np.from_dlpack(memory)
     with pytest.raises(RuntimeError, match="not aligned to 64 bytes"):
         tvm.runtime.from_dlpack(aligned[2:10])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "dtype"),
+    [((4, 1 << 18), [1], "float32"), ((1 << 16, 64), [0], "float16"), ((1 << 22,), [0], "int32")],
+)
+def test_blocks_in_opencl_meet_by_atomics_alone(
+    shape: tuple[int, ...], axes: list[int], dtype: str
+) -> None:
+    """Its fences order the accesses of one work-item, and plain ones may stay in a cache."""
+    case = Case("sum", dtype, shape, axes, "last_block", OPENCL)
+    text = tirx.build(case.func, target=OPENCL).imports[0].inspect_source()
+    uses = re.findall(r"^.*workspace_ptr \+.*$", text, re.MULTILINE)
+    assert uses and all(re.search(r"\batomi?c?_\w+\(\(\(__global", line) for line in uses)
+    assert not re.search(r"workspace_ptr\)*\[", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -61,7 +61,9 @@ class CheckedModel:
     def to_json(self) -> dict[str, Any]:
         """Everything as plain dictionaries and lists."""
         return {
-            **asdict(self),
+            "prediction": self.prediction.to_json(),
+            "seconds": self.seconds,
+            "measured": list(self.measured),
             "error": self.error,
             "kernels_gmae": geometric_error(self.errors),
             "kernels_mape": mean_error(self.errors),
