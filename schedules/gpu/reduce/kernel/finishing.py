@@ -33,8 +33,8 @@ from .context import ReduceContext
 from .results import Results
 from .state_buffers import Buffers, States
 
-# Of a thread, at most: for the one output of a tile, and for one of several, where each thread has
-# addresses of its own.
+# Of a thread, at most: for the one output of a tile in one word, and for others, where each thread
+# has addresses of its own.
 _WORDS_OF_ONE, _WORDS_OF_MANY = 16, 8
 _OWN_REGISTERS = 28  # those of a thread that hold no words with their tags
 
@@ -257,7 +257,8 @@ class _Partials:
         inputs, outputs = group.row_inputs(), group.row_outputs()
         blocks = blocks_at_once(config, self.stage.workloads, inputs, outputs)
         registers = COSTS.register_file // (config.threads * blocks)
-        most = _WORDS_OF_ONE if config.tile_outputs == 1 else _WORDS_OF_MANY
+        is_one = config.tile_outputs == self.count == 1
+        most = _WORDS_OF_ONE if is_one else _WORDS_OF_MANY
         return min(most, max(1, (registers - _OWN_REGISTERS) // 2))
 
     def read(

@@ -197,9 +197,10 @@ def thread_registers(
     has_positions = bool(row_outputs) and any(workload.is_arg for workload in workloads)
     if 8 in row_inputs or "float64" in fields_of(workloads) or has_positions:
         own += COSTS.wide_registers
-    if config.form == "x" and 1 in row_inputs and any(workload.is_arg for workload in workloads):
+    if 1 in row_inputs and any(workload.is_arg for workload in workloads):
         # Bytes are compared as words; positions are words, too.
-        own += COSTS.byte_position_registers * config.vector
+        in_row = COSTS.byte_position_registers * config.vector
+        own += in_row if config.form == "x" else COSTS.wide_registers
     return own + _registers(workloads, row_inputs, config.vector, config.unroll)
 
 
