@@ -191,7 +191,7 @@ def build_pair(name: str, batch: int = 1, seed: int = 0, copies: int = 1) -> onn
     shape = (batch, pair.layer1.in_channels, pair.height, pair.width)
     net = GraphBuilder(name, shape, seed)
     found = [_chain(net, pair) for _ in range(copies)]
-    shape_out = [batch, pair.layer2.out_channels, *pair.out_size]
+    shape_out: list[int | str] = [batch, pair.layer2.out_channels, *pair.out_size]
     if copies == 1:
         return net.finish(found[0], shape_out)
     return net.model({f"output_{number}": (x, shape_out) for number, x in enumerate(found)})
