@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import PredictionError
 from .json_stream import json_items
-from .kineto import HostEvent, KinetoTrace
+from .kineto import BATCHED, HostEvent, KinetoTrace
 
 SCHEMAS = ("1.0.1", "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 """Schemas that are read; 1.0.2 and later may end in ``-chakra.0.0.4``."""
@@ -58,6 +58,8 @@ class Node:
         Storages of the tensors that go in and come out.
     shapes, types : tuple
         Dimensions and types of what goes in.
+    values : tuple
+        Operands that are no tensors, as in the events of Kineto.
     collective : dict, optional
         Arguments of a collective under the names that Kineto gives them.
     """
@@ -71,6 +73,7 @@ class Node:
     writes: tuple[int, ...] = ()
     shapes: tuple = ()
     types: tuple = ()
+    values: tuple = ()
     collective: Mapping[str, Any] | None = None
 
 
@@ -139,6 +142,7 @@ def link(execution: ExecutionTrace, trace: KinetoTrace) -> dict[int, HostEvent]:
             continue
         event.shapes = event.shapes or node.shapes
         event.types = event.types or node.types
+        event.values = event.values or node.values
         event.collective = event.collective or node.collective
         event.reads, event.writes = node.reads, node.writes
     return found
@@ -220,6 +224,9 @@ def _node(path: Path, value: Any) -> Node:
         tuple(_storages(outputs)),
         _frozen(shapes),
         _frozen(types),
+        tuple(map(_number, inputs))
+        if name.startswith(BATCHED) and isinstance(inputs, list)
+        else (),
         _collective(name, attributes, inputs),
     )
 
@@ -230,6 +237,12 @@ def _operands(value: dict, side: str) -> tuple[Any, Any, Any]:
     if isinstance(entry, dict):
         return entry.get("values", []), entry.get("shapes", []), entry.get("types", [])
     return entry, value.get(f"{side}_shapes", []), value.get(f"{side}_types", [])
+
+
+def _numbers(values: Any) -> tuple:
+    """Operands, empty where they are no numbers."""
+    each = values if isinstance(values, list) else ()
+    return tuple(value if isinstance(value, int | float) else "" for value in each)
 
 
 def _storages(values: Any) -> Iterator[int]:

@@ -29,6 +29,9 @@ _HOST_KINDS = {
     "hip_driver": "runtime",
     "Runtime": "runtime",
 }
+BATCHED = "fbgemm::"
+"""Prefix of operators that look up several tables at once, whose sizes are among their operands."""
+
 _DEVICE_KINDS = {"kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset"}
 _COLLECTIVE_ARGS = (
     "Collective name",
@@ -63,6 +66,8 @@ class HostEvent:
         Numbers by which an execution trace is linked; -1 for none.
     shapes, types : tuple
         Dimensions and element types of the operands.
+    values : tuple
+        Operands that are no tensors, by position, of lookups in several tables.
     collective : dict, optional
         Arguments of a collective.
     reads, writes : tuple of int
@@ -79,6 +84,7 @@ class HostEvent:
     record_function: int = -1
     shapes: tuple = ()
     types: tuple = ()
+    values: tuple = ()
     collective: Mapping[str, Any] | None = None
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -267,6 +273,7 @@ class _EventReader:
                 _integer(args.get("Record function id"), -1),
                 self._share(args.get("Input Dims", args.get("Input dims"))) if operands else (),
                 self._share(args.get("Input type")) if operands else (),
+                self._share(args.get("Concrete Inputs")) if name.startswith(BATCHED) else (),
                 _collective_args(args) if operands else None,
             )
         )
