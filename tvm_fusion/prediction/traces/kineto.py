@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ...errors import PredictionError
 from .json_stream import json_items
@@ -44,6 +44,21 @@ _COLLECTIVE_ARGS = (
     "Process Group Name",
     "Process Group Ranks",
 )
+
+
+class ProcessGroup(NamedTuple):
+    """Process group that a rank belongs to.
+
+    Parameters
+    ----------
+    name : str
+        Name, the same on all ranks.
+    ranks : tuple of int
+        Its ranks; empty for all.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -142,6 +157,8 @@ class KinetoTrace:
         By correlation.
     queued : dict of int to DeviceEvent
         Those that were launched before the trace began, by correlation.
+    groups : tuple of ProcessGroup
+        Process groups of the rank in the order in which it made them, where the file says so.
     python : dict of int to array
         Starts of the calls of Python functions, by thread, where the profiler recorded them.
     problems : dict of str to list
@@ -156,6 +173,7 @@ class KinetoTrace:
     host: list[HostEvent] = field(default_factory=list)
     device_events: dict[int, DeviceEvent] = field(default_factory=dict)
     queued: dict[int, DeviceEvent] = field(default_factory=dict)
+    groups: tuple[ProcessGroup, ...] = ()
     python: dict[int, array[float]] = field(default_factory=dict)
     problems: dict[str, list] = field(default_factory=dict)
 
@@ -193,6 +211,7 @@ def read_kineto(path: Path) -> KinetoTrace:
             reader.add(value)
         elif name == "distributedInfo" and isinstance(value, dict):
             trace.rank, trace.world = _rank(value.get("rank")), _rank(value.get("world_size"))
+            trace.groups = process_groups(value.get("pg_config"))
         elif name == "deviceProperties" and isinstance(value, list) and value:
             trace.device = str(value[0].get("name", "")) if isinstance(value[0], dict) else ""
     if not found:
@@ -204,6 +223,16 @@ def read_kineto(path: Path) -> KinetoTrace:
             "category cpu_op (profile with ProfilerActivity.CPU)"
         )
     return trace
+
+
+def process_groups(entries: Any) -> tuple[ProcessGroup, ...]:
+    """Process groups of objects with ``pg_name`` and ``ranks``; other entries are left out."""
+    found = []
+    for entry in entries if isinstance(entries, list) else []:
+        ranks = entry.get("ranks") if isinstance(entry, dict) else None
+        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+            found.append(ProcessGroup(str(entry.get("pg_name")), tuple(ranks)))
+    return tuple(found)
 
 
 class _EventReader:
