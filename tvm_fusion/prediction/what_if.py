@@ -183,6 +183,8 @@ def _counted(models: Counter[str]) -> str:
 def device_machine(device: str | Machine) -> Machine:
     """Machine of a device by the name that its driver gives it, ``Tesla V100-SXM2-32GB``.
 
+    A trace without a device is of a CPU, and taken as of this one.
+
     Raises
     ------
     PredictionError
@@ -190,6 +192,10 @@ def device_machine(device: str | Machine) -> Machine:
     """
     if isinstance(device, Machine):
         return device
+    if not device:  # of a CPU the trace has no name
+        from .machines import NATIVE, find_machine
+
+        return find_machine(NATIVE)
     words = device.lower().replace("-", " ").split()
     for name in known_machines():
         model, _, memory = name.partition("-")
@@ -203,8 +209,9 @@ def device_machine(device: str | Machine) -> Machine:
 
 
 def _known_machine(device: str | Machine) -> Machine | None:
+    """The device's machine; None for one that is unknown, or for a CPU that has no name."""
     try:
-        return device_machine(device)
+        return device_machine(device) if device else None
     except PredictionError:
         return None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import PredictionError
 from .json_stream import json_items
-from .kineto import BATCHED, HostEvent, KinetoTrace, ProcessGroup, process_groups
+from .kineto import WITH_VALUES, HostEvent, KinetoTrace, ProcessGroup, process_groups
 
 SCHEMAS = ("1.0.1", "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 """Schemas that are read; 1.0.2 and later may end in ``-chakra.0.0.4``."""
@@ -232,7 +232,7 @@ def _node(path: Path, value: Any) -> Node:
         tuple(_storages(outputs)),
         _frozen(shapes),
         _frozen(types),
-        _numbers(inputs) if name.startswith(BATCHED) else (),
+        _numbers(inputs) if name.startswith(WITH_VALUES) else (),
         _collective(name, attributes, inputs),
     )
 
@@ -246,9 +246,15 @@ def _operands(value: dict, side: str) -> tuple[Any, Any, Any]:
 
 
 def _numbers(values: Any) -> tuple:
-    """Operands, empty where they are no numbers."""
+    """Operands as text, empty where they are no numbers or lists of them."""
     each = values if isinstance(values, list) else ()
-    return tuple(value if isinstance(value, int | float) else "" for value in each)
+    return tuple(
+        str(value) if isinstance(value, int | float) or _is_numbers(value) else "" for value in each
+    )
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
 
 
 def _storages(values: Any) -> Iterator[int]:

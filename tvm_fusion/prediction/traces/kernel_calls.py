@@ -59,32 +59,21 @@ def kernel_call(around: list[HostEvent], device: DeviceEvent) -> KernelCall | No
         moved = device.bytes
         return KernelCall("copy", {}, "float32", 0.0, moved, moved, device.name) if moved else None
     for event in reversed(around):
-        if any(map(_is_shape, event.shapes)):
+        if any(map(is_shape, event.shapes)):
             call = _batched_lookups(event) if event.name.startswith(BATCHED) else None
-            return call or _call(event.name, event.shapes, event.types)
+            return call or call_of(event.name, event.shapes, event.types)
     return None
 
 
-def host_call(op: HostEvent, nested: Sequence[HostEvent]) -> KernelCall | None:
-    """Call of an operator on the CPU: its own, or of the longest one inside it that tells shapes.
-
-    Operators of autograd do not tell their own.
-    """
-    inside = [op] if any(map(_is_shape, op.shapes)) else nested
-    known = [one for one in inside if one.kind == "op" and any(map(_is_shape, one.shapes))]
-    known = [one for one in known if one.name.startswith("aten::")] or known[:1]
-    longest = max(known, key=lambda one: one.end - one.start, default=None)
-    return None if longest is None else _call(longest.name, longest.shapes, longest.types)
-
-
-def _is_shape(shape: object) -> bool:
+def is_shape(shape: object) -> bool:
+    """Return whether a value is a tensor's shape."""
     return isinstance(shape, tuple) and bool(shape) and all(type(size) is int for size in shape)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _call(op: str, operands: tuple, types: tuple) -> KernelCall:
+def call_of(op: str, operands: tuple, types: tuple) -> KernelCall:
     """Call of an operator; equal ones are one object, since traces repeat them."""
-    shapes = [shape for shape in operands if _is_shape(shape)]
+    shapes = [shape for shape in operands if is_shape(shape)]
     dtype = dtype_of(str(types[0])) if types else "float32"
     each = _BYTES.get(dtype, 4)
     name = op.removeprefix("aten::").rstrip("_")
@@ -180,7 +169,7 @@ def _batched_lookups(event: HostEvent) -> KernelCall | None:
     if not _BATCHED_LOOKUPS.search(event.name) or at < 2 or len(shapes) <= at + 5:
         return None
     vectors = shapes[at - 1], shapes[at + 4], shapes[at + 5]
-    if not all(len(vector) == 1 and _is_shape(vector) for vector in vectors):
+    if not all(len(vector) == 1 and is_shape(vector) for vector in vectors):
         return None
     (tables, count, bags), columns = (vector[0] for vector in vectors), int(event.values[at])
     tables -= 1

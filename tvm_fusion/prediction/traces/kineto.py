@@ -32,6 +32,9 @@ _HOST_KINDS = {
 BATCHED = "fbgemm::"
 """Prefix of operators that look up several tables at once, whose sizes are among their operands."""
 
+WITH_VALUES = (BATCHED, "aten::conv", "aten::_conv", "aten::_embedding_bag_backward")
+"""Beginnings of operators of which operands that are no tensors are kept."""
+
 _DEVICE_KINDS = {"kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset"}
 _COLLECTIVE_ARGS = (
     "Collective name",
@@ -82,7 +85,7 @@ class HostEvent:
     shapes, types : tuple
         Dimensions and element types of the operands.
     values : tuple
-        Operands that are no tensors, by position, of lookups in several tables.
+        Operands that are no tensors, by position, of operators ``WITH_VALUES``.
     collective : dict, optional
         Arguments of a collective.
     reads, writes : tuple of int
@@ -302,7 +305,7 @@ class _EventReader:
                 _integer(args.get("Record function id"), -1),
                 self._share(args.get("Input Dims", args.get("Input dims"))) if operands else (),
                 self._share(args.get("Input type")) if operands else (),
-                self._share(args.get("Concrete Inputs")) if name.startswith(BATCHED) else (),
+                self._share(args.get("Concrete Inputs")) if name.startswith(WITH_VALUES) else (),
                 _collective_args(args) if operands else None,
             )
         )
