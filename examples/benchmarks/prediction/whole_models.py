@@ -7,7 +7,7 @@ import csv
 import gzip
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +28,8 @@ LAYERS = {"bert_large": 24, "gpt2_large": 36, "gpt3_27": 32, "gpt3_xl": 24, "opt
 
 TRAINING = ("forward", "backward", "accumulate")
 
-DAYS = 0.05
-"""Share by which clocks under load differ between sweeps and runs of the same card."""
+SESSIONS = 0.9
+"""Percentile of the errors of whole runs by which their intervals are widened."""
 
 Transfer = Callable[[str, float], float]
 """Seconds of a collective from its name and the bytes on each rank."""
@@ -146,11 +146,7 @@ class Predictor:
         return np.sum(times, axis=0)
 
     def run(self, run: Run, nodes: list[dict[str, Any]]) -> np.ndarray:
-        """Time and interval of a whole run, which is widened by what differs from day to day."""
-        found = self._run(run, nodes)
-        return found * (1, 1 - DAYS, 1 + DAYS)
-
-    def _run(self, run: Run, nodes: list[dict[str, Any]]) -> np.ndarray:
+        """Time of a whole run, and interval by its kernels."""
         if run.mode == "inf":
             return self.total(nodes, "forward", run.layers)
         if run.option == "dp4":
@@ -183,6 +179,25 @@ class Predictor:
             link = self.total(transfers, direction, 1)
             whole = whole + through + (RANKS - 1) * link + (batches - 1) * (stage + link)
         return whole
+
+
+def session_spread(errors: Mapping[str, Sequence[float]]) -> float:
+    """Ratio by which whole runs differ from the times of their kernels, measured another day.
+
+    Clocks under load, the card and the harness differ between a sweep of kernels and a run. Which
+    of the two is faster is chance, so that errors count without their sign; each machine weighs the
+    same.
+
+    Parameters
+    ----------
+    errors : Mapping of str to Sequence of float
+        Logarithms of measured over predicted times, by machine.
+    """
+    values = np.abs(np.concatenate([np.asarray(each) for each in errors.values()]))
+    weights = np.concatenate([np.full(len(each), 1 / len(each)) for each in errors.values()])
+    order = np.argsort(values)
+    middles = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+    return float(np.exp(np.interp(SESSIONS, middles, values[order])))
 
 
 def _unrolled(nodes: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@
 with the bandwidth of the level that holds all operands. ``latency`` (seconds), ``compute`` and
 ``memory`` are figures ``pytorch.OPERATOR.latency`` and so on of the machine, fitted by least
 squares of relative errors; a term that is not there is zero. The interval is that of the errors of
-each measured size by a fit to the others.
+each measured size between others by a fit to those.
 """
 
 from __future__ import annotations
@@ -78,10 +78,9 @@ def predict_cpu_library(call: KernelCall, machine: Machine) -> Prediction | None
 
 
 def _names(call: KernelCall) -> Sequence[str]:
-    """Families to look for: its own, and that of all element-wise operators."""
+    """Families to look for: its own, and an addition for element-wise operators."""
     own = family(call)
-    stem = call.op.removesuffix("_backward")
-    return (own, "elementwise") if stem in STREAMING else (own,)
+    return (own, "add") if call.op.removesuffix("_backward") in STREAMING else (own,)
 
 
 def _is_known(name: str, figures: Mapping[str, object]) -> bool:

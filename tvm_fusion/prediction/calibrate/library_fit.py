@@ -15,6 +15,10 @@ from schedules.cost.machine import Machine
 NARROWEST = 1.15
 """Least ratio of an interval's end to the prediction: in a network kernels vary more than alone."""
 ENDS = (10, 90)
+FEWEST = 4
+"""Measured sizes below which nothing is left out."""
+UNKNOWN = (0.5, 2.0)
+"""Interval of so few."""
 
 
 def library_figures(
@@ -26,6 +30,7 @@ def library_figures(
         families.setdefault(family(call), []).append((call, seconds))
     found: dict[str, float] = {}
     for name, group in families.items():
+        group.sort(key=lambda one: one[0].moved_bytes)
         rows = np.array([terms(call, machine) for call, _ in group])
         times = np.array([seconds for _, seconds in group])
         low, high = _interval(rows, times)
@@ -52,11 +57,11 @@ def nonnegative_fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _interval(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Percentiles of measured over predicted times, each by a fit to the others."""
+    """Percentiles of measured over predicted times, each but the first and last by the others."""
     ratios = []
-    for left_out in range(len(seconds) if len(seconds) > 2 else 0):
+    for left_out in range(1, len(seconds) - 1) if len(seconds) >= FEWEST else ():
         others = np.arange(len(seconds)) != left_out
         predicted = rows[left_out] @ nonnegative_fit(rows[others], seconds[others])
         ratios.append(seconds[left_out] / max(float(predicted), 1e-9))
-    low, high = np.percentile(ratios, ENDS) if ratios else (0.5, 2.0)
+    low, high = np.percentile(ratios, ENDS) if ratios else UNKNOWN
     return min(float(low), 1 / NARROWEST), max(float(high), NARROWEST)
