@@ -132,7 +132,7 @@ def _together(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def models(folder: Path) -> list[dict[str, Any]]:
     """Whole language models: measured and predicted seconds, each machine's as if it were new."""
     runs, graphs = whole_models.read_runs(folder), whole_models.read_graphs(folder)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in runs:
         node = "h100" if run.machine == "h100" else "a100"
         transfer = whole_models.interpolated_transfers(folder, node)

@@ -29,7 +29,7 @@ LAYERS = {"bert_large": 24, "gpt2_large": 36, "gpt3_27": 32, "gpt3_xl": 24, "opt
 TRAINING = ("forward", "backward", "accumulate")
 
 SESSIONS = 0.9
-"""Percentile of the errors of whole runs by which their intervals are widened."""
+"""Share of the runs of a machine, and of the machines, whose error widened intervals hold."""
 
 Transfer = Callable[[str, float], float]
 """Seconds of a collective from its name and the bytes on each rank."""
@@ -185,19 +185,16 @@ def session_spread(errors: Mapping[str, Sequence[float]]) -> float:
     """Ratio by which whole runs differ from the times of their kernels, measured another day.
 
     Clocks under load, the card and the harness differ between a sweep of kernels and a run. Which
-    of the two is faster is chance, so that errors count without their sign; each machine weighs the
-    same.
+    of the two is faster is chance, so that errors count without their sign. Runs of one machine err
+    alike: it is a percentile over the machines of the same percentile of each.
 
     Parameters
     ----------
     errors : Mapping of str to Sequence of float
         Logarithms of measured over predicted times, by machine.
     """
-    values = np.abs(np.concatenate([np.asarray(each) for each in errors.values()]))
-    weights = np.concatenate([np.full(len(each), 1 / len(each)) for each in errors.values()])
-    order = np.argsort(values)
-    middles = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
-    return float(np.exp(np.interp(SESSIONS, middles, values[order])))
+    each = [np.quantile(np.abs(runs), SESSIONS) for runs in errors.values()]
+    return float(np.exp(np.quantile(each, SESSIONS)))
 
 
 def _unrolled(nodes: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:

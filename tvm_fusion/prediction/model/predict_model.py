@@ -30,9 +30,9 @@ from .lowered import LoweredKernel, LoweredOp
 
 ENGINES = ("tvm_fusion", "pytorch")
 
-SESSIONS = 1.19
+SESSIONS = 1.31
 """Ratio by which runs of library kernels on GPUs differ from the times of these kernels, which were
-measured another day: nine of ten language models of ``examples/benchmarks/predict.py`` by less."""
+measured another day; ``examples/benchmarks/predict.py`` finds it in whole language models."""
 
 
 @dataclass(frozen=True)
