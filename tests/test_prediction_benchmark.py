@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from examples.benchmarks.prediction.choices import choices
-from examples.benchmarks.prediction.data import Sweep, errors, gemm_sweep, row_sweeps
+from examples.benchmarks.prediction.data import (
+    Sweep,
+    errors,
+    gemm_sweep,
+    row_sweeps,
+    without_drift,
+)
 from examples.benchmarks.prediction.fit_streaming import fit, model
 from examples.benchmarks.prediction.intervals import Timed, held_out, spreads
 from examples.benchmarks.prediction.whole_models import (
@@ -54,6 +60,21 @@ def test_a_fifth_of_the_sizes_is_held_out_on_all_machines():
     held = Sweep("x", "float32", times, sizes, times, times, "").held_out()
     assert 70 < held[:500].sum() < 130
     assert (held[:500] == held[500:]).all()
+
+
+def test_a_harness_that_slows_down_is_taken_out():
+    rng = np.random.default_rng(0)
+    true = 1e-4 * (1 + rng.exponential(5, 4000))
+    drift = 7e-4 * np.arange(4000) / 4000
+    taught = rng.random(4000) < 0.8
+    found, middle = without_drift(true + drift, taught)
+    assert middle == pytest.approx(3.5e-4, rel=0.1)
+    assert np.abs(found / (true + 3.5e-4) - 1).mean() < 0.03
+    steady, none = without_drift(true, taught)
+    assert none < 2e-5
+    np.testing.assert_allclose(steady, true, rtol=0.2)
+    few = true[:100] + drift[:100]
+    assert without_drift(few, taught[:100])[0] is few
 
 
 def test_streams_are_fitted():
