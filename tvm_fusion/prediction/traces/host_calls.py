@@ -29,7 +29,8 @@ def host_call(op: HostEvent, nested: Sequence[HostEvent]) -> KernelCall | None:
     if longest is None:
         return None
     if longest.name.removeprefix("aten::").rstrip("_") in _VIEWS:
-        longest = next((one for one in nested if one.name in _COPIES and one.shapes), None)
+        copies = (one for one in nested if one.name in _COPIES and _shapes(one.shapes))
+        longest = next(copies, None)
         if longest is None:
             return None
     call = _host_call(longest.name, longest.shapes, longest.types, longest.values)
