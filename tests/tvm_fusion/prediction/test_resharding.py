@@ -166,6 +166,10 @@ def test_lookups_in_several_tables_at_once() -> None:
     unknown = SimpleNamespace(name=name, shapes=shapes, types=types, values=())
     other = kernel_call([unknown], SimpleNamespace(copies=False))
     assert other is not None and other.op == "elementwise"
+    damaged = SimpleNamespace(name=name, shapes=(1, *shapes[1:6], 2, *shapes[7:]), types=types)
+    damaged.values = values
+    other = kernel_call([damaged], SimpleNamespace(copies=False))
+    assert other is not None and other.op == "elementwise"
 
 
 def test_traces_on_cpus(tmp_path) -> None:

@@ -169,13 +169,14 @@ def _batched_lookups(event: HostEvent) -> KernelCall | None:
     if not _BATCHED_LOOKUPS.search(event.name) or at < 2 or len(shapes) <= at + 5:
         return None
     vectors = shapes[at - 1], shapes[at + 4], shapes[at + 5]
-    if not all(len(vector) == 1 and is_shape(vector) for vector in vectors):
+    if not all(is_shape(vector) and len(vector) == 1 for vector in vectors):
         return None
     (tables, count, bags), columns = (vector[0] for vector in vectors), int(event.values[at])
     tables -= 1
     bags = (bags - 1) // max(tables, 1)
     weights = zip(shapes[: at - 1], event.types, strict=False)
-    held = sum(shape[0] for shape, type_ in weights if "float" in str(type_) and len(shape) == 1)
+    floats = [shape for shape, type_ in weights if "float" in str(type_) and is_shape(shape)]
+    held = sum(shape[0] for shape in floats if len(shape) == 1)
     if min(tables, bags, count, columns, held) < 1:
         return None
     sizes = {
