@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
     gemm_sweep,
     row_sweeps,
 )
+from examples.benchmarks.prediction.whole_models import session_spread  # noqa: E402
 from schedules.cost.features import limits  # noqa: E402
 from schedules.cost.kernel_call import KernelCall  # noqa: E402
 from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
@@ -128,9 +130,9 @@ def _together(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def models(folder: Path) -> list[dict[str, Any]]:
-    """Whole language models: measured and predicted seconds."""
+    """Whole language models: measured and predicted seconds, each machine's as if it were new."""
     runs, graphs = whole_models.read_runs(folder), whole_models.read_graphs(folder)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in runs:
         node = "h100" if run.machine == "h100" else "a100"
         transfer = whole_models.interpolated_transfers(folder, node)
@@ -143,10 +145,33 @@ def models(folder: Path) -> list[dict[str, Any]]:
                 "measured_ms": round(1e3 * run.seconds, 3),
                 "predicted_ms": round(1e3 * float(found), 3),
                 "error": round(100 * (float(found) / run.seconds - 1), 1),
-                "inside": bool(low <= run.seconds <= high),
+                "low_ms": 1e3 * float(low),
+                "high_ms": 1e3 * float(high),
             }
         )
+    for row, spread in zip(rows, _spreads_of_others(rows), strict=True):
+        low, high = row.pop("low_ms") / spread, row.pop("high_ms") * spread
+        row["inside"] = bool(low <= row["measured_ms"] <= high)
     return rows
+
+
+def session_errors(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Logarithms of measured over predicted times of whole models, by machine."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        ratio = row["measured_ms"] / row["predicted_ms"]
+        found.setdefault(row["machine"], []).append(math.log(ratio))
+    return found
+
+
+def _spreads_of_others(rows: list[dict[str, Any]]) -> list[float]:
+    """For each run the spread between sessions of all machines but its own."""
+    errors_ = session_errors(rows)
+    others = {
+        name: {other: each for other, each in errors_.items() if other != name} for name in errors_
+    }
+    spreads = {name: session_spread(each) if each else 1.0 for name, each in others.items()}
+    return [spreads[row["machine"]] for row in rows]
 
 
 def resnet_50() -> list[KernelCall]:
@@ -300,6 +325,9 @@ def main() -> None:
     found["kernels"] = kernels(folder, all_rows)
     found["models"] = models(folder) if (folder / "gpu_kernels/model_times.csv").is_file() else []
     found["summary"] = summary(found["models"]) if found["models"] else {}
+    if found["models"]:
+        found["session_spread"] = round(session_spread(session_errors(found["models"])), 3)
+        print("whole runs differ from their kernels by a factor of", found["session_spread"])
     report(found)
     if not found["models"]:
         print("left out: whole models (no gpu_kernels/model_times.csv)")

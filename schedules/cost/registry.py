@@ -8,6 +8,7 @@ from collections.abc import Callable
 from .kernel_call import KernelCall
 from .kernels.conv2d import predict_conv2d
 from .kernels.cpu_kernels import predict_cpu_kernel
+from .kernels.cpu_library import predict_cpu_library
 from .kernels.elementwise import BY_BYTES, STREAMING, predict_streaming
 from .kernels.embedding import predict_embedding_bag, predict_gather
 from .kernels.gemm import predict_bmm, predict_gemm
@@ -48,6 +49,8 @@ def predict(call: KernelCall, machine: Machine) -> Prediction:
     """
     model = _OURS.get(call.op[:4], MODELS.get(call.op))
     prediction = None if model is None else model(call, machine)
+    if machine.kind == "cpu" and (prediction is None or not prediction.in_range):
+        prediction = predict_cpu_library(call, machine) or prediction
     return prediction or _by_roofline(call, machine)
 
 

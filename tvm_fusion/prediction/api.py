@@ -14,6 +14,7 @@ from .scenario import Scenario
 from .timeline.execution_graph import ExecutionGraph
 from .timeline.ranks import Timeline
 from .traces.chakra import link, read_execution_trace
+from .traces.gloo_groups import name_groups
 from .traces.json_stream import json_items
 from .traces.kineto import KinetoTrace, read_kineto
 from .traces.overheads import Overheads, ProfilerCost, measure_overheads
@@ -203,6 +204,7 @@ def _refuse_missing(path: Path, ranked: dict[int, KinetoTrace]) -> None:
 def _run(
     name: str, traces: dict[int, KinetoTrace], profiler_cost: ProfilerCost | None
 ) -> TracedRun:
+    name_groups(list(traces.values()))
     ops = {rank: traced_ops(trace) for rank, trace in traces.items()}
     overheads = [measure_overheads(traces[rank], ops[rank], profiler_cost) for rank in traces]
     return TracedRun(

@@ -100,6 +100,8 @@ class FixedCosts:
 
 def host_costs(machine: Machine, engine: str) -> tuple[FixedCosts, tuple[str, ...]]:
     """Overheads of an engine on a machine, and where they come from."""
+    if engine == "pytorch" and "overhead.eager" in machine.figures:
+        return FixedCosts((machine["overhead.eager"], 0.0, 0.0), 0.0), ()
     if engine == "pytorch":
         return FixedCosts(_OTHER, LAUNCH_SECONDS, 2e-6, 1.6e-6, table=_EAGER), (EAGER_ORIGIN,)
     call = machine.get("overhead.call", CALL_SECONDS)

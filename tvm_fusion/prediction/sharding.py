@@ -262,6 +262,18 @@ def greedy(tables: Sequence[EmbeddingTable], ranks: int, cost: Cost) -> list[int
     return found
 
 
+def assignments(
+    tables: Sequence[EmbeddingTable], ranks: int, seed: int = 0
+) -> dict[str, list[int]]:
+    """Rank of each table by each of the six sharders of Table 5.3."""
+    random_ = random.Random(seed)
+    return {
+        "naive": [index % ranks for index in range(len(tables))],
+        "random": [random_.randrange(ranks) for _ in tables],
+        **{name: greedy(tables, ranks, cost) for name, cost in COSTS.items()},
+    }
+
+
 def shard(task: ShardingTask, seed: int = 0) -> tuple[Sharding, ...]:
     """Predict the six sharders and the search, the fastest that fits first.
 
@@ -271,12 +283,7 @@ def shard(task: ShardingTask, seed: int = 0) -> tuple[Sharding, ...]:
         If the tables fit into the memory of the ranks in none of these ways.
     """
     tables, ranks = task.tables, task.ranks
-    random_ = random.Random(seed)
-    ways = {
-        "naive": [index % ranks for index in range(len(tables))],
-        "random": [random_.randrange(ranks) for _ in tables],
-        **{name: greedy(tables, ranks, cost) for name, cost in COSTS.items()},
-    }
+    ways = assignments(tables, ranks, seed)
     found = [task.sharding(name, way) for name, way in ways.items()]
     by_memory = task.sharding("memory", greedy(tables, ranks, lambda table: table.bytes))
     fitting = [one for one in (*found, by_memory) if one.fits]

@@ -17,6 +17,7 @@ from schedules.cost.registry import predict
 
 from ..errors import PredictionError
 from .collectives import Collectives, load_collectives
+from .resharding import reshard
 from .timeline.edits import (
     Match,
     fuse,
@@ -69,6 +70,7 @@ def change(graphs: Sequence[ExecutionGraph], text: str, device: str | Machine) -
         ``link=FILE``               collectives as measured in a file of collectives
         ``ranks=N:FILE``            the same with N ranks
         ``bucket=MB:FILE``          all-reduces merged up to that size
+        ``sharding=NAME[:FILE]``    embedding tables shared out by another sharder
         ``graph``                   one launch for each run of kernels, as a captured graph
         ``fuse=REGEX``              neighbouring operators in one kernel
         ``remove=REGEX``            without these operators
@@ -123,7 +125,9 @@ def _batch(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) 
 
     def grown(kernel: Kernel, op: Op) -> Kernel:
         part = kernel.collective
-        if part is None or part.kind in _FIXED:
+        if part is None:
+            return replace(kernel, call=scaled(kernel.call, factor))
+        if part.kind in _FIXED:
             return kernel
         return replace(kernel, collective=replace(part, bytes=part.bytes * factor))
 
@@ -179,6 +183,8 @@ def _counted(models: Counter[str]) -> str:
 def device_machine(device: str | Machine) -> Machine:
     """Machine of a device by the name that its driver gives it, ``Tesla V100-SXM2-32GB``.
 
+    A trace without a device is of a CPU, and taken as of this one.
+
     Raises
     ------
     PredictionError
@@ -186,6 +192,10 @@ def device_machine(device: str | Machine) -> Machine:
     """
     if isinstance(device, Machine):
         return device
+    if not device:  # of a CPU the trace has no name
+        from .machines import NATIVE, find_machine
+
+        return find_machine(NATIVE)
     words = device.lower().replace("-", " ").split()
     for name in known_machines():
         model, _, memory = name.partition("-")
@@ -196,6 +206,14 @@ def device_machine(device: str | Machine) -> Machine:
     raise PredictionError(
         f"the traces' device {device!r} is not a known machine; known are {known}"
     )
+
+
+def _known_machine(device: str | Machine) -> Machine | None:
+    """The device's machine; None for one that is unknown, or for a CPU that has no name."""
+    try:
+        return device_machine(device) if device else None
+    except PredictionError:
+        return None
 
 
 def _link(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
@@ -248,16 +266,18 @@ def _bucket(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine)
     return ChangedRun(tuple(rebucket(graphs, _number("bucket", size) * 1e6, seconds)))
 
 
+def _sharding(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
+    sharder, _, file = value.partition(":")
+    curves = load_collectives(Path(file)) if file else None
+    return ChangedRun(*reshard(graphs, sharder, _known_machine(device), curves))
+
+
 def _graph(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
     return ChangedRun(tuple(map(launch_graphs, graphs)))
 
 
 def _fuse(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
-    match = matching(graphs, "fuse", value)
-    try:
-        machine = device_machine(device)
-    except PredictionError:
-        machine = None
+    match, machine = matching(graphs, "fuse", value), _known_machine(device)
     models: Counter[str] = Counter()
 
     def total(kernels: Sequence[Kernel]) -> float:
@@ -351,6 +371,7 @@ _CHANGES: dict[str, Callable[[Sequence[ExecutionGraph], str, str | Machine], Cha
     "link": _link,
     "ranks": _ranks,
     "bucket": _bucket,
+    "sharding": _sharding,
     "graph": _graph,
     "fuse": _fuse,
     "remove": _remove,

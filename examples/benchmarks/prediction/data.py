@@ -11,7 +11,7 @@ import csv
 import gzip
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,11 @@ OPS = {
 }
 """Our operator, and tensors that it reads and writes, by the name in ``rows.csv.gz``."""
 
+BLOCKS = 40
+"""Blocks of the rows of a sweep whose least times are compared."""
+LEAST = 0.02
+"""Share of the times of a block that lie below what counts as its least."""
+
 Columns = dict[str, np.ndarray]
 
 
@@ -71,6 +76,8 @@ class Sweep:
         (launches,) names by which errors are told apart: operator, or language model.
     source : str
         Repository and licence.
+    drift : np.ndarray, optional
+        (launches,) seconds of each that the harness takes more than at the begin of its sweep.
     """
 
     kernel: str
@@ -80,12 +87,14 @@ class Sweep:
     seconds: np.ndarray
     part: np.ndarray
     source: str
+    drift: np.ndarray | None = None
 
     def __getitem__(self, which: np.ndarray) -> Sweep:
         """Launches that a mask or indices choose."""
         sizes = {name: values[which] for name, values in self.sizes.items()}
         chosen = self.machine[which], sizes, self.seconds[which], self.part[which]
-        return Sweep(self.kernel, self.dtype, *chosen, self.source)
+        drift = None if self.drift is None else self.drift[which]
+        return Sweep(self.kernel, self.dtype, *chosen, self.source, drift)
 
     def held_out(self) -> np.ndarray:
         """Mask of a fifth of the sizes, the same on all machines."""
@@ -147,7 +156,7 @@ def gemm_fp16_sweep(folder: Path) -> Sweep | None:
 
 
 def conv2d_sweep(folder: Path) -> Sweep | None:
-    """Convolutions 3 x 3 in float32."""
+    """Convolutions 3 x 3 in float32; the harness takes as long as in the middle of the sweep."""
     table = _tables(folder / "gpu_kernels", "conv2d.csv.gz")
     if table is None:
         return None
@@ -158,7 +167,38 @@ def conv2d_sweep(folder: Path) -> Sweep | None:
     sizes["groups"] = np.ones(len(side))
     part = np.full(len(side), "conv2d")
     machine, seconds = _machines(table["device"]), table["ms"] / 1e3
-    return Sweep("conv2d", "float32", machine, sizes, seconds, part, NEUSIGHT)
+    sweep = Sweep("conv2d", "float32", machine, sizes, seconds, part, NEUSIGHT)
+    taught, steady, drift = ~sweep.held_out(), seconds.copy(), np.zeros(len(seconds))
+    for name in np.unique(machine):
+        own = machine == name
+        steady[own], drift[own] = without_drift(seconds[own], taught[own])
+    return replace(sweep, seconds=steady, drift=drift)
+
+
+def without_drift(seconds: np.ndarray, taught: np.ndarray) -> tuple[np.ndarray, float]:
+    """Times of a sweep as in its middle, from those of a harness that slows down as it goes on.
+
+    The shortest convolutions take 0.1 ms in the first rows of a file and 0.3 to 0.8 in the last
+    ones, on every GPU, while the sizes are drawn alike all along. The slope is the median one
+    between the least times of blocks of rows, held-out ones apart. No time gets shorter than the
+    shortest of all would be there. A sweep of few rows stays as it is.
+
+    Returns
+    -------
+    np.ndarray, float
+        Times, and how much of each the harness takes more there than at the begin.
+    """
+    place = np.arange(len(seconds)) / max(len(seconds), 1)
+    block = (place * BLOCKS).astype(int)
+    parts = [taught & (block == each) for each in range(BLOCKS)]
+    if len(seconds) < 10 * BLOCKS or not all(part.any() for part in parts):
+        return seconds, 0.0
+    at = np.array([place[part].mean() for part in parts])
+    least = np.array([np.quantile(seconds[part], LEAST) for part in parts])
+    one, other = np.triu_indices(BLOCKS, 1)
+    slope = max(float(np.median((least[other] - least[one]) / (at[other] - at[one]))), 0.0)
+    steady = seconds + slope * (0.5 - place)
+    return np.maximum(steady, seconds[taught].min() + slope / 2), slope / 2
 
 
 def row_sweeps(folder: Path) -> dict[str, Sweep]:

@@ -9,6 +9,7 @@ Reads ``results/CPU/predict_cpu.json`` and writes figures ``network.*`` of ``mac
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,36 +51,28 @@ def timed_kernels(results: Mapping[str, Mapping[str, Any]]) -> list[Timed]:
 
 
 def spreads(kernels: Sequence[Timed]) -> dict[str, tuple[float, float]]:
-    """Interval of measured over predicted times by operator; each network weighs the same.
+    """Interval of measured over predicted times by operator.
 
-    The ends enclose 1. Operators of few networks have none of their own; ``convolutions`` and
-    ``loops`` hold those of all others.
+    Kernels of one network err alike, and the next network is another one: of the percentiles that
+    each network has, the ends are the same percentile over the networks. They enclose 1. Operators
+    of few networks have none of their own; ``convolutions`` and ``loops`` hold those of all others.
     """
-    groups: dict[str, list[Timed]] = defaultdict(list)
+    groups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for kernel in kernels:
         if kernel.predicted >= LEAST_SECONDS and kernel.measured > 0:
-            groups[kernel.op].append(kernel)
-            groups["convolutions" if kernel.op in CONVOLUTIONS else "loops"].append(kernel)
+            ratio = math.log(kernel.measured / kernel.predicted)
+            for name in (kernel.op, "convolutions" if kernel.op in CONVOLUTIONS else "loops"):
+                groups[name][kernel.network].append(ratio)
     found = {}
-    for name, group in groups.items():
-        networks = [kernel.network for kernel in group]
-        if name.startswith("cpu.") and len(set(networks)) < LEAST_NETWORKS:
+    for name, networks in groups.items():
+        if name.startswith("cpu.") and len(networks) < LEAST_NETWORKS:
             continue
-        weights = [1 / networks.count(network) for network in networks]
-        ratios = np.array([kernel.measured / kernel.predicted for kernel in group])
-        low, high = weighted_quantiles(ratios, np.array(weights), ENDS)
+        low, high = (
+            math.exp(np.quantile([np.quantile(each, end) for each in networks.values()], end))
+            for end in ENDS
+        )
         found[name] = min(low, 1.0), max(high, 1.0)
     return found
-
-
-def weighted_quantiles(
-    values: np.ndarray, weights: np.ndarray, shares: Sequence[float]
-) -> list[float]:
-    """Quantiles on a logarithmic scale, between the middles of the weights."""
-    order = np.argsort(values)
-    sorted_weights = weights[order]
-    middles = (np.cumsum(sorted_weights) - sorted_weights / 2) / sorted_weights.sum()
-    return np.exp(np.interp(shares, middles, np.log(values[order]))).tolist()
 
 
 def is_inside(kernel: Timed, found: Mapping[str, tuple[float, float]]) -> bool:

@@ -7,7 +7,7 @@ import csv
 import gzip
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +28,8 @@ LAYERS = {"bert_large": 24, "gpt2_large": 36, "gpt3_27": 32, "gpt3_xl": 24, "opt
 
 TRAINING = ("forward", "backward", "accumulate")
 
-DAYS = 0.05
-"""Share by which clocks under load differ between sweeps and runs of the same card."""
+SESSIONS = 0.9
+"""Share of the runs of a machine, and of the machines, whose error widened intervals hold."""
 
 Transfer = Callable[[str, float], float]
 """Seconds of a collective from its name and the bytes on each rank."""
@@ -146,11 +146,7 @@ class Predictor:
         return np.sum(times, axis=0)
 
     def run(self, run: Run, nodes: list[dict[str, Any]]) -> np.ndarray:
-        """Time and interval of a whole run, which is widened by what differs from day to day."""
-        found = self._run(run, nodes)
-        return found * (1, 1 - DAYS, 1 + DAYS)
-
-    def _run(self, run: Run, nodes: list[dict[str, Any]]) -> np.ndarray:
+        """Time of a whole run, and interval by its kernels."""
         if run.mode == "inf":
             return self.total(nodes, "forward", run.layers)
         if run.option == "dp4":
@@ -183,6 +179,22 @@ class Predictor:
             link = self.total(transfers, direction, 1)
             whole = whole + through + (RANKS - 1) * link + (batches - 1) * (stage + link)
         return whole
+
+
+def session_spread(errors: Mapping[str, Sequence[float]]) -> float:
+    """Ratio by which whole runs differ from the times of their kernels, measured another day.
+
+    Clocks under load, the card and the harness differ between a sweep of kernels and a run. Which
+    of the two is faster is chance, so that errors count without their sign. Runs of one machine err
+    alike: it is a percentile over the machines of the same percentile of each.
+
+    Parameters
+    ----------
+    errors : Mapping of str to Sequence of float
+        Logarithms of measured over predicted times, by machine.
+    """
+    each = [np.quantile(np.abs(runs), SESSIONS) for runs in errors.values()]
+    return float(np.exp(np.quantile(each, SESSIONS)))
 
 
 def _unrolled(nodes: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:

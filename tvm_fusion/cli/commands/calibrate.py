@@ -96,6 +96,7 @@ def calibrate_command(
         _calibrate_collectives(output or COLLECTIVES_FILE, backend, timeout, as_json)
         return
     refuse_given(["timeout"], "it is for --network and --collectives")
+    allow_torch()
     from ...prediction.calibrate.calibration import calibrate, missing
     from ...prediction.machines import calibration_path
     from ...runtime.thread_pool import choose_threads

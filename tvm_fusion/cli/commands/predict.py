@@ -81,8 +81,8 @@ from ..output import progress_bar, show_table
     metavar="CHANGE",
     help="Change to predict: machine=a100-40, batch=2, graph, fuse=REGEX, remove=REGEX, "
     "resize=REGEX:0.5 or parallelize=REGEX; of MODEL engine=pytorch, fusion=none or "
-    "winograd=never; of traces link=FILE, ranks=4:FILE or bucket=25:FILE. Several are joined by "
-    "' and '. May be repeated.",
+    "winograd=never; of traces link=FILE, ranks=4:FILE, bucket=25:FILE or "
+    "sharding=size_greedy. Several are joined by ' and '. May be repeated.",
 )
 @json_option
 def predict_command(

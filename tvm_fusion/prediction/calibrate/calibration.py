@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,13 +32,18 @@ from ...machine.host_info import cpu_name
 from ...written_aside import written_aside
 from ..machines import cpu_target
 from .cases import Case, cases
+from .library_cases import LibraryCase, library_cases
+from .library_fit import NARROWEST, library_figures
 from .timing import KernelTimer, Timed
 
 Progress = Callable[[str, int, int], None]
+AnyCase = Case | LibraryCase
+EAGER = "overhead.eager"
+"""Figure of what PyTorch's modules add to an operator."""
+OURS = "cpu."
+"""Prefix of our kernels' operators; others are PyTorch's."""
 _KIND = "file of a calibration"
 _MAX_FILE_BYTES = 4 << 20  # as of a machine, as which it is read, too
-NARROWEST = 1.15
-"""Least ratio of an interval's end to the prediction: in a network kernels vary more than alone."""
 SETTLED_GAIN = 1.05
 """Gain of a figure below which a measurement of the limits counts as no better."""
 SHORTEST = 1e-6
@@ -55,8 +61,11 @@ UNDISTURBED = 0.93
 class Timer(Protocol):
     """Protocol of whatever measures: :class:`.KernelTimer`, or a test's."""
 
-    def measure(self, case: Case) -> list[Timed]:
+    def measure(self, case: AnyCase) -> list[Timed]:
         """Time all kernels of a case."""
+
+    def eager(self) -> float:
+        """Seconds that PyTorch's modules add to an operator."""
 
     def overheads(self) -> dict[str, float]:
         """Seconds of ``fork``, ``call`` and ``run``."""
@@ -76,7 +85,7 @@ def calibrate(
     *,
     limits: Callable[[], Machine] | None = None,
     timer: Callable[[Machine], Timer] | None = None,
-    todo: Sequence[Case] | None = None,
+    todo: Sequence[AnyCase] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Machine:
     """Measure this CPU until all is known or the budget is spent; the file is written on the way.
@@ -106,7 +115,7 @@ def calibrate(
     tell = progress or (lambda text, done, total: None)
     end = clock() + budget
     bare, samples = _read(output, threads)
-    todo = cases() if todo is None else todo
+    todo = all_cases() if todo is None else todo
     tell("limits of this machine", 0, len(todo))
     if bare is None:
         bare = (limits or (lambda: measured_limits(threads)))()
@@ -117,6 +126,10 @@ def calibrate(
         used = (timer or _timer)(bare)
     if "bandwidth.exchange" not in bare.figures and (passed := used.exchange()) is not None:
         bare = _with(bare, {"bandwidth.exchange": 1 / passed})
+        _write(output, bare, samples)
+    asks_torch = any(isinstance(case, LibraryCase) for case in todo)
+    if asks_torch and EAGER not in bare.figures and clock() < end:
+        bare = _with(bare, {EAGER: used.eager()})
         _write(output, bare, samples)
     known = {sample["case"] for sample in samples}
     for number, case in enumerate(todo):
@@ -133,7 +146,7 @@ def calibrate(
     return fitted(bare, samples)
 
 
-def _undisturbed(timer: Timer, case: Case, peak: float) -> list[Timed] | None:
+def _undisturbed(timer: Timer, case: AnyCase, peak: float) -> list[Timed] | None:
     """Times of a case while nothing else slowed the machine; None if something always did."""
     for _ in range(ROUNDS):
         before = timer.peak()
@@ -143,11 +156,17 @@ def _undisturbed(timer: Timer, case: Case, peak: float) -> list[Timed] | None:
     return None
 
 
+def all_cases() -> list[AnyCase]:
+    """Our kernels and those of PyTorch if it is installed, of each kind one after the other."""
+    kinds: tuple[Sequence[AnyCase], ...] = (cases(), *library_cases())
+    return [case for group in zip_longest(*kinds) for case in group if case is not None]
+
+
 def missing(output: Path) -> int:
     """Cases that a file does not have yet."""
     data = read_json(output, _MAX_FILE_BYTES, _KIND)
     known = {sample["case"] for sample in data.get("samples", ())}
-    return sum(case.name not in known for case in cases())
+    return sum(case.name not in known for case in all_cases())
 
 
 def measured_limits(threads: int) -> Machine:
@@ -204,7 +223,7 @@ def fitted(bare: Machine, samples: Sequence[Mapping[str, Any]]) -> Machine:
     machine = _with(bare, _copies(bare, calls), origin)
     ratios: dict[str, list[float]] = {}
     for call, seconds in calls:
-        if seconds < SHORTEST:
+        if seconds < SHORTEST or not call.op.startswith(OURS):
             continue
         ratios.setdefault(call.op, []).append(seconds / bare_seconds(call, machine))
     figures: dict[str, float] = {}
@@ -214,6 +233,8 @@ def fitted(bare: Machine, samples: Sequence[Mapping[str, Any]]) -> Machine:
         figures[f"{op}.factor"] = factor
         figures[f"{op}.low"] = min(float(low), 1 / NARROWEST)
         figures[f"{op}.high"] = max(float(high), NARROWEST)
+    library = [(call, seconds) for call, seconds in calls if not call.op.startswith(OURS)]
+    figures |= library_figures(machine, library)
     return _with(machine, figures, origin)
 
 
@@ -238,7 +259,7 @@ def _copies(machine: Machine, calls: Iterable[tuple[KernelCall, float]]) -> dict
     return {f"bandwidth.copy.{level}": rate for level, rate in found.items()}
 
 
-def _sample(case: Case, call: KernelCall, seconds: float) -> dict[str, Any]:
+def _sample(case: AnyCase, call: KernelCall, seconds: float) -> dict[str, Any]:
     return {
         "case": case.name,
         "op": call.op,

@@ -34,6 +34,8 @@ from ...runtime.thread_pool import Crew
 from ...tuning.measure import planes, writer
 from ..model.compiled import describe_cpu_kernels
 from .cases import Case
+from .library_cases import LibraryCase
+from .library_timing import eager_overhead, time_library
 
 RUNS = 25
 SECONDS = 0.3
@@ -85,8 +87,11 @@ class KernelTimer:
             found.append(probe.seconds())
         return statistics.median(found)
 
-    def measure(self, case: Case) -> list[Timed]:
+    def measure(self, case: Case | LibraryCase) -> list[Timed]:
         """Time all kernels of a case: each call as its model sees it, and its typical seconds."""
+        if isinstance(case, LibraryCase):
+            cold = int(COPIES * self._machine["capacity.L3"])
+            return [(case.call, time_library(case, self._crew.threads, cold))]
         options = pipeline.Options(records=Records())
         plan = pipeline.phases(self._target, options)
         schedule = plan.pop("schedule")
@@ -147,6 +152,10 @@ class KernelTimer:
         """Seconds of calling a kernel that does nothing."""
         kernel = tvm.compile(_touch(1), self._target)["main"]
         return _typical(kernel, [[tvm.runtime.tensor(np.zeros(1, "float32"))]], [])
+
+    def eager(self) -> float:
+        """Seconds that PyTorch's modules add to an operator."""
+        return eager_overhead(self._crew.threads)
 
     def overheads(self) -> dict[str, float]:
         """Seconds of waking the threads, of a kernel's call in a model, and of a model's call."""

@@ -13,7 +13,7 @@ from ..report import Answer
 from ..timeline.execution_graph import HostCosts
 from .predict_model import ENGINES, ModelPrediction, import_static, predict_on
 
-_OF_RANKS = ("link", "ranks", "bucket")
+_OF_RANKS = ("link", "ranks", "bucket", "sharding")
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,15 @@ def replace(
 
 
 def retime(graph: ExecutionGraph, seconds: Callable[[Kernel], float]) -> ExecutionGraph:
-    """Give every kernel of a device or a collective a new time: of another machine or batch."""
+    """Give every kernel of a device or a collective a new time: of another machine or batch.
+
+    Of the host's, operators of a CPU have one, other work has not.
+    """
     return map_kernels(
         graph,
         lambda kernel, _: (
             kernel
-            if kernel.stream == HOST and kernel.collective is None
+            if kernel.stream == HOST and kernel.collective is None and kernel.call is None
             else changed(kernel, seconds=seconds(kernel))
         ),
     )

@@ -7,6 +7,7 @@ collectives. Nodes are linked to the events of a Kineto trace of the same step.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from ...errors import PredictionError
 from .json_stream import json_items
-from .kineto import HostEvent, KinetoTrace
+from .kineto import WITH_VALUES, HostEvent, KinetoTrace, ProcessGroup, process_groups
 
 SCHEMAS = ("1.0.1", "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 """Schemas that are read; 1.0.2 and later may end in ``-chakra.0.0.4``."""
@@ -24,6 +25,7 @@ SCHEMAS = ("1.0.1", "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 _STRUCTURE = re.compile(
     r"\[pytorch\|profiler\|execution_(graph|trace)\|(process|thread)\]|## process_group:init ##"
 )
+_GROUPS = "## process_group:init ##"
 _TENSOR = 6
 """Entries of a tensor: id, storage, offset, elements, bytes of each, device."""
 
@@ -58,6 +60,8 @@ class Node:
         Storages of the tensors that go in and come out.
     shapes, types : tuple
         Dimensions and types of what goes in.
+    values : tuple
+        Operands that are no tensors, as in the events of Kineto.
     collective : dict, optional
         Arguments of a collective under the names that Kineto gives them.
     """
@@ -71,6 +75,7 @@ class Node:
     writes: tuple[int, ...] = ()
     shapes: tuple = ()
     types: tuple = ()
+    values: tuple = ()
     collective: Mapping[str, Any] | None = None
 
 
@@ -86,11 +91,14 @@ class ExecutionTrace:
         Version of the format.
     nodes : list of Node
         By id.
+    groups : tuple of ProcessGroup
+        Process groups of the rank, of schema 1.0.3 and later.
     """
 
     path: Path
     schema: str = ""
     nodes: list[Node] = field(default_factory=list)
+    groups: tuple[ProcessGroup, ...] = ()
 
 
 def read_execution_trace(path: Path) -> ExecutionTrace:
@@ -113,6 +121,8 @@ def read_execution_trace(path: Path) -> ExecutionTrace:
             if not trace.schema:
                 raise PredictionError(f"{path}: no schema before its nodes")
             trace.nodes.append(_node(path, value))
+            if trace.nodes[-1].name == _GROUPS:
+                trace.groups = _groups(value)
     if not trace.nodes:
         raise PredictionError(f"{path}: no nodes; expected an execution trace of PyTorch")
     trace.nodes.sort(key=lambda node: node.id)
@@ -127,6 +137,7 @@ def link(execution: ExecutionTrace, trace: KinetoTrace) -> dict[int, HostEvent]:
     which an annotation around the step may precede. What was found is added to the events:
     shapes, types, storages and arguments of collectives. Others are counted as problems.
     """
+    trace.groups = trace.groups or execution.groups
     found = _by_record_function(execution, trace) or _by_order(execution, trace)
     for node in execution.nodes:
         event = found.get(node.id)
@@ -139,6 +150,7 @@ def link(execution: ExecutionTrace, trace: KinetoTrace) -> dict[int, HostEvent]:
             continue
         event.shapes = event.shapes or node.shapes
         event.types = event.types or node.types
+        event.values = event.values or node.values
         event.collective = event.collective or node.collective
         event.reads, event.writes = node.reads, node.writes
     return found
@@ -220,6 +232,7 @@ def _node(path: Path, value: Any) -> Node:
         tuple(_storages(outputs)),
         _frozen(shapes),
         _frozen(types),
+        _numbers(inputs) if name.startswith(WITH_VALUES) else (),
         _collective(name, attributes, inputs),
     )
 
@@ -230,6 +243,18 @@ def _operands(value: dict, side: str) -> tuple[Any, Any, Any]:
     if isinstance(entry, dict):
         return entry.get("values", []), entry.get("shapes", []), entry.get("types", [])
     return entry, value.get(f"{side}_shapes", []), value.get(f"{side}_types", [])
+
+
+def _numbers(values: Any) -> tuple:
+    """Operands as text, empty where they are no numbers or lists of them."""
+    each = values if isinstance(values, list) else ()
+    return tuple(
+        str(value) if isinstance(value, int | float) or _is_numbers(value) else "" for value in each
+    )
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int for one in value)
 
 
 def _storages(values: Any) -> Iterator[int]:
@@ -253,7 +278,23 @@ def _collective(name: str, attributes: dict, inputs: Any) -> Mapping[str, Any] |
     if not known and isinstance(inputs, list):
         names = [entry for entry in inputs if isinstance(entry, str) and entry.isidentifier()]
         known = {"Collective name": names[0]} if names else {}
+        groups = [entry for entry in inputs if _is_group(entry)]
+        known |= {"Process Group Name": groups[0][0]} if names and groups else {}
     return known if known.get("Collective name") not in (None, "wait", "") else None
+
+
+def _is_group(entry: Any) -> bool:
+    """True for the name and the description of a process group, which schemas before 1.1.0 have."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
+
+
+def _groups(value: Any) -> tuple[ProcessGroup, ...]:
+    """Process groups of a rank, which a node tells as JSON."""
+    inputs, _, _ = _operands(value, "input")
+    try:
+        return process_groups(json.loads(inputs[0]))
+    except (ValueError, TypeError, IndexError, KeyError):
+        return ()
 
 
 def _frozen(value: Any) -> Any:

@@ -8,14 +8,13 @@ the operator the call that launches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from .collective_kind import collective_kind
+from .gloo_groups import PREFIX, elements, group_arguments
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
 
-_PREFIX = "gloo:"
 _CALLS = "c10d::"
 _EACH_RANK = ("all_gather",)
 """Kinds whose result is as large as the operands of all ranks."""
@@ -26,7 +25,7 @@ def launch_collectives(trace: KinetoTrace) -> None:
 
     One whose operator is not found is counted among the trace's problems.
     """
-    found = [event for event in trace.host if event.name.startswith(_PREFIX)]
+    found = [event for event in trace.host if event.name.startswith(PREFIX)]
     if not found:
         return
     calls = [event for event in trace.host if event.name.startswith(_CALLS)]
@@ -34,7 +33,7 @@ def launch_collectives(trace: KinetoTrace) -> None:
     trace.host = [
         event
         for event in trace.host
-        if event.thread not in threads and not event.name.startswith(_PREFIX)
+        if event.thread not in threads and not event.name.startswith(PREFIX)
     ]
     used = [*trace.device_events, *trace.queued, *(event.correlation for event in trace.host)]
     number = max(used, default=0)
@@ -48,7 +47,7 @@ def launch_collectives(trace: KinetoTrace) -> None:
         calls.remove(call)
         number += 1
         call.correlation = number
-        collective = _arguments(event, call, trace.world or 1)
+        collective = _arguments(trace, event, call)
         trace.device_events[number] = DeviceEvent(
             event.name,
             False,
@@ -72,22 +71,15 @@ def _call_of(event: HostEvent, calls: list[HostEvent]) -> HostEvent | None:
     )
 
 
-def _arguments(event: HostEvent, call: HostEvent, ranks: int) -> Mapping[str, Any]:
+def _arguments(trace: KinetoTrace, event: HostEvent, call: HostEvent) -> Mapping[str, Any]:
     """Arguments under the names that NCCL's kernels have; bytes are of all tensors of a rank."""
+    own = group_arguments(trace, event, call)
+    ranks = len(own.get("Process Group Ranks", ())) or trace.world or 1
     kind = collective_kind(event.name)
-    sent = _elements(event.shapes)
+    sent = elements(event.shapes)
     received = sent * ranks if kind in _EACH_RANK else sent
     if kind == "all_to_all" and call.shapes:
-        received = _elements(call.shapes[:1])
+        received = elements(call.shapes[:1])
     dtype = str(event.types[0]) if event.types else ""
     arguments = {"In msg nelems": sent, "Out msg nelems": received, "dtype": dtype}
-    return {"Collective name": kind, **arguments}
-
-
-def _elements(shapes: Any) -> int:
-    """Elements of all tensors of a shape, or of a nested list of shapes."""
-    if not isinstance(shapes, tuple) or not shapes:
-        return 0
-    if all(isinstance(size, int) for size in shapes):
-        return math.prod(shapes)
-    return sum(map(_elements, shapes))
+    return {"Collective name": kind, **arguments, **own}

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 
 from schedules.cost.kernel_call import KernelCall
 
-from .kineto import DeviceEvent, HostEvent
+from .kineto import BATCHED, DeviceEvent, HostEvent
 
 _DTYPES = {
     "float": "float32",
@@ -58,19 +59,21 @@ def kernel_call(around: list[HostEvent], device: DeviceEvent) -> KernelCall | No
         moved = device.bytes
         return KernelCall("copy", {}, "float32", 0.0, moved, moved, device.name) if moved else None
     for event in reversed(around):
-        if any(map(_is_shape, event.shapes)):
-            return _call(event.name, event.shapes, event.types)
+        if any(map(is_shape, event.shapes)):
+            call = _batched_lookups(event) if event.name.startswith(BATCHED) else None
+            return call or call_of(event.name, event.shapes, event.types)
     return None
 
 
-def _is_shape(shape: object) -> bool:
+def is_shape(shape: object) -> bool:
+    """Return whether a value is a tensor's shape."""
     return isinstance(shape, tuple) and bool(shape) and all(type(size) is int for size in shape)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _call(op: str, operands: tuple, types: tuple) -> KernelCall:
+def call_of(op: str, operands: tuple, types: tuple) -> KernelCall:
     """Call of an operator; equal ones are one object, since traces repeat them."""
-    shapes = [shape for shape in operands if _is_shape(shape)]
+    shapes = [shape for shape in operands if is_shape(shape)]
     dtype = dtype_of(str(types[0])) if types else "float32"
     each = _BYTES.get(dtype, 4)
     name = op.removeprefix("aten::").rstrip("_")
@@ -150,3 +153,39 @@ def _lookups(kind: str, shapes: Shapes, dtype: str, each: int, name: str) -> Ker
         sizes |= {"B": bags, "T": 1, "L": max(round(count / max(bags, 1)), 1)}
         written = float(bags * width * each)
     return KernelCall(kind, sizes, dtype, float(count * width), read, written, name)
+
+
+_BATCHED_LOOKUPS = re.compile(r"embedding_\w*lookup\w*_function")
+
+
+def _batched_lookups(event: HostEvent) -> KernelCall | None:
+    """Lookups in T tables at once, as of FBGEMM, of which only the sum of the sizes is known.
+
+    Operands are weights in one or several memories, places, ``D_offsets`` (T + 1), total D, largest
+    D, two more, indices (of all bags and tables), and offsets (T B + 1).
+    """
+    shapes = event.shapes
+    at = next((n for n, one in enumerate(event.values) if str(one).isdecimal()), 0)
+    if not _BATCHED_LOOKUPS.search(event.name) or at < 2 or len(shapes) <= at + 5:
+        return None
+    vectors = shapes[at - 1], shapes[at + 4], shapes[at + 5]
+    if not all(is_shape(vector) and len(vector) == 1 for vector in vectors):
+        return None
+    (tables, count, bags), columns = (vector[0] for vector in vectors), int(event.values[at])
+    tables -= 1
+    bags = (bags - 1) // max(tables, 1)
+    weights = zip(shapes[: at - 1], event.types, strict=False)
+    floats = [shape for shape, type_ in weights if "float" in str(type_) and is_shape(shape)]
+    held = sum(shape[0] for shape in floats if len(shape) == 1)
+    if min(tables, bags, count, columns, held) < 1:
+        return None
+    sizes = {
+        "B": bags,
+        "T": tables,
+        "E": max(held // columns, 1),
+        "L": max(round(count / (tables * bags)), 1),
+        "D": max(columns // tables, 1),
+    }
+    read, written = float(count * (sizes["D"] * 4 + 8)), float(bags * columns * 4)
+    flops = float(count * sizes["D"])
+    return KernelCall("embedding_bag", sizes, "float32", flops, read, written, event.name)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from ...errors import PredictionError
 from .json_stream import json_items
@@ -29,6 +29,12 @@ _HOST_KINDS = {
     "hip_driver": "runtime",
     "Runtime": "runtime",
 }
+BATCHED = "fbgemm::"
+"""Prefix of operators that look up several tables at once, whose sizes are among their operands."""
+
+WITH_VALUES = (BATCHED, "aten::conv", "aten::_conv", "aten::_embedding_bag_backward")
+"""Beginnings of operators of which operands that are no tensors are kept."""
+
 _DEVICE_KINDS = {"kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset"}
 _COLLECTIVE_ARGS = (
     "Collective name",
@@ -41,6 +47,21 @@ _COLLECTIVE_ARGS = (
     "Process Group Name",
     "Process Group Ranks",
 )
+
+
+class ProcessGroup(NamedTuple):
+    """Process group that a rank belongs to.
+
+    Parameters
+    ----------
+    name : str
+        Name, the same on all ranks.
+    ranks : tuple of int
+        Its ranks; empty for all.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -63,6 +84,8 @@ class HostEvent:
         Numbers by which an execution trace is linked; -1 for none.
     shapes, types : tuple
         Dimensions and element types of the operands.
+    values : tuple
+        Operands that are no tensors, by position, of operators ``WITH_VALUES``.
     collective : dict, optional
         Arguments of a collective.
     reads, writes : tuple of int
@@ -79,6 +102,7 @@ class HostEvent:
     record_function: int = -1
     shapes: tuple = ()
     types: tuple = ()
+    values: tuple = ()
     collective: Mapping[str, Any] | None = None
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
@@ -136,6 +160,8 @@ class KinetoTrace:
         By correlation.
     queued : dict of int to DeviceEvent
         Those that were launched before the trace began, by correlation.
+    groups : tuple of ProcessGroup
+        Process groups of the rank in the order in which it made them, where the file says so.
     python : dict of int to array
         Starts of the calls of Python functions, by thread, where the profiler recorded them.
     problems : dict of str to list
@@ -150,6 +176,7 @@ class KinetoTrace:
     host: list[HostEvent] = field(default_factory=list)
     device_events: dict[int, DeviceEvent] = field(default_factory=dict)
     queued: dict[int, DeviceEvent] = field(default_factory=dict)
+    groups: tuple[ProcessGroup, ...] = ()
     python: dict[int, array[float]] = field(default_factory=dict)
     problems: dict[str, list] = field(default_factory=dict)
 
@@ -187,6 +214,7 @@ def read_kineto(path: Path) -> KinetoTrace:
             reader.add(value)
         elif name == "distributedInfo" and isinstance(value, dict):
             trace.rank, trace.world = _rank(value.get("rank")), _rank(value.get("world_size"))
+            trace.groups = process_groups(value.get("pg_config"))
         elif name == "deviceProperties" and isinstance(value, list) and value:
             trace.device = str(value[0].get("name", "")) if isinstance(value[0], dict) else ""
     if not found:
@@ -198,6 +226,16 @@ def read_kineto(path: Path) -> KinetoTrace:
             "category cpu_op (profile with ProfilerActivity.CPU)"
         )
     return trace
+
+
+def process_groups(entries: Any) -> tuple[ProcessGroup, ...]:
+    """Process groups of objects with ``pg_name`` and ``ranks``; other entries are left out."""
+    found = []
+    for entry in entries if isinstance(entries, list) else []:
+        ranks = entry.get("ranks") if isinstance(entry, dict) else None
+        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+            found.append(ProcessGroup(str(entry.get("pg_name")), tuple(ranks)))
+    return tuple(found)
 
 
 class _EventReader:
@@ -267,6 +305,7 @@ class _EventReader:
                 _integer(args.get("Record function id"), -1),
                 self._share(args.get("Input Dims", args.get("Input dims"))) if operands else (),
                 self._share(args.get("Input type")) if operands else (),
+                self._share(args.get("Concrete Inputs")) if name.startswith(WITH_VALUES) else (),
                 _collective_args(args) if operands else None,
             )
         )

@@ -9,8 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from schedules.cost.kernel_call import KernelCall
+
 from ..timeline.execution_graph import HOST, Collective, ExecutionGraph, Kernel, Launch, Op, Wait
 from .collective_kind import collective_kind
+from .host_calls import host_call
 from .kernel_calls import bytes_of, kernel_call
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
 from .overheads import HOST_WORK, MICRO, call_name, own_time
@@ -63,18 +66,21 @@ class _Builder:
             # A thread of gloo begins while its call still runs.
             steps += [step, *work] if call.device and call.device.on_host else [*work, step]
             begin = call.event.end
-        steps += self._host_work(event.name, event.end - begin)
+        alone = host_call(event, traced.nested) if self._on_host and not steps else None
+        steps += self._host_work(event.name, event.end - begin, alone)
         known = 0.0 if gap is None else gap * MICRO if gap >= HOST_WORK else None
         counts, before = traced.events, traced.before
         rest = traced.follows, known, before, counts
         return Op(event.name, tuple(steps), event.thread, *rest, after=traced.awaited)
 
-    def _host_work(self, name: str, micros: float) -> list[Launch | Wait]:
+    def _host_work(
+        self, name: str, micros: float, call: KernelCall | None = None
+    ) -> list[Launch | Wait]:
         """Work of the host inside an operator: long, or any on a CPU alone."""
         if micros < HOST_WORK and not self._on_host:
             return []
         self._next -= 1
-        return [Launch(Kernel(self._next, name, micros * MICRO, HOST), name)]
+        return [Launch(Kernel(self._next, name, micros * MICRO, HOST, call=call), name)]
 
     def _step(self, call: TracedCall, op: TracedOp) -> Launch | Wait:
         device = call.device

@@ -45,7 +45,17 @@ def test_json_is_one_entry_a_machine(run, model):
 
 def test_what_if_of_a_model(run, model):
     changes = ("--what-if", "graph", "--what-if", "machine=p4 and graph")
-    options = ("predict", model, "--batch", 2, "--engine", "pytorch", "--machine", "v100", *changes)
+    options = (
+        "predict",
+        model,
+        "--batch",
+        4096,
+        "--engine",
+        "pytorch",
+        "--machine",
+        "v100",
+        *changes,
+    )
     code, out, _ = run(*options)
     assert code == 0 and "critical now" in out and "machine=p4 and" in " ".join(out.split())
     (found,) = json.loads(run(*options, "--json")[1])

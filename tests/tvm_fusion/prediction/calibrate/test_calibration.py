@@ -15,6 +15,7 @@ from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.prediction.calibrate import calibration
 from tvm_fusion.prediction.calibrate.calibration import calibrate
 from tvm_fusion.prediction.calibrate.cases import Case, cases
+from tvm_fusion.prediction.calibrate.library_cases import LibraryCase
 from tvm_fusion.prediction.collectives import Collectives, Curve, collectives_of
 
 FAMILY = load_machine("znver4")
@@ -45,6 +46,10 @@ class FakeTimer:
     def exchange(self):
         self.exchanges += 1
         return self._exchange
+
+    def eager(self):
+        self.measured.append("eager")
+        return 2e-6
 
 
 def run(path, timer, budget, todo=TODO, threads=2):
@@ -101,6 +106,32 @@ def test_curves_of_collectives_stay_in_the_file(tmp_path):
     machine = run(path, FakeTimer(), 60)
     assert collectives_of(path).curves == {("all_reduce", 2): curve}
     assert "4 kernels" in machine.figures["cpu.conv2d.factor"].origin
+
+
+def test_kernels_of_pytorch_are_fitted_beside_ours(tmp_path):
+    class Library(FakeTimer):
+        def measure(self, case):
+            if not isinstance(case, LibraryCase):
+                return super().measure(case)
+            self.now += 1
+            self.measured.append(case.name)
+            return [(case.call, 3 * case.call.flops / LIMITS["peak_flops.float32"])]
+
+    def product(rows):
+        call = KernelCall("gemm", {"M": rows, "N": 8, "K": 8}, flops=1e6 * rows, written_bytes=4e3)
+        return LibraryCase(f"product {rows}", call, (), (), lambda torch: None)
+
+    todo, path = [TODO[0], product(2), product(3), product(4)], tmp_path / "machine.json"
+    first, second = Library(), Library()
+    run(path, first, 2.5, todo)
+    assert first.measured == ["eager", "case 0", "product 2", "product 3"]
+    machine = run(path, second, 60, todo)
+    assert second.measured == ["product 4"]
+    assert machine["pytorch.gemm.compute"] == pytest.approx(3)
+    assert machine["cpu.conv2d.factor"] == pytest.approx(2)
+    assert machine["overhead.eager"] == 2e-6
+    assert load_machine(path) == machine
+    assert "gemm.factor" not in machine.figures
 
 
 def test_an_interrupt_loses_nothing_that_was_measured(tmp_path):

@@ -15,6 +15,7 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.compiler.explain.explain_gpu import explain_kernels
 from tvm_fusion.errors import InvalidModelError, PredictionError, TargetError
 from tvm_fusion.prediction.machines import cpu_target, find_machine
+from tvm_fusion.prediction.model.predict_model import SESSIONS
 
 
 def predict(machine="znver4", model=None, **options):
@@ -56,6 +57,26 @@ def test_engines_have_their_own_kernels():
     assert len(eager.kernels) > len(ours.kernels)
     assert eager.host_seconds > ours.host_seconds
     assert any("PyTorch" in note for note in eager.notes)
+
+
+def test_a_run_on_a_gpu_differs_from_session_to_session():
+    eager = predict("v100", engine="pytorch")
+    assert eager.low <= eager.seconds / SESSIONS * (1 + 1e-9)
+    assert eager.high >= eager.seconds * SESSIONS * (1 - 1e-9)
+
+
+def test_kernels_of_pytorch_on_a_cpu_take_what_was_calibrated():
+    machine = find_machine("znver4")
+    terms = {"latency": 1e-3, "low": 0.9, "high": 1.2, "most": 1e9}
+    families = ("conv2d", "conv2d_pointwise", "conv2d_grouped", "add")
+    figures = {f"pytorch__{op}__{name}": x for op in families for name, x in terms.items()}
+    found = predict(changed(machine, overhead__eager=1e-6, **figures), engine="pytorch")
+    known = [row for row in found.kernels if row.op in ("conv2d", "add", "relu")]
+    assert known and all(row.seconds == pytest.approx(1e-3) for row in known)
+    assert {row.model for row in known} >= {"pytorch conv2d, calibrated", "pytorch add, calibrated"}
+    assert found.host_seconds < 1e-6 * 2 * len(found.kernels) + 1e-9
+    assert not any("H100" in note for note in found.notes)
+    assert any("H100" in note for note in predict(machine, engine="pytorch").notes)
 
 
 def test_our_reductions_on_a_gpu_have_a_model_of_their_own():
