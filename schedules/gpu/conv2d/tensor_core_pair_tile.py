@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of a fused pair of convolutions on tensor cores, and predicted times of its kernels.
+
+All times are estimates of :mod:`schedules.gpu.core.machine_costs`, measured on no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from schedules.workload.conv2d import ITEM_BYTES, ConvLayer
+
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
+from ..core.tensor_core import CHUNK, MATRIX_TYPES
+from ..gemm.implicit_gemm import Index
+from ..gemm.matmul.tensor_core_tile import (
+    DTYPES,
+    LINE,
+    MOST_STAGES,
+    TILES,
+    SharedTile,
+    TensorTile,
+    tile_of_sizes,
+)
+
+_LEAST_STAGES = 2
+_PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
+_GATHER = 10.0  # instructions for each element of a window
+_TAP = 6.0  # instructions for each tap of an element of a depthwise layer
+_LANES = 128.0  # instructions of a multiprocessor in a cycle
+_CHUNKS = 4  # of a line of a panel
+
+
+@dataclass(frozen=True)
+class PanelTile(SharedTile):
+    """Lines along the rows, of which four chunks, a panel, lie beside each other.
+
+    So eight lanes that store four chunks each of two neighbouring lines touch all banks, and so do
+    those that store eight chunks of one line, since panels swap the two lines in turn.
+    """
+
+    def place(self, line: Index, chunk: Index) -> Index:
+        """Byte of a chunk."""
+        panel, line = chunk // _CHUNKS, line ^ (chunk // _CHUNKS % 2)
+        mixed = chunk % _CHUNKS ^ (line // 2 % _CHUNKS)
+        return ((panel * self.lines + line) * _CHUNKS + mixed) * CHUNK
+
+
+@dataclass(frozen=True)
+class PairExtents:
+    """Sizes of a pair, whose second layer is pointwise.
+
+    Parameters
+    ----------
+    layer1, layer2 : ConvLayer
+        The layers.
+    images : int
+        Images of the batch.
+    size, out_size : tuple[int, int]
+        Height and width of the data, and of all that follows.
+    dtype : str
+        Element type.
+    residual : bool
+        Whether a tensor of the output's shape is added.
+    """
+
+    layer1: ConvLayer
+    layer2: ConvLayer
+    images: int
+    size: tuple[int, int]
+    out_size: tuple[int, int]
+    dtype: str
+    residual: bool = False
+
+    @property
+    def pixels(self) -> int:
+        """Of the output of an image."""
+        return math.prod(self.out_size)
+
+    def elements(self, channels: int) -> int:
+        """Elements of a tensor of the output's size."""
+        return self.images * channels * self.pixels
+
+
+@dataclass(frozen=True)
+class PairTile:
+    """Partition of a pair: a block has all channels of some pixels.
+
+    Parameters
+    ----------
+    first : TensorTile | None
+        That of the first product; None for a depthwise first layer.
+    second : TensorTile
+        That of the second product, with as many columns and threads.
+    channels : int
+        Channels between the layers, rounded up.
+    """
+
+    first: TensorTile | None
+    second: TensorTile
+    channels: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.second.threads
+
+    @property
+    def columns(self) -> int:
+        """Pixels of a block."""
+        return self.second.columns
+
+    @property
+    def mid(self) -> PanelTile:
+        """A step of the second product's right factor, of which there are several."""
+        return PanelTile(self.columns, self.second.depth, True, False, self.second.type.chunk)
+
+    @property
+    def mid_bytes(self) -> int:
+        """Shared memory of the intermediate."""
+        return self.channels // self.second.depth * self.mid.nbytes
+
+    @property
+    def stages_bytes(self) -> int:
+        """Shared memory of the stages of either product."""
+        second = self.second.stages * second_stage_bytes(self.second)
+        return max(second, self.first.stages * self.first.stage_bytes if self.first else 0)
+
+    @property
+    def registers(self) -> int:
+        """An estimate of the registers of a thread."""
+        return max(tile.registers for tile in (self.first, self.second) if tile is not None)
+
+
+def second_stage_bytes(tile: TensorTile) -> int:
+    """Shared memory of a stage of the second product, of which only the weights are loaded."""
+    return tile.rows * tile.depth * tile.type.itemsize
+
+
+def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
+    """Reason why tensor cores take no such pair, whatever its sizes; None if they may."""
+    if not layer2.is_pointwise:
+        return "the second layer is not pointwise; on tensor cores it has to be"
+    if layer1.groups != 1 and not layer1.is_depthwise:
+        return "the first layer has groups; the kernel takes dense and depthwise ones"
+    if min(layer1.out_channels, layer2.out_channels) < 8:
+        return "a layer has fewer than eight output channels, too few for tensor cores"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def choose_pair_tile(pair: PairExtents, gpu: GPUInfo) -> PairTile | None:
+    """The tile with the least predicted time; None if tensor cores do not take the pair."""
+    if not gpu.has_tensor_cores or pair.dtype not in DTYPES or pair.pixels < 2:
+        return None
+    if unsupported(pair.layer1, pair.layer2) is not None:
+        return None
+    tiles = [tile for each in _candidates(pair) if (tile := _with_stages(each, gpu)) is not None]
+    return min(tiles, key=lambda tile: fused_product_cycles(pair, tile, gpu), default=None)
+
+
+def _candidates(pair: PairExtents) -> list[PairTile]:
+    """All tiles, without stages."""
+    kind = MATRIX_TYPES[pair.dtype]
+    sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in TILES]
+    found = []
+    for second in sized:
+        firsts: list[TensorTile | None] = [
+            tile
+            for tile in sized
+            if (tile.columns, tile.threads) == (second.columns, second.threads)
+        ]
+        for first in [None] if pair.layer1.is_depthwise else firsts:
+            whole = first.rows if first else second.depth
+            channels = -(-pair.layer1.out_channels // whole) * whole
+            found.append(PairTile(first, second, channels))
+    return found
+
+
+def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
+    """The tile with as many stages as fit."""
+    room = gpu.shared_bytes - tile.mid_bytes
+    stages = min(MOST_STAGES, room // second_stage_bytes(tile.second))
+    first = tile.first
+    if first is not None:
+        first = replace(first, stages=min(MOST_STAGES, room // first.stage_bytes))
+        if first.stages < _LEAST_STAGES:
+            return None
+    if stages < _LEAST_STAGES:
+        return None
+    return replace(tile, first=first, second=replace(tile.second, stages=stages))
+
+
+def fused_product_cycles(pair: PairExtents, tile: PairTile, gpu: GPUInfo) -> float:
+    """Predicted cycles of the one kernel with a tile."""
+    layer1, layer2 = pair.layer1, pair.layer2
+    if tile.first is None:
+        taps = math.prod(layer1.kernel)
+        work = tile.channels * tile.columns * (_GATHER + _TAP * taps) / _LANES
+        first = _Work(work, work + COSTS.step_latency)
+    else:
+        first = _product(layer1, tile.first).times(-(-layer1.out_channels // tile.first.rows))
+    second = _product(layer2, tile.second, is_right_there=True)
+    block = first.then(second.times(-(-layer2.out_channels // tile.second.rows)))
+    blocks = pair.images * -(-pair.pixels // tile.columns)
+    resident = min(
+        COSTS.register_file // (tile.registers * tile.threads),
+        COSTS.shared_bytes // (tile.mid_bytes + tile.stages_bytes),
+    )
+    moved = _data(pair) + pair.elements(layer2.out_channels) * (2 if pair.residual else 1)
+    moved += layer1.weight_elements() + layer2.weight_elements()
+    return max(_run(block, blocks, resident, gpu), _transfer(moved, pair.dtype, gpu))
+
+
+def separate_product_cycles(pair: PairExtents, gpu: GPUInfo) -> float:
+    """Predicted cycles of two kernels, which write and read the intermediate."""
+    layer1, layer2, mid = pair.layer1, pair.layer2, pair.elements(pair.layer1.out_channels)
+    out = pair.elements(layer2.out_channels) * (2 if pair.residual else 1)
+    return (
+        _layer_cycles(pair, layer1, _data(pair) + mid, gpu)
+        + COSTS.launch
+        + _layer_cycles(pair, layer2, mid + out, gpu)
+    )
+
+
+def _layer_cycles(pair: PairExtents, layer: ConvLayer, elements: int, gpu: GPUInfo) -> float:
+    """Predicted cycles of one layer's kernel, which moves some elements and its weights."""
+    transfer = _transfer(elements + layer.weight_elements(), pair.dtype, gpu)
+    if layer.is_depthwise:
+        each = _GATHER + _TAP * math.prod(layer.kernel)
+        work = pair.elements(layer.out_channels) * each / (_LANES * gpu.multiprocessors)
+        return max(transfer, work + COSTS.block_latency)
+    kind = MATRIX_TYPES[pair.dtype]
+    sizes = pair.images, layer.out_channels, pair.pixels
+    tile = replace(tile_of_sizes(*sizes, gpu), depth=LINE // kind.itemsize, type=kind)
+    tile = replace(tile, stages=min(MOST_STAGES, gpu.shared_bytes // tile.stage_bytes))
+    down, across = -(-layer.out_channels // tile.rows), -(-pair.pixels // tile.columns)
+    resident = min(
+        COSTS.register_file // (tile.registers * tile.threads),
+        COSTS.shared_bytes // (tile.stages * tile.stage_bytes),
+    )
+    return max(transfer, _run(_product(layer, tile), pair.images * down * across, resident, gpu))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Cycles of a block: of a busy multiprocessor, and if the block is alone."""
+
+    busy: float
+    alone: float
+
+    def times(self, count: int) -> _Work:
+        return _Work(count * self.busy, count * self.alone)
+
+    def then(self, other: _Work) -> _Work:
+        return _Work(self.busy + other.busy, self.alone + other.alone)
+
+
+def _product(layer: ConvLayer, tile: TensorTile, is_right_there: bool = False) -> _Work:
+    """Work of a tile of a layer's product."""
+    depth = layer.in_channels * math.prod(layer.kernel)
+    steps = -(-depth // tile.depth)
+    size = tile.type.itemsize
+    products = tile.rows * tile.columns * tile.depth * size / _PRODUCT_BYTES
+    loaded = (tile.rows + (0 if is_right_there else tile.columns)) * tile.depth * size
+    gathered = 0.0 if layer.is_pointwise else _GATHER * tile.columns * tile.depth / _LANES
+    busy = max(products, loaded / COSTS.l2_bytes, gathered)
+    alone = max(busy, COSTS.step_latency / (tile.stages - 1))
+    return _Work(steps * busy, steps * alone + COSTS.step_latency)
+
+
+def _run(block: _Work, blocks: int, resident: int, gpu: GPUInfo) -> float:
+    """Cycles of a kernel."""
+    share = -(-blocks // gpu.multiprocessors)
+    rounds = -(-share // max(1, resident))
+    return max(share * block.busy, rounds * (block.alone + COSTS.block_latency))
+
+
+def _transfer(elements: int, dtype: str, gpu: GPUInfo) -> float:
+    """Cycles of moving some elements, once each."""
+    moved = elements * ITEM_BYTES[dtype]
+    rate = COSTS.l2_bytes if moved <= COSTS.l2_capacity else COSTS.memory_bytes
+    return moved / (rate * gpu.multiprocessors)
+
+
+def _data(pair: PairExtents) -> int:
+    return pair.images * pair.layer1.in_channels * math.prod(pair.size)
