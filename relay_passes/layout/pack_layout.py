@@ -50,9 +50,9 @@ class PackLayout:
 
     Weights and biases that are constants are packed here, others by calls in the function. Left
     alone: on a GPU convolutions whose groups cross block boundaries, and those of other types than
-    float32; ops that are in no table of ``relay_passes/layout/packed``, ops whose operands would be packed or unpacked for them alone,
-    convolutions that are packed already, and functions without any of our convolutions or packed
-    tensors.
+    float32; ops that are in no table of ``relay_passes/layout/packed``, ops whose operands would be
+    packed or unpacked for them alone, convolutions that are packed already, and functions without
+    any of our convolutions or packed tensors.
 
     Parameters
     ----------

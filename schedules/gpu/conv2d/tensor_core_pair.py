@@ -27,7 +27,7 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.conv2d import Conv2DKernel, from_json
+from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload, from_json
 from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import sync
@@ -35,12 +35,13 @@ from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
 from ..core.tensor_core import TensorCore
+from ..core.vector_loads import hold
 from ..gemm.matmul.matmul_pattern import ACCUMULATOR, MatmulFunction, divides, read_product
-from ..gemm.matmul.tensor_core_matmul import QUAD, Factor, ThreadPart, neighbours
+from ..gemm.matmul.tensor_core_matmul import QUAD, Factor, ThreadPart, row_vectors
 from ..gemm.matmul.tensor_core_tile import ELEMENTS, STEP
 from ..pointwise.coalescing import classify
 from ..pointwise.point_kernel import PointWriter, Views
-from .tensor_core_pair_tile import PairExtents, PairTile, choose_pair_tile
+from .tensor_core_pair_tile import PairTile, choose_pair_tile
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | N
         return None
     if kernel.height is None or kernel.width is None:
         return None
-    tile = choose_pair_tile(pair_extents(kernel), gpu)
+    tile = choose_pair_tile(pair_workload(kernel), gpu)
     pair = None if tile is None else read_pair(func, kernel)
     if tile is None or pair is None:
         return None
@@ -89,12 +90,10 @@ def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | N
     return write_kernels(func, body)
 
 
-def pair_extents(kernel: Conv2DKernel) -> PairExtents:
-    """Sizes of a pair of images of a known size."""
-    size = int(kernel.height or 0), int(kernel.width or 0)
-    layer1, layer2 = kernel.layers
-    out_size, images = layer1.output_size(*size), kernel.batch or 1
-    return PairExtents(layer1, layer2, images, size, out_size, kernel.dtype, kernel.residual)
+def pair_workload(kernel: Conv2DKernel) -> FusedConv2DWorkload:
+    """The shapes of a pair; those of one image where the batch is symbolic."""
+    size, batch = (int(kernel.height or 0), int(kernel.width or 0)), kernel.batch or 1
+    return FusedConv2DWorkload(batch, *size, *kernel.layers, kernel.residual, kernel.dtype)
 
 
 def read_pair(func: tirx.PrimFunc, kernel: Conv2DKernel) -> PairFunction | None:
@@ -108,7 +107,11 @@ def read_pair(func: tirx.PrimFunc, kernel: Conv2DKernel) -> PairFunction | None:
     if kernel.layers[0].is_depthwise:
         widened = _summed_in_float32(before)
         second = read_product(behind, func.params, windows=True, inlined=widened)
-        return None if second is None else PairFunction(None, second)
+        if second is None:
+            return None
+        # Strided windows of neighbouring pixels do not begin beside each other, but are kept so.
+        right = replace(second.right, rows_first=True)
+        return PairFunction(None, replace(second, right=right))
     first = read_product(before, [before[-1].output], windows=True)
     second = read_product(behind, func.params, windows=True)
     return None if first is None or second is None else PairFunction(first, second)
@@ -156,45 +159,37 @@ class _FirstPart(ThreadPart):
     """One thread's part of a tile of the first product, which stays in shared memory."""
 
     def keep(self, tile: PairTile) -> None:
-        """Emit the epilogue: rows past the end are zeros."""
-        epilogue = replace(self.matmul.epilogue, stores=())
-        [store] = self.matmul.epilogue.stores
-        lanes = classify(epilogue, ELEMENTS, [self.matmul.accumulator])
-        if not lanes.is_aligned:
-            lanes = classify(epilogue, 1, [self.matmul.accumulator])
-        held = T.alloc_buffer((ELEMENTS,), tile.second.type.dtype, scope="local")
+        """Emit the epilogue, and store its results as lines of the second product's factor."""
         for i in range(self.tile.warp_rows // STEP):
             sums = self.sums_of_rows(i)
             for half in range(2):
-                inner = self.row + i * STEP + half * ELEMENTS + self.lane // QUAD
-                row = T.bind(self.first[0] + i64(inner))
-                for group in range(0, len(sums) // 4, QUAD):
-                    found = [
-                        sums[4 * (group + j) + 2 * half + e] for j in range(QUAD) for e in range(2)
-                    ]
-                    values = neighbours(self.core, self.lane, found)
-                    chunk = self.column // ELEMENTS + group + self.lane % QUAD
-                    place = *self.batch, row, self.first[1] + i64(chunk * ELEMENTS)
-                    for k in range(ELEMENTS):
-                        T.buffer_store(held, tirx.const(0, held.dtype), [k])
-                    exists = (
-                        None if divides(self.tile.rows, self.matmul.m) else row < i64(self.matmul.m)
-                    )
-                    with when(exists):
-                        for start in range(0, ELEMENTS, lanes.vector):
-                            *outer, column = place
-                            points = [
-                                [*outer, column + i64(start + k)] for k in range(lanes.vector)
-                            ]
-                            writer = PointWriter(lanes, self.views, points)
-                            part = values[start : start + lanes.vector]
-                            writer.give(self.matmul.accumulator, part)
-                            writer.steps()
-                            for k in range(lanes.vector):
-                                T.buffer_store(held, writer.value(store.value, k), [start + k])
-                    line = row.astype("int32")
-                    step, depth = line // tile.mid.depth, line % tile.mid.depth
-                    self.core.store(step * tile.mid.nbytes + tile.mid.place(depth, chunk), held, 0)
+                base = T.bind(self.first[0].astype("int32") + self.row + i * STEP + half * ELEMENTS)
+                step, line = base // tile.mid.depth, base % tile.mid.depth
+                for group, values in row_vectors(self.core, self.lane, sums, half):
+                    held = self._finished(base + self.lane // QUAD, group, values)
+                    chunk = self.column // ELEMENTS + group
+                    place = step * tile.mid.nbytes + tile.mid.stored(self.lane, line, chunk)
+                    self.core.store(place, held, 0)
+
+    def _finished(self, row: tirx.Expr, group: int, values: Sequence[tirx.Expr]) -> tirx.Buffer:
+        """Registers with the layer's results of eight pixels; zeros if there is no such channel."""
+        matmul = self.matmul
+        [store] = matmul.epilogue.stores
+        space = replace(matmul.epilogue, stores=())
+        lanes = classify(space, ELEMENTS, [matmul.accumulator])
+        lanes = lanes if lanes.is_aligned else classify(space, 1, [matmul.accumulator])
+        held = hold([tirx.const(0, store.buffer.dtype)] * ELEMENTS, store.buffer.dtype)
+        first = self.first[1] + i64(self.column + (group + self.lane % QUAD) * ELEMENTS)
+        with when(None if divides(self.tile.rows, matmul.m) else i64(row) < i64(matmul.m)):
+            for start in range(0, ELEMENTS, lanes.vector):
+                each = range(start, start + lanes.vector)
+                points = [[*self.batch, i64(row), first + i64(k)] for k in each]
+                writer = PointWriter(lanes, self.views, points)
+                writer.give(matmul.accumulator, [values[k] for k in each])
+                writer.steps()
+                for lane, k in enumerate(each):
+                    T.buffer_store(held, writer.value(store.value, lane), [k])
+        return held
 
 
 class _ThreadPart:

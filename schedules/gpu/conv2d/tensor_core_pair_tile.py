@@ -10,7 +10,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from schedules.workload.conv2d import ITEM_BYTES, ConvLayer
+from schedules.workload.conv2d import ITEM_BYTES, ConvLayer, FusedConv2DWorkload
 
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
@@ -30,6 +30,7 @@ _LEAST_STAGES = 2
 _PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
 _GATHER = 10.0  # instructions for each element of a window
 _TAP = 6.0  # instructions for each tap of an element of a depthwise layer
+_DEPTHWISE_REGISTERS = 168  # where eight elements of a layer are computed at once
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
 _CHUNKS = 4  # of a line of a panel
 
@@ -48,41 +49,9 @@ class PanelTile(SharedTile):
         mixed = chunk % _CHUNKS ^ (line // 2 % _CHUNKS)
         return ((panel * self.lines + line) * _CHUNKS + mixed) * CHUNK
 
-
-@dataclass(frozen=True)
-class PairExtents:
-    """Sizes of a pair, whose second layer is pointwise.
-
-    Parameters
-    ----------
-    layer1, layer2 : ConvLayer
-        The layers.
-    images : int
-        Images of the batch.
-    size, out_size : tuple[int, int]
-        Height and width of the data, and of all that follows.
-    dtype : str
-        Element type.
-    residual : bool
-        Whether a tensor of the output's shape is added.
-    """
-
-    layer1: ConvLayer
-    layer2: ConvLayer
-    images: int
-    size: tuple[int, int]
-    out_size: tuple[int, int]
-    dtype: str
-    residual: bool = False
-
-    @property
-    def pixels(self) -> int:
-        """Of the output of an image."""
-        return math.prod(self.out_size)
-
-    def elements(self, channels: int) -> int:
-        """Elements of a tensor of the output's size."""
-        return self.images * channels * self.pixels
+    def stored(self, lane: Index, line: Index, chunk: Index) -> Index:
+        """Byte of the chunk that a lane stores: a warp has eight lines and four chunks."""
+        return self.place(line + lane // 4, chunk + lane % 4)
 
 
 @dataclass(frozen=True)
@@ -132,7 +101,8 @@ class PairTile:
     @property
     def registers(self) -> int:
         """An estimate of the registers of a thread."""
-        return max(tile.registers for tile in (self.first, self.second) if tile is not None)
+        first = _DEPTHWISE_REGISTERS if self.first is None else self.first.registers
+        return max(first, self.second.registers)
 
 
 def second_stage_bytes(tile: TensorTile) -> int:
@@ -152,9 +122,9 @@ def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_pair_tile(pair: PairExtents, gpu: GPUInfo) -> PairTile | None:
+def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None:
     """The tile with the least predicted time; None if tensor cores do not take the pair."""
-    if not gpu.has_tensor_cores or pair.dtype not in DTYPES or pair.pixels < 2:
+    if not gpu.has_tensor_cores or pair.dtype not in DTYPES or math.prod(pair.out_size) < 2:
         return None
     if unsupported(pair.layer1, pair.layer2) is not None:
         return None
@@ -162,7 +132,7 @@ def choose_pair_tile(pair: PairExtents, gpu: GPUInfo) -> PairTile | None:
     return min(tiles, key=lambda tile: fused_product_cycles(pair, tile, gpu), default=None)
 
 
-def _candidates(pair: PairExtents) -> list[PairTile]:
+def _candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     """All tiles, without stages."""
     kind = MATRIX_TYPES[pair.dtype]
     sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in TILES]
@@ -194,55 +164,63 @@ def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
     return replace(tile, first=first, second=replace(tile.second, stages=stages))
 
 
-def fused_product_cycles(pair: PairExtents, tile: PairTile, gpu: GPUInfo) -> float:
+def fused_product_cycles(pair: FusedConv2DWorkload, tile: PairTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the one kernel with a tile."""
     layer1, layer2 = pair.layer1, pair.layer2
     if tile.first is None:
-        taps = math.prod(layer1.kernel)
-        work = tile.channels * tile.columns * (_GATHER + _TAP * taps) / _LANES
+        work = tile.channels * tile.columns * _depthwise_instructions(layer1) / _LANES
         first = _Work(work, work + COSTS.step_latency)
     else:
         first = _product(layer1, tile.first).times(-(-layer1.out_channels // tile.first.rows))
     second = _product(layer2, tile.second, is_right_there=True)
     block = first.then(second.times(-(-layer2.out_channels // tile.second.rows)))
-    blocks = pair.images * -(-pair.pixels // tile.columns)
-    resident = min(
-        COSTS.register_file // (tile.registers * tile.threads),
-        COSTS.shared_bytes // (tile.mid_bytes + tile.stages_bytes),
+    blocks = pair.batch * -(-math.prod(pair.out_size) // tile.columns)
+    resident = _resident(tile.registers * tile.threads, tile.mid_bytes + tile.stages_bytes)
+    return _run(block, blocks, resident, _transfer(pair.bytes_fused(), gpu), gpu)
+
+
+def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
+    """Predicted cycles of two kernels, which write and read the intermediate.
+
+    Those of float32 round their factors to TF32.
+    """
+    item, mid = pair.item_bytes, pair.mid_bytes()
+    data = pair.batch * pair.height * pair.width * pair.layer1.in_channels * item
+    out = pair.batch * math.prod(pair.out_size) * pair.layer2.out_channels * item
+    moved = data + mid, mid + out * (2 if pair.residual else 1)
+    sizes = pair.mid_size, pair.out_size
+    kernels = (
+        _layer_cycles(layer, pair.batch, math.prod(size), each, pair.dtype, gpu)
+        for layer, size, each in zip((pair.layer1, pair.layer2), sizes, moved, strict=True)
     )
-    moved = _data(pair) + pair.elements(layer2.out_channels) * (2 if pair.residual else 1)
-    moved += layer1.weight_elements() + layer2.weight_elements()
-    return max(_run(block, blocks, resident, gpu), _transfer(moved, pair.dtype, gpu))
+    return sum(kernels) + COSTS.launch
 
 
-def separate_product_cycles(pair: PairExtents, gpu: GPUInfo) -> float:
-    """Predicted cycles of two kernels, which write and read the intermediate."""
-    layer1, layer2, mid = pair.layer1, pair.layer2, pair.elements(pair.layer1.out_channels)
-    out = pair.elements(layer2.out_channels) * (2 if pair.residual else 1)
-    return (
-        _layer_cycles(pair, layer1, _data(pair) + mid, gpu)
-        + COSTS.launch
-        + _layer_cycles(pair, layer2, mid + out, gpu)
-    )
-
-
-def _layer_cycles(pair: PairExtents, layer: ConvLayer, elements: int, gpu: GPUInfo) -> float:
-    """Predicted cycles of one layer's kernel, which moves some elements and its weights."""
-    transfer = _transfer(elements + layer.weight_elements(), pair.dtype, gpu)
+def _layer_cycles(
+    layer: ConvLayer, images: int, pixels: int, moved: int, dtype: str, gpu: GPUInfo
+) -> float:
+    """Predicted cycles of one layer's kernel, which moves some bytes and its weights."""
+    transfer = _transfer(moved + layer.weight_elements() * ITEM_BYTES[dtype], gpu)
     if layer.is_depthwise:
-        each = _GATHER + _TAP * math.prod(layer.kernel)
-        work = pair.elements(layer.out_channels) * each / (_LANES * gpu.multiprocessors)
-        return max(transfer, work + COSTS.block_latency)
-    kind = MATRIX_TYPES[pair.dtype]
-    sizes = pair.images, layer.out_channels, pair.pixels
-    tile = replace(tile_of_sizes(*sizes, gpu), depth=LINE // kind.itemsize, type=kind)
+        elements = images * layer.out_channels * pixels
+        work = elements * _depthwise_instructions(layer) / (_LANES * gpu.multiprocessors)
+        return max(transfer, work) + COSTS.block_latency
+    kind = MATRIX_TYPES[dtype]
+    tile = tile_of_sizes(images, layer.out_channels, pixels, gpu)
+    tile = replace(tile, depth=LINE // kind.itemsize, type=kind)
     tile = replace(tile, stages=min(MOST_STAGES, gpu.shared_bytes // tile.stage_bytes))
-    down, across = -(-layer.out_channels // tile.rows), -(-pair.pixels // tile.columns)
-    resident = min(
-        COSTS.register_file // (tile.registers * tile.threads),
-        COSTS.shared_bytes // (tile.stages * tile.stage_bytes),
-    )
-    return max(transfer, _run(_product(layer, tile), pair.images * down * across, resident, gpu))
+    blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
+    resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
+    return _run(_product(layer, tile), blocks, resident, transfer, gpu)
+
+
+def _depthwise_instructions(layer: ConvLayer) -> float:
+    return _GATHER + _TAP * math.prod(layer.kernel)
+
+
+def _resident(registers: int, shared_bytes: int) -> int:
+    """Blocks of so many registers and bytes that a multiprocessor runs at once."""
+    return min(COSTS.register_file // registers, COSTS.shared_bytes // shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -272,19 +250,16 @@ def _product(layer: ConvLayer, tile: TensorTile, is_right_there: bool = False) -
     return _Work(steps * busy, steps * alone + COSTS.step_latency)
 
 
-def _run(block: _Work, blocks: int, resident: int, gpu: GPUInfo) -> float:
-    """Cycles of a kernel."""
+def _run(block: _Work, blocks: int, resident: int, transfer: float, gpu: GPUInfo) -> float:
+    """Cycles of a kernel: of its blocks, and of the transfer that others do not hide."""
     share = -(-blocks // gpu.multiprocessors)
     rounds = -(-share // max(1, resident))
-    return max(share * block.busy, rounds * (block.alone + COSTS.block_latency))
+    work = max(share * block.busy, rounds * block.alone)
+    hidden = min(work, transfer) * (1 - 1 / max(1, min(resident, share)))
+    return work + transfer - hidden + COSTS.block_latency
 
 
-def _transfer(elements: int, dtype: str, gpu: GPUInfo) -> float:
-    """Cycles of moving some elements, once each."""
-    moved = elements * ITEM_BYTES[dtype]
+def _transfer(moved: int, gpu: GPUInfo) -> float:
+    """Cycles of moving some bytes, once each."""
     rate = COSTS.l2_bytes if moved <= COSTS.l2_capacity else COSTS.memory_bytes
     return moved / (rate * gpu.multiprocessors)
-
-
-def _data(pair: PairExtents) -> int:
-    return pair.images * pair.layer1.in_channels * math.prod(pair.size)

@@ -20,10 +20,10 @@ from tvm.target import Target
 from schedules.compute.conv2d import fused_conv2d
 from schedules.gpu import FusedConv2D
 from schedules.gpu.conv2d import tensor_core_pair_tile
-from schedules.gpu.conv2d.tensor_core_pair import pair_extents
-from schedules.gpu.conv2d.tensor_core_pair_tile import PanelTile, PairTile, choose_pair_tile
+from schedules.gpu.conv2d.tensor_core_pair import pair_workload
+from schedules.gpu.conv2d.tensor_core_pair_tile import PanelTile, choose_pair_tile
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm.matmul.tensor_core_tile import ELEMENTS, TILES
+from schedules.gpu.gemm.matmul.tensor_core_tile import TILES, TensorTile
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, to_json
 from tests.selection import in_turns
 
@@ -130,3 +130,88 @@ def test_numbers(name: str) -> None:
     layers, size, residual = CASES[name]
     kernel = kernel_of(layers, size, residual)
     check(kernel, scheduled(function(kernel), OPENCL))
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+def test_no_bank_conflicts(columns: int) -> None:
+    """Each phase of eight lanes touches each bank once: loads, stores of results, and copies."""
+    shared = PanelTile(columns, 32, True, False)
+    loads = [
+        [shared.fragment(lane, row, depth) for lane in range(32)]
+        for row, depth in itertools.product(range(0, columns, 16), (0, 16))
+    ]
+    stores = [
+        [shared.stored(lane, line, chunk) for lane in range(32)]
+        for line, chunk in itertools.product(range(0, 32, 8), range(0, columns // 8, 4))
+    ]
+    copied = [shared.copied(number)[2] for number in range(shared.lines * shared.chunks)]
+    for places in (*loads, *stores, copied):
+        for phase in range(0, len(places), 8):
+            assert len({place // 16 % 8 for place in places[phase : phase + 8]}) == 8
+    for places in (copied, sum(stores, [])):
+        assert sorted(places) == list(range(0, shared.nbytes, 16))
+
+
+@pytest.mark.parametrize("tile", in_turns(TILES), ids=str)
+def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) -> None:
+    """Several tiles of channels of either layer, and of pixels."""
+    emulated.setattr(tensor_core_pair_tile, "TILES", (tile,))
+    first, second = tile.rows + 8, tile.rows + 3
+    layers = dense(8, first, activation="relu"), dense(first, second)
+    kernel = kernel_of(layers, (1, 3, tile.columns // 2), residual=True)
+    check(kernel, scheduled(function(kernel), OPENCL))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_symbolic_batch() -> None:
+    layers = dense(8, 32, 3, "relu"), dense(32, 16)
+    func = function(kernel_of(layers, (3, 4, 8)), tirx.Var("n", "int64"))
+    check(kernel_of(layers, (3, 4, 8)), scheduled(func, OPENCL))
+
+
+PAIRS = {
+    "resnet_2": ((dense(64, 64, 3, "relu"), dense(64, 256, activation="relu")), (8, 56, 56), True),
+    "resnet_3": ((dense(128, 128, 3, "relu"), dense(128, 512, 1, "relu")), (8, 28, 28), True),
+    "resnet_4": ((dense(256, 256, 3, "relu"), dense(256, 1024, 1, "relu")), (1, 14, 14), True),
+    "pointwise": ((dense(64, 96, activation="relu"), dense(96, 64)), (4, 28, 28), False),
+    "mobilenet_2": ((depthwise(96), dense(96, 24)), (8, 56, 56), False),
+    "mobilenet_4": ((depthwise(192), dense(192, 64)), (8, 14, 14), False),
+}
+
+
+@pytest.mark.parametrize(("name", "arch"), in_turns(PAIRS, ["sm_90", "sm_80"], every=4))
+def test_machine_code(name: str, arch: str) -> None:
+    """Both products are on tensor cores; no spills; two blocks at once, or as many as fit."""
+    layers, size, residual = PAIRS[name]
+    dtype = "bfloat16" if name in ("resnet_3", "mobilenet_4") else "float16"
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    kernel = kernel_of(layers, size, residual, dtype)
+    source = cuda_source(scheduled(function(kernel), target), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    assert used.registers <= 128 and used.shared <= 48 * 1024
+    tile = choose_pair_tile(pair_workload(kernel), GPUInfo.from_target(target))
+    assert tile is not None and 128 * tile.threads * 2 <= 65536
+    names, products = opcodes(code), [tile.second, *([tile.first] if tile.first else [])]
+    each = sum(part.sums // 4 * part.depth // part.type.step for part in products)
+    assert count(names, "HMMA") == each
+    assert count(names, "LDSM") and count(names, "LDGSTS.E.BYPASS.128")
+    assert count(names, "STS") == count(names, "STS.128") > 0
+
+
+def test_refuses_what_tensor_cores_do_not_take() -> None:
+    fine = kernel_of((dense(64, 64, 3), dense(64, 64)), (1, 14, 14))
+    sm_80, sm_75 = (
+        Target({"kind": "cuda", "arch": arch}, host="llvm") for arch in ("sm_80", "sm_75")
+    )
+    assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_80))
+    assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_75)) is None
+    assert FusedConv2D().apply(function(fine), sm_75, False) is None
+    wide = kernel_of((dense(64, 512, 3), dense(512, 64)), (1, 14, 14))
+    assert choose_pair_tile(pair_workload(wide), GPUInfo.from_target(sm_80)) is None
+    for layers, reason in (
+        ((dense(8, 64), dense(64, 64, 3)), "not pointwise"),
+        ((ConvLayer(16, 16, (1, 1), groups=2), dense(16, 16)), "has groups"),
+        ((dense(8, 4), dense(4, 16)), "fewer than eight"),
+    ):
+        assert reason in str(tensor_core_pair_tile.unsupported(*layers))

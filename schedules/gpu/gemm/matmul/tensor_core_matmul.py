@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -446,9 +446,7 @@ def store_products(
     lanes = epilogue_lanes(product, ELEMENTS if keep is None else ELEMENTS // keep.vectors)
     for half in range(2):
         own = T.bind(row + i64(half * 8 + lane // QUAD))
-        for group in range(0, len(sums) // 4, QUAD):
-            found = [sums[4 * (group + j) + 2 * half + e] for j in range(QUAD) for e in range(2)]
-            values = neighbours(core, lane, found)
+        for group, values in row_vectors(core, lane, sums, half):
             first = T.bind(column + i64((group + lane % QUAD) * ELEMENTS))
             place = batch, own, first, values, rows_exist
             then = None if keep is None else keep.take
@@ -480,7 +478,20 @@ def _finish_moments(
         store_moments(matmul, matmul.moments, views, row, column, held)
 
 
-def neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
+def row_vectors(
+    core: TensorCore, lane: tirx.Expr, sums: Sequence[tirx.Expr], half: int
+) -> Iterator[tuple[int, list[tirx.Expr]]]:
+    """Emit the exchanges for the upper or lower eight of 16 rows, four products at a time.
+
+    Yields the first product's number, and eight neighbours of a row: lane ``4 r + t`` has those of
+    row ``r`` and product ``t``.
+    """
+    for group in range(0, len(sums) // 4, QUAD):
+        found = [sums[4 * (group + j) + 2 * half + e] for j in range(QUAD) for e in range(2)]
+        yield group, _neighbours(core, lane, found)
+
+
+def _neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
     """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
     dtype = str(found[0].ty.dtype)
     held = T.alloc_buffer((2 * QUAD,), dtype, scope="local")
