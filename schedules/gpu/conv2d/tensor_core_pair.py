@@ -235,12 +235,15 @@ class _ThreadPart:
             part.keep(tile)
 
     def _fill(self) -> None:
-        """Emit the computation of a depthwise first layer, some channels after the other."""
+        """Emit the computation of a depthwise first layer, a chunk of a thread after the other."""
         tile, operand = self.tile, self.pair.second.right
-        place = 0, tile.threads, self.views, [*self.batch, self.column]
-        factor = Factor.of(operand, tile.mid, *place)
-        with T.serial(0, tile.channels // tile.mid.depth) as step:
-            depth = step.astype("int64") * i64(tile.mid.depth)
+        chunks = tile.mid.lines * tile.mid.chunks
+        factor = Factor.of(operand, tile.mid, 0, chunks, self.views, [*self.batch, self.column])
+        turns = chunks // tile.threads
+        count = turns * (tile.channels // tile.mid.depth)
+        # Unrolled, it would load ahead, and spill.
+        with T.serial(0, count, annotations={"disable_unroll": True}) as number:
+            step, chunk = number // turns, number % turns * tile.threads + self.thread
             at = T.bind(step * tile.mid.nbytes)
-            factor.fetch(self.core, self.thread, depth, at)
-            factor.keep(self.core, self.thread, at)
+            factor.fetch(self.core, chunk, i64(step * tile.mid.depth), at)
+            factor.keep(self.core, chunk, at)
