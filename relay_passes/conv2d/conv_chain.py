@@ -124,7 +124,7 @@ def _match(
         if line is None or not _calls(line, "relax.astype") or not _has_dtype(line.var.ty, dtype):
             return None
         chain = replace(chain, bindings=(binding, line))
-    for step in (_add_bias, _add_residual, partial(_add_bounds, users=users), _add_activation):
+    for step in (_add_bias, _add_residual, partial(_add_activation, users=users)):
         line = _only_consumer(chain.output, users)
         # A binding of another chain stays there; only an addition can belong to two.
         if line is None or line.var in taken:
@@ -195,7 +195,7 @@ def _add_residual(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
 
 
 def _add_bounds(chain: ConvChain, line: relax.VarBinding, users: Users) -> ConvChain | None:
-    """Take the two lines of bounds, after which no other activation follows."""
+    """Take the two lines of bounds."""
     last, low = _only_consumer(line.var, users), _bound(chain.output, line, "relax.maximum")
     if low is None or last is None:
         return None
@@ -221,7 +221,9 @@ def _clip(low: float, high: float) -> Activation:
     return Activation("relu6") if (low, high) == (0.0, 6.0) else Activation("clip", low, high)
 
 
-def _add_activation(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
+def _add_activation(chain: ConvChain, line: relax.VarBinding, users: Users) -> ConvChain | None:
+    if _calls(line, "relax.maximum") and chain.dtype != "float32":
+        return _add_bounds(chain, line, users)
     activation = read_activation(line)
     if activation is None:
         return None

@@ -60,7 +60,7 @@ def gpu_phases(
     fuse : str or callable
         Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
     precision : str
-        ``"fp16"`` for products and convolutions of float16, ``"tf32"`` for products of TF32.
+        ``"fp16"`` for products and convolutions of float16, ``"tf32"`` for those of TF32.
     records : Records, optional
         Knobs of tuned kernels.
 
