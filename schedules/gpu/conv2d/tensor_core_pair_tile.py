@@ -35,6 +35,10 @@ _LANES = 128.0  # instructions of a multiprocessor in a cycle
 _CHUNKS = 4  # of a line of a panel
 
 
+NARROW = TensorTile(64, 32, 16, 32)
+"""A tile of few pixels, for many channels between the layers."""
+
+
 @dataclass(frozen=True)
 class PanelTile(SharedTile):
     """Lines along the rows, of which four chunks, a panel, lie beside each other.
@@ -135,7 +139,7 @@ def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None
 def _candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     """All tiles, without stages."""
     kind = MATRIX_TYPES[pair.dtype]
-    sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in TILES]
+    sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in (*TILES, NARROW)]
     found = []
     for second in sized:
         firsts: list[TensorTile | None] = [

@@ -21,7 +21,7 @@ from schedules.compute.conv2d import fused_conv2d
 from schedules.gpu import FusedConv2D
 from schedules.gpu.conv2d import tensor_core_pair_tile
 from schedules.gpu.conv2d.tensor_core_pair import pair_workload
-from schedules.gpu.conv2d.tensor_core_pair_tile import PanelTile, choose_pair_tile
+from schedules.gpu.conv2d.tensor_core_pair_tile import NARROW, PanelTile, choose_pair_tile
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.matmul.tensor_core_tile import TILES, TensorTile
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, to_json
@@ -132,7 +132,7 @@ def test_numbers(name: str) -> None:
     check(kernel, scheduled(function(kernel), OPENCL))
 
 
-@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("columns", [32, 64, 128])
 def test_no_bank_conflicts(columns: int) -> None:
     """Each phase of eight lanes touches each bank once: loads, stores of results, and copies."""
     shared = PanelTile(columns, 32, True, False)
@@ -152,10 +152,11 @@ def test_no_bank_conflicts(columns: int) -> None:
         assert sorted(places) == list(range(0, shared.nbytes, 16))
 
 
-@pytest.mark.parametrize("tile", in_turns(TILES), ids=str)
+@pytest.mark.parametrize("tile", in_turns([*TILES, NARROW]), ids=str)
 def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) -> None:
     """Several tiles of channels of either layer, and of pixels."""
-    emulated.setattr(tensor_core_pair_tile, "TILES", (tile,))
+    emulated.setattr(tensor_core_pair_tile, "TILES", ())
+    emulated.setattr(tensor_core_pair_tile, "NARROW", tile)
     first, second = tile.rows + 8, tile.rows + 3
     layers = dense(8, first, activation="relu"), dense(first, second)
     kernel = kernel_of(layers, (1, 3, tile.columns // 2), residual=True)
@@ -175,7 +176,7 @@ PAIRS = {
     "resnet_4": ((dense(256, 256, 3, "relu"), dense(256, 1024, 1, "relu")), (1, 14, 14), True),
     "pointwise": ((dense(64, 96, activation="relu"), dense(96, 64)), (4, 28, 28), False),
     "mobilenet_2": ((depthwise(96), dense(96, 24)), (8, 56, 56), False),
-    "mobilenet_4": ((depthwise(192), dense(192, 64)), (8, 14, 14), False),
+    "mobilenet_4": ((depthwise(384), dense(384, 64)), (8, 14, 14), False),
 }
 
 
@@ -210,7 +211,7 @@ def test_refuses_what_tensor_cores_do_not_take() -> None:
     assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_80))
     assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_75)) is None
     assert FusedConv2D().apply(function(fine), sm_75, False) is None
-    wide = kernel_of((dense(64, 512, 3), dense(512, 64)), (1, 14, 14))
+    wide = kernel_of((dense(64, 1024, 3), dense(1024, 64)), (1, 14, 14))
     assert choose_pair_tile(pair_workload(wide), GPUInfo.from_target(sm_80)) is None
     for layers, reason in (
         ((dense(8, 64), dense(64, 64, 3)), "not pointwise"),
