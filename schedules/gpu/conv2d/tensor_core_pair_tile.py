@@ -132,11 +132,11 @@ def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None
         return None
     if unsupported(pair.layer1, pair.layer2) is not None:
         return None
-    tiles = [tile for each in _candidates(pair) if (tile := _with_stages(each, gpu)) is not None]
+    tiles = [tile for each in candidates(pair) if (tile := _with_stages(each, gpu)) is not None]
     return min(tiles, key=lambda tile: fused_product_cycles(pair, tile, gpu), default=None)
 
 
-def _candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
+def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     """All tiles, without stages."""
     kind = MATRIX_TYPES[pair.dtype]
     sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in (*TILES, NARROW)]

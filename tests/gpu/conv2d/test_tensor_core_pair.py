@@ -21,10 +21,15 @@ from schedules.compute.conv2d import fused_conv2d
 from schedules.gpu import FusedConv2D
 from schedules.gpu.conv2d import tensor_core_pair_tile
 from schedules.gpu.conv2d.tensor_core_pair import pair_workload
-from schedules.gpu.conv2d.tensor_core_pair_tile import NARROW, PanelTile, choose_pair_tile
+from schedules.gpu.conv2d.tensor_core_pair_tile import (
+    NARROW,
+    PairTile,
+    PanelTile,
+    choose_pair_tile,
+)
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.matmul.tensor_core_tile import TILES, TensorTile
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer, to_json
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer, FusedConv2DWorkload, to_json
 from tests.selection import in_turns
 
 Size = tuple[int, int, int]
@@ -152,15 +157,37 @@ def test_no_bank_conflicts(columns: int) -> None:
         assert sorted(places) == list(range(0, shared.nbytes, 16))
 
 
-@pytest.mark.parametrize("tile", in_turns([*TILES, NARROW]), ids=str)
-def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) -> None:
-    """Several tiles of channels of either layer, and of pixels."""
-    emulated.setattr(tensor_core_pair_tile, "TILES", ())
-    emulated.setattr(tensor_core_pair_tile, "NARROW", tile)
-    first, second = tile.rows + 8, tile.rows + 3
-    layers = dense(8, first, activation="relu"), dense(first, second)
-    kernel = kernel_of(layers, (1, 3, tile.columns // 2), residual=True)
+LARGE, WIDE, SQUARE, SMALL = TILES
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    in_turns([(WIDE, LARGE), (SQUARE, SMALL), (SMALL, SQUARE), (NARROW, NARROW)]),
+    ids=str,
+)
+def test_numbers_of_each_tile(
+    tiles: tuple[TensorTile, TensorTile], emulated: pytest.MonkeyPatch
+) -> None:
+    """Several tiles of channels of either layer, where they fit, and of pixels."""
+    first, second = tiles
+    candidates = tensor_core_pair_tile.candidates
+
+    def only(pair: FusedConv2DWorkload) -> list[PairTile]:
+        return [
+            tile
+            for tile in candidates(pair)
+            if tile.first
+            and (tile.first.rows, tile.second.rows) == (first.rows, second.rows)
+            and tile.columns == second.columns
+        ]
+
+    emulated.setattr(tensor_core_pair_tile, "candidates", only)
+    choose_pair_tile.cache_clear()
+    mid = first.rows + (8 if first.columns < 128 else -8)
+    layers = dense(8, mid, activation="relu"), dense(mid, second.rows + 3)
+    kernel = kernel_of(layers, (1, 3, second.columns // 2), residual=True)
     check(kernel, scheduled(function(kernel), OPENCL))
+    choose_pair_tile.cache_clear()
 
 
 @pytest.mark.usefixtures("emulated")
@@ -201,6 +228,7 @@ def test_machine_code(name: str, arch: str) -> None:
     assert count(names, "HMMA") >= each  # short loops are unrolled
     assert count(names, "LDSM") and count(names, "LDGSTS.E.BYPASS.128")
     assert count(names, "STS") == count(names, "STS.128") > 0
+    assert not count(names, "HFMA2") and (count(names, "FFMA") > 0) is (tile.first is None)
 
 
 def test_refuses_what_tensor_cores_do_not_take() -> None:

@@ -118,7 +118,9 @@ def test_convolutions_of_a_model_are_tf32() -> None:
             import_onnx(convolutions()).mod, target, Options(precision=precision)
         )
         texts = [mod[use.name].script() for use in kernel_uses(mod)]
-        found[precision] = [sum(part in text for text in texts) for part in ("tf32", "NCHW4c")]
+        found[precision] = [
+            sum(part in text for text in texts) for part in ("round_tf32", "NCHW4c")
+        ]
     assert found["fp32"][0] == 0 and found["fp32"][1] > 0
     assert found["tf32"] == [2, 0]
 
