@@ -56,10 +56,10 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False
     if gain >= LEAST_GAIN:
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
-    is_float32 = workload.dtype == "float32"
-    cause = "be recomputed" if is_float32 else "gather its windows for each tile of channels"
-    reason = f"estimated {gain:+.1%}: the first layer would {cause}, or by too few blocks"
-    return Decision(False, reason, gain)
+    cause = "the first layer would be recomputed, or by too few blocks"
+    if workload.dtype != "float32" and workload.layer2.is_pointwise:
+        cause = "too few blocks, or windows gathered for each of their tiles of channels"
+    return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
 
 
 def gpu_obstacle(workload: FusedConv2DWorkload, target: Target) -> str | None:

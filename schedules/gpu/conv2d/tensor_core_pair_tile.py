@@ -28,7 +28,8 @@ from ..gemm.matmul.tensor_core_tile import (
 
 _LEAST_STAGES = 2
 _PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
-_GATHER = 10.0  # instructions for each element of a window
+_GATHER = 14.0  # instructions for each element of a window, as compiled for 3x3
+_GATHER_WEIGHT = 3.0  # the same of weights by taps
 _TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as compiled for 3x3
 _DEPTHWISE_REGISTERS = 168  # where eight elements of a layer are computed at once
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
@@ -39,9 +40,13 @@ NARROW = TensorTile(64, 32, 16, 32)
 """A tile of few pixels, for many channels between the layers."""
 
 
+ZEROS = 128
+"""Bytes of zeros behind an intermediate with a halo: one chunk in each bank."""
+
+
 @dataclass(frozen=True)
 class PanelTile(SharedTile):
-    """Lines along the rows, of which four chunks, a panel, lie beside each other.
+    """Lines of which four chunks, a panel, lie beside each other.
 
     So eight lanes that store four chunks each of two neighbouring lines touch all banks, and so do
     those that store eight chunks of one line, since panels swap the two lines in turn.
@@ -62,19 +67,26 @@ class PanelTile(SharedTile):
 class PairTile:
     """Partition of a pair: a block has all channels of some pixels.
 
+    Before a pointwise layer the rows of the first product are channels, and its columns the block's
+    pixels. Before a wider one its rows are these pixels and those around them, and its columns
+    channels.
+
     Parameters
     ----------
     first : TensorTile | None
         That of the first product; None for a depthwise first layer.
     second : TensorTile
-        That of the second product, with as many columns and threads.
+        That of the second product, with as many threads.
     channels : int
         Channels between the layers, rounded up.
+    pixels : int
+        Pixels of the intermediate, rounded up, if the second layer is not pointwise; else 0.
     """
 
     first: TensorTile | None
     second: TensorTile
     channels: int
+    pixels: int = 0
 
     @property
     def threads(self) -> int:
@@ -88,12 +100,19 @@ class PairTile:
 
     @property
     def mid(self) -> PanelTile:
-        """A step of the second product's right factor, of which there are several."""
+        """A step of the second product's right factor, of which there are several.
+
+        Or all of it, with lines along the channels, if the second layer is not pointwise.
+        """
+        if self.pixels:
+            return PanelTile(self.pixels, self.channels, False, False, self.second.type.chunk)
         return PanelTile(self.columns, self.second.depth, True, False, self.second.type.chunk)
 
     @property
     def mid_bytes(self) -> int:
         """Shared memory of the intermediate."""
+        if self.pixels:
+            return self.mid.nbytes + ZEROS
         return self.channels // self.second.depth * self.mid.nbytes
 
     @property
@@ -116,8 +135,16 @@ def second_stage_bytes(tile: TensorTile) -> int:
 
 def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
     """Reason why tensor cores take no such pair, whatever its sizes; None if they may."""
+    if layer2.groups != 1:
+        return "the second layer has groups; the kernel reduces over all its input channels"
     if not layer2.is_pointwise:
-        return "the second layer is not pointwise; on tensor cores it has to be"
+        reach = (layer2.kernel[1] - 1) * layer2.dilation[1]
+        if layer2.strides != (1, 1) or layer2.padding[1] + layer2.padding[3] != reach:
+            return "the second layer changes the width of the image; on tensor cores it must not"
+        if layer2.in_channels % 32:
+            return "the second layer is not pointwise, and its inputs are no multiple of 32"
+        if layer1.is_depthwise:
+            return "the first layer is depthwise; on tensor cores the second has to be pointwise"
     if layer1.groups != 1 and not layer1.is_depthwise:
         return "the first layer has groups; the kernel takes dense and depthwise ones"
     if min(layer1.out_channels, layer2.out_channels) < 8:
@@ -147,6 +174,9 @@ def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
             for tile in sized
             if (tile.columns, tile.threads) == (second.columns, second.threads)
         ]
+        if not pair.layer2.is_pointwise:
+            found += [_with_halo(pair, tile, second) for tile in sized]
+            continue
         for first in [None] if pair.layer1.is_depthwise else firsts:
             whole = first.rows if first else second.depth
             channels = -(-pair.layer1.out_channels // whole) * whole
@@ -154,11 +184,27 @@ def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     return found
 
 
+def halo(layer: ConvLayer, width: int) -> tuple[int, int]:
+    """Pixels before and behind a pixel, as they lie in memory, that a layer reads."""
+    before = layer.padding[0] * width + layer.padding[1]
+    reach = [(layer.kernel[axis] - 1) * layer.dilation[axis] for axis in range(2)]
+    return before, max(0, reach[0] * width + reach[1] - before)
+
+
+def _with_halo(pair: FusedConv2DWorkload, first: TensorTile, second: TensorTile) -> PairTile:
+    # The first pixel is rounded down to a whole chunk.
+    pixels = second.columns + sum(halo(pair.layer2, pair.mid_size[1])) + second.type.chunk - 1
+    channels = -(-pair.layer1.out_channels // first.columns) * first.columns
+    return PairTile(first, second, channels, -(-pixels // first.rows) * first.rows)
+
+
 def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
     """The tile with as many stages as fit."""
     room = gpu.shared_bytes - tile.mid_bytes
     stages = min(MOST_STAGES, room // second_stage_bytes(tile.second))
     first = tile.first
+    if first is not None and first.threads != tile.threads:
+        return None
     if first is not None:
         first = replace(first, stages=min(MOST_STAGES, room // first.stage_bytes))
         if first.stages < _LEAST_STAGES:
@@ -170,14 +216,19 @@ def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
 
 def fused_product_cycles(pair: FusedConv2DWorkload, tile: PairTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the one kernel with a tile."""
-    layer1, layer2 = pair.layer1, pair.layer2
-    if tile.first is None:
+    layer1, layer2, first, second = pair.layer1, pair.layer2, tile.first, tile.second
+    loaded = first.rows + first.columns if first else 0
+    if first is None:
         work = tile.channels * tile.columns * _depthwise_instructions(layer1) / _LANES
-        first = _Work(work, work + COSTS.step_latency)
+        before = _Work(work, work + COSTS.step_latency)
+    elif tile.pixels:
+        count = tile.pixels // first.rows * (tile.channels // first.columns)
+        before = _product(layer1, first, loaded, first.rows * _GATHER).times(count)
     else:
-        first = _product(layer1, tile.first).times(-(-layer1.out_channels // tile.first.rows))
-    second = _product(layer2, tile.second, is_right_there=True)
-    block = first.then(second.times(-(-layer2.out_channels // tile.second.rows)))
+        count = tile.channels // first.rows
+        before = _product(layer1, first, loaded, first.columns * _GATHER).times(count)
+    behind = _product(layer2, second, second.rows, second.rows * _GATHER_WEIGHT)
+    block = before.then(behind.times(-(-layer2.out_channels // second.rows)))
     blocks = pair.batch * -(-math.prod(pair.out_size) // tile.columns)
     resident = _resident(tile.registers * tile.threads, tile.mid_bytes + tile.stages_bytes)
     return _run(block, blocks, resident, _transfer(pair.bytes_fused(), gpu), gpu)
@@ -215,7 +266,8 @@ def _layer_cycles(
     tile = replace(tile, stages=min(MOST_STAGES, gpu.shared_bytes // tile.stage_bytes))
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
-    return _run(_product(layer, tile), blocks, resident, transfer, gpu)
+    work = _product(layer, tile, tile.rows + tile.columns, tile.columns * _GATHER)
+    return _run(work, blocks, resident, transfer, gpu)
 
 
 def _depthwise_instructions(layer: ConvLayer) -> float:
@@ -241,15 +293,18 @@ class _Work:
         return _Work(self.busy + other.busy, self.alone + other.alone)
 
 
-def _product(layer: ConvLayer, tile: TensorTile, is_right_there: bool = False) -> _Work:
-    """Work of a tile of a layer's product."""
-    depth = layer.in_channels * math.prod(layer.kernel)
-    steps = -(-depth // tile.depth)
+def _product(layer: ConvLayer, tile: TensorTile, loaded: int, gathering: float) -> _Work:
+    """Work of a tile of a layer's product.
+
+    So many rows and columns are loaded; to gather some takes so many instructions for each element
+    of the reduced axis, unless the layer is pointwise.
+    """
+    steps = -(-layer.in_channels * math.prod(layer.kernel) // tile.depth)
     size = tile.type.itemsize
     products = tile.rows * tile.columns * tile.depth * size / _PRODUCT_BYTES
-    loaded = (tile.rows + (0 if is_right_there else tile.columns)) * tile.depth * size
-    gathered = 0.0 if layer.is_pointwise else _GATHER * tile.columns * tile.depth / _LANES
-    busy = max(products, loaded / COSTS.l2_bytes, gathered)
+    moved = loaded * tile.depth * size / COSTS.l2_bytes
+    alone = 0.0 if layer.is_pointwise else gathering * tile.depth / _LANES
+    busy = max(products, moved, alone)
     alone = max(busy, COSTS.step_latency / (tile.stages - 1))
     return _Work(steps * busy, steps * alone + COSTS.step_latency)
 

@@ -91,7 +91,10 @@ def reference(kernel: Conv2DKernel, arrays: list[np.ndarray]) -> np.ndarray:
     else:
         mid = convolve(data, weight1, first)
     mid = activated(mid + bias1[:, None, None], first).astype("float16").astype("float64")
-    out = convolve(mid, weight2, second) + bias2[:, None, None]
+    reach = [(k - 1) * d + 1 for k, d in zip(second.kernel, second.dilation, strict=True)]
+    spread = np.zeros((*weight2.shape[:2], *reach))
+    spread[:, :, :: second.dilation[0], :: second.dilation[1]] = weight2
+    out = convolve(mid, spread, replace(second, kernel=tuple(reach))) + bias2[:, None, None]
     return activated(out + residual[0] if residual else out, second)
 
 
@@ -120,6 +123,13 @@ CASES = {
     "3x3": ((dense(13, 40, 3, "relu"), dense(40, 24, activation="relu")), (2, 6, 8), True),
     "1x1": ((dense(16, 33), dense(33, 72, activation="relu6")), (1, 7, 9), False),
     "strided": ((dense(3, 16, 3, "relu6", strides=(2, 2)), dense(16, 70)), (1, 15, 13), False),
+    "halo": ((dense(16, 32, 1, "relu6"), dense(32, 20, 3, "relu")), (2, 7, 8), True),
+    "halo_of_windows": ((dense(5, 64, 3, "relu"), dense(64, 24, 3)), (1, 9, 13), False),
+    "halo_one_sided": (
+        (dense(8, 96, 1, "relu"), dense(96, 70, 3, dilation=(2, 1), padding=(1, 2, 0, 0))),
+        (1, 12, 8),
+        False,
+    ),
     "depthwise": ((depthwise(40, 3, "relu6"), dense(40, 24)), (2, 6, 8), True),
     "depthwise_strided": (
         (depthwise(24, 5, "relu", strides=(2, 1)), dense(24, 65, 1, "relu")),
@@ -141,6 +151,14 @@ def test_numbers(name: str) -> None:
 def test_no_bank_conflicts(columns: int) -> None:
     """Each phase of eight lanes touches each bank once: loads, stores of results, and copies."""
     shared = PanelTile(columns, 32, True, False)
+    lines = PanelTile(columns + 40, 64, False, False)
+    windows = [
+        [
+            lines.place(first + lane // 16 * 8 + lane % 8, chunk + lane // 8 % 2)
+            for lane in range(32)
+        ]
+        for first, chunk in itertools.product(range(columns + 24), range(0, 8, 2))
+    ]
     loads = [
         [shared.fragment(lane, row, depth) for lane in range(32)]
         for row, depth in itertools.product(range(0, columns, 16), (0, 16))
@@ -150,11 +168,16 @@ def test_no_bank_conflicts(columns: int) -> None:
         for line, chunk in itertools.product(range(0, 32, 8), range(0, columns // 8, 4))
     ]
     copied = [shared.copied(number)[2] for number in range(shared.lines * shared.chunks)]
-    for places in (*loads, *stores, copied):
+    stores += [
+        [lines.stored(lane, line, chunk) for lane in range(32)]
+        for line, chunk in itertools.product(range(0, columns + 40, 8), range(0, 8, 4))
+    ]
+    for places in (*loads, *windows, *stores, copied):
         for phase in range(0, len(places), 8):
             assert len({place // 16 % 8 for place in places[phase : phase + 8]}) == 8
-    for places in (copied, sum(stores, [])):
-        assert sorted(places) == list(range(0, shared.nbytes, 16))
+    assert sorted(copied) == list(range(0, shared.nbytes, 16))
+    assert sorted(sum(stores[: columns // 8], [])) == list(range(0, shared.nbytes, 16))
+    assert sorted(sum(stores[columns // 8 :], [])) == list(range(0, lines.nbytes, 16))
 
 
 LARGE, WIDE, SQUARE, SMALL = TILES
@@ -202,6 +225,8 @@ PAIRS = {
     "resnet_3": ((dense(128, 128, 3, "relu"), dense(128, 512, 1, "relu")), (8, 28, 28), True),
     "resnet_4": ((dense(256, 256, 3, "relu"), dense(256, 1024, 1, "relu")), (1, 14, 14), True),
     "pointwise": ((dense(64, 96, activation="relu"), dense(96, 64)), (4, 28, 28), False),
+    "halo": ((dense(64, 64, 1, "relu"), dense(64, 64, 3, "relu")), (8, 56, 56), False),
+    "halo_of_windows": ((dense(32, 32, 3, "relu"), dense(32, 96, 3)), (8, 28, 28), True),
     "mobilenet_2": ((depthwise(96), dense(96, 24)), (8, 56, 56), False),
     "mobilenet_4": ((depthwise(384), dense(384, 64)), (8, 14, 14), False),
 }
@@ -226,7 +251,9 @@ def test_machine_code(name: str, arch: str) -> None:
     names, products = opcodes(code), [tile.second, *([tile.first] if tile.first else [])]
     each = sum(part.sums // 4 * part.depth // part.type.step for part in products)
     assert count(names, "HMMA") >= each  # short loops are unrolled
-    assert count(names, "LDSM") and count(names, "LDGSTS.E.BYPASS.128")
+    assert count(names, "LDSM")
+    # Weights of a second layer that is not pointwise are gathered, by taps.
+    assert count(names, "LDGSTS.E.BYPASS.128") or name.startswith("halo")
     assert count(names, "STS") == count(names, "STS.128") > 0
     assert not count(names, "HFMA2") and (count(names, "FFMA") > 0) is (tile.first is None)
 
@@ -242,7 +269,9 @@ def test_refuses_what_tensor_cores_do_not_take() -> None:
     wide = kernel_of((dense(64, 1024, 3), dense(1024, 64)), (1, 14, 14))
     assert choose_pair_tile(pair_workload(wide), GPUInfo.from_target(sm_80)) is None
     for layers, reason in (
-        ((dense(8, 64), dense(64, 64, 3)), "not pointwise"),
+        ((dense(8, 64), dense(64, 64, 3, strides=(2, 2))), "changes the width"),
+        ((dense(8, 40), dense(40, 64, 3)), "multiple of 32"),
+        ((depthwise(64), dense(64, 64, 3)), "has to be pointwise"),
         ((ConvLayer(16, 16, (1, 1), groups=2), dense(16, 16)), "has groups"),
         ((dense(8, 4), dense(4, 16)), "fewer than eight"),
     ):

@@ -72,7 +72,7 @@ def test_refusals_have_reasons() -> None:
     assert "second layer has groups" in decide_gpu(pair(14, dense(8, 8), depthwise(8)), CUDA).reason
     half = decide_gpu(replace(fine, dtype="float16"), OPENCL)
     assert not half.fuse and "without tensor cores it must be float32" in half.reason
-    wide = pair(14, dense(8, 8), dense(8, 8, 3))
-    assert "not pointwise" in decide_gpu(replace(wide, dtype="float16"), CUDA).reason
+    wide = pair(14, depthwise(64), dense(64, 8, 3))
+    assert "has to be pointwise" in decide_gpu(replace(wide, dtype="float16"), CUDA).reason
     huge = decide_gpu(pair(64, dense(8, 8), dense(8, 8, 49)), CUDA)
     assert not huge.fuse and "no tile of the pair fits" in huge.reason

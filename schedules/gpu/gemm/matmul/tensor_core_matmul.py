@@ -113,7 +113,14 @@ class Factor:
         The tensors.
     start : Sequence[tirx.Expr]
         Place in the batch, and first row.
+
+    Attributes
+    ----------
+    starts_anywhere : bool
+        Whether the first row may be no multiple of the tile's.
     """
+
+    starts_anywhere = False
 
     def __init__(
         self,
@@ -153,7 +160,12 @@ class Factor:
             (row < i64(rows), self.shared.rows, rows),
             (inner < i64(reduced), self.shared.depth, reduced),
         )
-        return [inside for inside, part, extent in each if not divides(part, extent)]
+        starts = self.starts_anywhere, False
+        return [
+            inside
+            for (inside, part, extent), anywhere in zip(each, starts, strict=True)
+            if anywhere or not divides(part, extent)
+        ]
 
     def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
         """Begin to load the part of a thread, from a place of the reduced axis on."""
