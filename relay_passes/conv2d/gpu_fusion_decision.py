@@ -58,7 +58,9 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
     cause = "the first layer would be recomputed, or by too few blocks"
     if workload.dtype != "float32" and workload.layer2.is_pointwise:
-        cause = "too few blocks, or windows gathered for each of their tiles of channels"
+        cause = "too few blocks"
+        if not workload.layer1.is_depthwise:
+            cause += ", or windows gathered for each of their tiles of channels"
     return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
 
 

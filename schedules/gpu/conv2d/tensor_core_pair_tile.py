@@ -7,6 +7,7 @@ All times are estimates of :mod:`schedules.gpu.core.machine_costs`, measured on 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -155,7 +156,9 @@ def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
 @functools.lru_cache(maxsize=256)
 def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None:
     """The tile with the least predicted time; None if tensor cores do not take the pair."""
-    if not gpu.has_tensor_cores or pair.dtype not in DTYPES or math.prod(pair.out_size) < 2:
+    if not gpu.has_tensor_cores or pair.dtype not in DTYPES:
+        return None
+    if min(math.prod(pair.mid_size), math.prod(pair.out_size)) < 2:  # products of vectors
         return None
     if unsupported(pair.layer1, pair.layer2) is not None:
         return None
@@ -168,20 +171,21 @@ def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     kind = MATRIX_TYPES[pair.dtype]
     sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in (*TILES, NARROW)]
     found = []
-    for second in sized:
-        firsts: list[TensorTile | None] = [
-            tile
-            for tile in sized
-            if (tile.columns, tile.threads) == (second.columns, second.threads)
-        ]
-        if not pair.layer2.is_pointwise:
-            found += [_with_halo(pair, tile, second) for tile in sized]
+    for first, second in itertools.product(sized, repeat=2):
+        if first.threads != second.threads:
             continue
-        for first in [None] if pair.layer1.is_depthwise else firsts:
-            whole = first.rows if first else second.depth
-            channels = -(-pair.layer1.out_channels // whole) * whole
-            found.append(PairTile(first, second, channels))
+        if not pair.layer2.is_pointwise:
+            found.append(_with_halo(pair, first, second))
+        elif pair.layer1.is_depthwise and first is second:
+            channels = _rounded(pair.layer1.out_channels, second.depth)
+            found.append(PairTile(None, second, channels))
+        elif not pair.layer1.is_depthwise and first.columns == second.columns:
+            found.append(PairTile(first, second, _rounded(pair.layer1.out_channels, first.rows)))
     return found
+
+
+def _rounded(extent: int, part: int) -> int:
+    return -(-extent // part) * part
 
 
 def halo(layer: ConvLayer, width: int) -> tuple[int, int]:
@@ -194,8 +198,8 @@ def halo(layer: ConvLayer, width: int) -> tuple[int, int]:
 def _with_halo(pair: FusedConv2DWorkload, first: TensorTile, second: TensorTile) -> PairTile:
     # The first pixel is rounded down to a whole chunk.
     pixels = second.columns + sum(halo(pair.layer2, pair.mid_size[1])) + second.type.chunk - 1
-    channels = -(-pair.layer1.out_channels // first.columns) * first.columns
-    return PairTile(first, second, channels, -(-pixels // first.rows) * first.rows)
+    channels = _rounded(pair.layer1.out_channels, first.columns)
+    return PairTile(first, second, channels, _rounded(pixels, first.rows))
 
 
 def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
@@ -203,8 +207,6 @@ def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
     room = gpu.shared_bytes - tile.mid_bytes
     stages = min(MOST_STAGES, room // second_stage_bytes(tile.second))
     first = tile.first
-    if first is not None and first.threads != tile.threads:
-        return None
     if first is not None:
         first = replace(first, stages=min(MOST_STAGES, room // first.stage_bytes))
         if first.stages < _LEAST_STAGES:
