@@ -84,8 +84,10 @@ def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | N
 
 def pair_workload(kernel: Conv2DKernel) -> FusedConv2DWorkload:
     """The shapes of a pair; those of one image where the batch is symbolic."""
-    size, batch = (int(kernel.height or 0), int(kernel.width or 0)), kernel.batch or 1
-    return FusedConv2DWorkload(batch, *size, *kernel.layers, kernel.residual, kernel.dtype)
+    height, width = int(kernel.height or 0), int(kernel.width or 0)
+    layer1, layer2 = kernel.layers
+    more = kernel.residual, kernel.dtype
+    return FusedConv2DWorkload(kernel.batch or 1, height, width, layer1, layer2, *more)
 
 
 class _Intermediate(Factor):

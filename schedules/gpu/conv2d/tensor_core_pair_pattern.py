@@ -65,8 +65,8 @@ def _turned(matmul: MatmulFunction) -> MatmulFunction:
     """The product with its factors exchanged."""
     count = len(matmul.epilogue.axes)
     epilogue = matmul.epilogue.permuted([*range(count - 2), count - 1, count - 2])
-    factors = {"left": matmul.right, "right": matmul.left, "m": matmul.n, "n": matmul.m}
-    return replace(matmul, **factors, epilogue=epilogue)
+    turned = replace(matmul, left=matmul.right, right=matmul.left, epilogue=epilogue)
+    return replace(turned, m=matmul.n, n=matmul.m)
 
 
 def _by_taps(weight: Operand, layer: ConvLayer) -> Operand:

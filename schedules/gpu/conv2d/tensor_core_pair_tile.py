@@ -268,8 +268,8 @@ def _layer_cycles(
     tile = replace(tile, stages=min(MOST_STAGES, gpu.shared_bytes // tile.stage_bytes))
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
-    work = _product(layer, tile, tile.rows + tile.columns, tile.columns * _GATHER)
-    return _run(work, blocks, resident, transfer, gpu)
+    block = _product(layer, tile, tile.rows + tile.columns, tile.columns * _GATHER)
+    return _run(block, blocks, resident, transfer, gpu)
 
 
 def _depthwise_instructions(layer: ConvLayer) -> float:

@@ -182,7 +182,8 @@ def choose_tensor_tile(
         return None
     if matmul.left.shift is not None and (found.name != "tf32" or not _is_whole(matmul.left)):
         return None
-    chosen = tile_of_sizes(*(assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n)), gpu)
+    batches, m, n = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n))
+    chosen = tile_of_sizes(batches, m, n, gpu)
     values = () if matmul.statistics is None else matmul.statistics.names
     room = gpu.shared_bytes - chosen.rows * sum(DataType(v.ty.dtype).bits // 8 for v in values)
     stages = min(MOST_STAGES, room // chosen.stage_bytes)
