@@ -123,10 +123,10 @@ CASES = {
     "3x3": ((dense(13, 40, 3, "relu"), dense(40, 24, activation="relu")), (2, 6, 8), True),
     "1x1": ((dense(16, 33), dense(33, 72, activation="relu6")), (1, 7, 9), False),
     "strided": ((dense(3, 16, 3, "relu6", strides=(2, 2)), dense(16, 70)), (1, 15, 13), False),
-    "halo": ((dense(16, 32, 1, "relu6"), dense(32, 20, 3, "relu")), (2, 7, 8), True),
-    "halo_of_windows": ((dense(5, 64, 3, "relu"), dense(64, 24, 3)), (1, 9, 13), False),
+    "halo": ((dense(16, 32, 1, "relu6"), dense(32, 20, 3, "relu")), (2, 4, 8), True),
+    "halo_of_windows": ((dense(3, 64, 3, "relu"), dense(64, 9, 3)), (1, 4, 13), False),
     "halo_one_sided": (
-        (dense(8, 96, 1, "relu"), dense(96, 70, 3, dilation=(2, 1), padding=(1, 2, 0, 0))),
+        (dense(8, 32, 1, "relu"), dense(32, 40, 3, dilation=(2, 1), padding=(1, 2, 0, 0))),
         (1, 12, 8),
         False,
     ),
@@ -255,7 +255,9 @@ def test_machine_code(name: str, arch: str) -> None:
     # Weights of a second layer that is not pointwise are gathered, by taps.
     assert count(names, "LDGSTS.E.BYPASS.128") or name.startswith("halo")
     assert count(names, "STS") == count(names, "STS.128") > 0
-    assert not count(names, "HFMA2") and (count(names, "FFMA") > 0) is (tile.first is None)
+    assert (count(names, "FFMA") > 0) is (tile.first is None)
+    # sm_80 adds bfloat16, a bias, by an HFMA2; no sum is one.
+    assert dtype == "bfloat16" or not count(names, "HFMA2")
 
 
 def test_refuses_what_tensor_cores_do_not_take() -> None:
