@@ -234,7 +234,7 @@ KERNELS = (
     ),
     Fault(
         "a depthwise layer before a product on tensor cores is summed in its own type",
-        "schedules/gpu/conv2d/tensor_core_pair.py",
+        "schedules/gpu/conv2d/tensor_core_pair_pattern.py",
         "inlined=widened",
         "inlined=before",
         ("tests/gpu/conv2d/test_tensor_core_pair.py",),
