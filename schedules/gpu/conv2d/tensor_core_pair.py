@@ -49,6 +49,9 @@ from ..pointwise.point_kernel import PointWriter, Views
 from .tensor_core_pair_pattern import PairFunction, read_pair
 from .tensor_core_pair_tile import ZEROS, PairTile, choose_pair_tile, halo
 
+_ROLLED = {"disable_unroll": True}
+"""Of loops that would load ahead, and spill, if they were unrolled."""
+
 
 def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
     """The scheduled function of a pair that legalization marked; None if it is none for them."""
@@ -250,7 +253,7 @@ class _ThreadPart:
             right, kind = _Windows(self.workload, tile, first, skipped, *own), _SecondPart
         else:
             self._multiply_first(self.pair.first)
-        with T.serial(i64(0), ceildiv(second.m, tile.second.rows)) as number:
+        with T.serial(i64(0), ceildiv(second.m, tile.second.rows), annotations=_ROLLED) as number:
             sync()  # the stages are used again
             row = T.bind(number * i64(tile.second.rows))
             place = self.views, self.batch, (row, self.column), self.thread
@@ -259,7 +262,7 @@ class _ThreadPart:
     def _multiply_first(self, first: MatmulFunction) -> None:
         tile, mid = self.tile, self.tile.mid
         assert tile.first is not None, "a dense layer has a tile"
-        with T.serial(i64(0), ceildiv(first.m, tile.first.rows)) as number:
+        with T.serial(i64(0), ceildiv(first.m, tile.first.rows), annotations=_ROLLED) as number:
             sync()
             row = T.bind(number * i64(tile.first.rows))
             place = self.views, self.batch, (row, self.column), self.thread
@@ -306,8 +309,7 @@ class _ThreadPart:
         factor = Factor.of(operand, tile.mid, 0, chunks, self.views, [*self.batch, self.column])
         turns = chunks // tile.threads
         count = turns * (tile.channels // tile.mid.depth)
-        # Unrolled, it would load ahead, and spill.
-        with T.serial(0, count, annotations={"disable_unroll": True}) as number:
+        with T.serial(0, count, annotations=_ROLLED) as number:
             step, chunk = number // turns, number % turns * tile.threads + self.thread
             at = T.bind(step * tile.mid.nbytes)
             factor.fetch(self.core, chunk, i64(step * tile.mid.depth), at)

@@ -32,7 +32,9 @@ _PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycl
 _GATHER = 14.0  # instructions for each element of a window, as compiled for 3x3
 _GATHER_WEIGHT = 3.0  # the same of weights by taps
 _TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as compiled for 3x3
-_DEPTHWISE_REGISTERS = 168  # where eight elements of a layer are computed at once
+_DEPTHWISE_REGISTERS = 168
+_REGISTERS_OF_GATHERED = {8: 168, 16: 224}
+"""By elements of a thread in a step. With less, these and the last one, some kernels spill."""
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
 _CHUNKS = 4  # of a line of a panel
 
@@ -82,12 +84,15 @@ class PairTile:
         Channels between the layers, rounded up.
     pixels : int
         Pixels of the intermediate, rounded up, if the second layer is not pointwise; else 0.
+    reserved : int
+        Registers of a thread while it computes or gathers the first layer's elements.
     """
 
     first: TensorTile | None
     second: TensorTile
     channels: int
     pixels: int = 0
+    reserved: int = 0
 
     @property
     def threads(self) -> int:
@@ -124,9 +129,9 @@ class PairTile:
 
     @property
     def registers(self) -> int:
-        """An estimate of the registers of a thread."""
-        first = _DEPTHWISE_REGISTERS if self.first is None else self.first.registers
-        return max(first, self.second.registers)
+        """Registers of a thread: an estimate of those of either product, and those reserved."""
+        products = self.second.registers, self.first.registers if self.first else 0
+        return max(self.reserved, *products)
 
 
 def second_stage_bytes(tile: TensorTile) -> int:
@@ -181,7 +186,19 @@ def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
             found.append(PairTile(None, second, channels))
         elif not pair.layer1.is_depthwise and first.columns == second.columns:
             found.append(PairTile(first, second, _rounded(pair.layer1.out_channels, first.rows)))
-    return found
+    return [replace(tile, reserved=_reserved(pair, tile)) for tile in found]
+
+
+def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
+    """Registers for the addresses of windows that do not begin beside each other, and the like."""
+    layer, first = pair.layer1, tile.first
+    if first is None:
+        return _DEPTHWISE_REGISTERS
+    is_even = layer.strides == (1, 1) and math.prod(pair.mid_size) % 8 == 0
+    if is_even or layer.is_pointwise:
+        return 0
+    gathered = (first.rows if tile.pixels else first.columns) * first.depth // first.threads
+    return _REGISTERS_OF_GATHERED.get(gathered, max(_REGISTERS_OF_GATHERED.values()))
 
 
 def _rounded(extent: int, part: int) -> int:

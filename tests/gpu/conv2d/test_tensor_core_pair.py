@@ -224,6 +224,11 @@ PAIRS = {
     "resnet_2": ((dense(64, 64, 3, "relu"), dense(64, 256, activation="relu")), (8, 56, 56), True),
     "resnet_3": ((dense(128, 128, 3, "relu"), dense(128, 512, 1, "relu")), (8, 28, 28), True),
     "resnet_4": ((dense(256, 256, 3, "relu"), dense(256, 1024, 1, "relu")), (1, 14, 14), True),
+    "strided": (
+        (dense(128, 128, 3, "relu", strides=(2, 2)), dense(128, 512, 1, "relu")),
+        (8, 56, 56),
+        True,
+    ),
     "pointwise": ((dense(64, 96, activation="relu"), dense(96, 64)), (4, 28, 28), False),
     "halo": ((dense(64, 64, 1, "relu"), dense(64, 64, 3, "relu")), (8, 56, 56), False),
     "halo_of_windows": ((dense(32, 32, 3, "relu"), dense(32, 96, 3)), (8, 28, 28), True),
