@@ -253,7 +253,7 @@ class _ThreadPart:
             right, kind = _Windows(self.workload, tile, first, skipped, *own), _SecondPart
         else:
             self._multiply_first(self.pair.first)
-        with T.serial(i64(0), ceildiv(second.m, tile.second.rows), annotations=_ROLLED) as number:
+        with T.serial(i64(0), ceildiv(second.m, tile.second.rows)) as number:
             sync()  # the stages are used again
             row = T.bind(number * i64(tile.second.rows))
             place = self.views, self.batch, (row, self.column), self.thread
@@ -262,7 +262,7 @@ class _ThreadPart:
     def _multiply_first(self, first: MatmulFunction) -> None:
         tile, mid = self.tile, self.tile.mid
         assert tile.first is not None, "a dense layer has a tile"
-        with T.serial(i64(0), ceildiv(first.m, tile.first.rows), annotations=_ROLLED) as number:
+        with T.serial(i64(0), ceildiv(first.m, tile.first.rows)) as number:
             sync()
             row = T.bind(number * i64(tile.first.rows))
             place = self.views, self.batch, (row, self.column), self.thread

@@ -192,8 +192,10 @@ def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
 def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
     """Registers for the addresses of windows that do not begin beside each other, and the like."""
     layer, first = pair.layer1, tile.first
-    if first is None:
+    if first is None and layer.strides == (1, 1):
         return _DEPTHWISE_REGISTERS
+    if first is None:
+        return max(_REGISTERS_OF_GATHERED.values())
     is_even = layer.strides == (1, 1) and math.prod(pair.mid_size) % 8 == 0
     if is_even or layer.is_pointwise:
         return 0
