@@ -3,20 +3,23 @@
 
 The normal form of a chain, each line optional but the first, inside one dataflow block::
 
-    lv0 = R.nn.conv2d(data, weight)     # NCHW, OIHW, float32, constant channels and kernel
+    lv0 = R.nn.conv2d(data, weight)     # NCHW, OIHW, constant channels and kernel
     lv1 = R.add(lv0, bias)              # one number a channel: [1, C, 1, 1], [C, 1, 1] or fewer
     lv2 = R.add(lv1, residual)          # a tensor of the same shape
     lv3 = R.nn.relu(lv2)                # or clip, sigmoid, silu, gelu, tvm_fusion.hardswish
                                         # or tvm_fusion.round_clip
 
 Every value but the last has one consumer, the next line. Matching uses ops, attributes, types
-and uses; the operands of an addition may stand in either order.
+and uses; the operands of an addition may stand in either order. All tensors are of one element
+type; a convolution of 16-bit floats may give float32, if the next line casts it. There bounds are
+two lines, ``minimum(maximum(x, low), high)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from tvm import relax, tirx
@@ -60,6 +63,11 @@ class ConvChain:
     out_dtype: str | None = None
 
     @property
+    def dtype(self) -> str:
+        """Element type of the operands."""
+        return str(self.data.ty.dtype)
+
+    @property
     def output(self) -> relax.Var:
         """The variable that holds the result."""
         return self.bindings[-1].var
@@ -84,8 +92,10 @@ def find_users(block: relax.DataflowBlock) -> Users:
     return users
 
 
-def find_chains(block: relax.DataflowBlock, users: Users) -> list[ConvChain]:
-    """All chains of a dataflow block, in the order of their convolutions.
+def find_chains(
+    block: relax.DataflowBlock, users: Users, dtype: str = "float32"
+) -> list[ConvChain]:
+    """All chains of an element type in a dataflow block, in the order of their convolutions.
 
     Where an addition joins two convolutions, it belongs to the later one: the other is complete
     by then and is the residual.
@@ -93,21 +103,28 @@ def find_chains(block: relax.DataflowBlock, users: Users) -> list[ConvChain]:
     chains: list[ConvChain] = []
     taken: set[relax.Var] = set()
     for binding in reversed(block.bindings):
-        chain = _match(binding, users, taken)
+        chain = _match(binding, users, taken, dtype)
         if chain is not None:
             chains.append(chain)
             taken.update(line.var for line in chain.bindings)
     return chains[::-1]
 
 
-def _match(binding: relax.Binding, users: Users, taken: set[relax.Var]) -> ConvChain | None:
+def _match(
+    binding: relax.Binding, users: Users, taken: set[relax.Var], dtype: str
+) -> ConvChain | None:
     """The chain that starts at ``binding``, without bindings already ``taken``."""
-    layer = read_convolution(binding)
+    layer = read_convolution(binding, dtype)
     if layer is None:
         return None
     conv = binding.value
     chain = ConvChain(layer, conv.args[0], conv.args[1], None, None, (binding,))
-    for step in (_add_bias, _add_residual, _add_activation):
+    if not _has_dtype(binding.var.ty, dtype):
+        line = _only_consumer(binding.var, users)
+        if line is None or not _calls(line, "relax.astype") or not _has_dtype(line.var.ty, dtype):
+            return None
+        chain = replace(chain, bindings=(binding, line))
+    for step in (_add_bias, _add_residual, partial(_add_activation, users=users)):
         line = _only_consumer(chain.output, users)
         # A binding of another chain stays there; only an addition can belong to two.
         if line is None or line.var in taken:
@@ -116,7 +133,7 @@ def _match(binding: relax.Binding, users: Users, taken: set[relax.Var]) -> ConvC
     return chain
 
 
-def read_convolution(binding: relax.Binding) -> ConvLayer | None:
+def read_convolution(binding: relax.Binding, dtype: str = "float32") -> ConvLayer | None:
     """The layer of a binding to a convolution that the op can take over, else None."""
     if not _calls(binding, "relax.nn.conv2d"):
         return None
@@ -124,8 +141,10 @@ def read_convolution(binding: relax.Binding) -> ConvLayer | None:
     attrs = call.attrs
     if (attrs.data_layout, attrs.kernel_layout, attrs.out_layout) != ("NCHW", "OIHW", "NCHW"):
         return None
-    # Other element types would change how sums are accumulated.
-    if any(not _is_float32(tensor.ty) for tensor in (*call.args, binding.var)):
+    if any(not _has_dtype(tensor.ty, dtype) for tensor in call.args):
+        return None
+    # Other element types would change how sums are accumulated: on a GPU, in float32.
+    if not any(_has_dtype(binding.var.ty, each) for each in (dtype, "float32")):
         return None
     weight, channels = _constant_extents(call.args[1].ty.shape), call.args[0].ty.shape.values[1]
     if weight is None or not isinstance(channels, tirx.IntImm):
@@ -153,7 +172,7 @@ def _add_bias(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
     other = _other_addend(chain.output, line)
     shape = None if other is None else _constant_extents(other.ty.shape)
     channels = chain.layer.out_channels
-    if shape is None or len(shape) > 4 or not _same_type(chain.output, line.var):
+    if shape is None or len(shape) > 4 or not _same_type(chain.output, line.var, chain.dtype):
         return None
     per_channel = (1,) * (4 - len(shape)) + shape
     if per_channel not in ((1, channels, 1, 1), (1, 1, 1, 1)):
@@ -170,16 +189,45 @@ def _add_bias(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
 
 def _add_residual(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
     other = _other_addend(chain.output, line)
-    if other is None or not _same_type(chain.output, other):
+    if other is None or not _same_type(chain.output, other, chain.dtype):
         return None
     return replace(chain, residual=other, bindings=(*chain.bindings, line))
 
 
-def _add_activation(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
+def _add_bounds(chain: ConvChain, line: relax.VarBinding, users: Users) -> ConvChain | None:
+    """Take the two lines of bounds."""
+    last, low = _only_consumer(line.var, users), _bound(chain.output, line, "relax.maximum")
+    if low is None or last is None:
+        return None
+    high = _bound(line.var, last, "relax.minimum")
+    if high is None or not low <= high:
+        return None
+    layer = replace(chain.layer, activation=_clip(low, high))
+    return replace(chain, layer=layer, bindings=(*chain.bindings, line, last))
+
+
+def _bound(value: relax.Var, line: relax.VarBinding, name: str) -> float | None:
+    """The number with which a call of an extreme compares ``value``."""
+    if not _calls(line, name):
+        return None
+    left, right = line.value.args
+    number = right if left.same_as(value) else left
+    if not isinstance(number, Constant) or number.value.numpy().size != 1:
+        return None
+    return float(number.value.numpy().reshape(()))
+
+
+def _clip(low: float, high: float) -> Activation:
+    return Activation("relu6") if (low, high) == (0.0, 6.0) else Activation("clip", low, high)
+
+
+def _add_activation(chain: ConvChain, line: relax.VarBinding, users: Users) -> ConvChain | None:
+    if _calls(line, "relax.maximum") and chain.dtype != "float32":
+        return _add_bounds(chain, line, users)
     activation = read_activation(line)
     if activation is None:
         return None
-    out_dtype = None if _is_float32(line.var.ty) else str(line.var.ty.dtype)
+    out_dtype = None if _has_dtype(line.var.ty, chain.dtype) else str(line.var.ty.dtype)
     if out_dtype is not None and chain.layer.suits_winograd:
         return None  # Winograd's algorithm stores floats
     layer = replace(chain.layer, activation=activation)
@@ -208,7 +256,7 @@ def read_activation(line: relax.VarBinding) -> Activation | None:
     low, high = (float(bound.value) for bound in bounds)
     if not low <= high:
         return None  # everything becomes one number: not worth a separate kind
-    return Activation("relu6") if (low, high) == (0.0, 6.0) else Activation("clip", low, high)
+    return _clip(low, high)
 
 
 def _other_addend(value: relax.Var, line: relax.VarBinding) -> relax.Expr | None:
@@ -235,11 +283,11 @@ def _calls(binding: relax.Binding, name: str) -> bool:
     )
 
 
-def _is_float32(ty: relax.Type) -> bool:
+def _has_dtype(ty: relax.Type, dtype: str) -> bool:
     return (
         isinstance(ty, relax.TensorType)
         and isinstance(ty.shape, relax.ShapeExpr)
-        and str(ty.dtype) == "float32"
+        and str(ty.dtype) == dtype
     )
 
 
@@ -250,9 +298,9 @@ def _constant_extents(shape: relax.Expr | None) -> tuple[int, ...] | None:
     return tuple(int(value) for value in values)
 
 
-def _same_type(left: relax.Expr, right: relax.Expr) -> bool:
-    """Return whether two tensors have the same element type and provably the same shape."""
-    if not _is_float32(left.ty) or not _is_float32(right.ty):
+def _same_type(left: relax.Expr, right: relax.Expr, dtype: str) -> bool:
+    """Return whether two tensors have an element type and provably the same shape."""
+    if not _has_dtype(left.ty, dtype) or not _has_dtype(right.ty, dtype):
         return False
     first, second = left.ty.shape.values, right.ty.shape.values
     analyzer = Analyzer()

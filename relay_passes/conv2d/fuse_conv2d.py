@@ -56,7 +56,8 @@ class FuseConv2D:
     with the pointwise one after it before any other pair. Left alone: pairs whose intermediate has
     a second consumer or leaves its dataflow block, a first convolution that ends with a residual
     addition, symbolic heights and widths, pairs that the schedule of fused kernels does not
-    support, and all that ``FuseEpilogue`` leaves alone. Every candidate is recorded with its
+    support, and all that ``FuseEpilogue`` leaves alone but, on a GPU, convolutions of float16 whose
+    results are rounded to it. Every candidate is recorded with its
     decision and the reason in the module's attribute ``tvm_fusion.fusion_report``, a JSON list;
     where the batch is symbolic, its numbers are those of one image.
 
@@ -74,6 +75,8 @@ class FuseConv2D:
     records : Records | None
         Winners of tuning jobs, which ``auto`` follows before all predictions. Where all pairs of a
         chain have records, those are fused that together save the most measured time.
+    tf32 : bool
+        Whether, on a GPU, separate convolutions of float32 may run on tensor cores; pairs do not.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class FuseConv2D:
         target: Target | str | dict[str, object] | None = None,
         winograd: str = "auto",
         records: Records | None = None,
+        tf32: bool = False,
     ) -> None:
         if not callable(fuse) and fuse not in _MODES:
             raise OpError(
@@ -91,6 +95,7 @@ class FuseConv2D:
         self.fuse = fuse
         self.winograd = winograd
         self.records = records or Records()
+        self.tf32 = tf32
         self.target = None if target is None else Target(target)
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
@@ -98,10 +103,12 @@ class FuseConv2D:
         target = pass_target(self.target, "FuseConv2D")
         entries: list[Entry] = []
 
-        judge = _Judge(self.fuse, target, self.winograd != "never", self.records)
+        judge = _Judge(self.fuse, target, self.winograd != "never", self.records, self.tf32)
+        dtypes = ("float32", "float16") if target.kind.name in KINDS else ("float32",)
 
         def plan(name: str, block: relax.DataflowBlock) -> Rewrites:
-            candidates = _choose([judge(pair) for pair in _pairs(block)])
+            pairs = [pair for dtype in dtypes for pair in _pairs(block, dtype)]
+            candidates = _choose([judge(pair) for pair in pairs])
             entries.extend(candidate.report(name) for candidate in candidates)
             return _rewrites(candidates)
 
@@ -189,10 +196,10 @@ class _Candidate:
         }
 
 
-def _pairs(block: relax.DataflowBlock) -> Iterator[_Pair]:
-    """All pairs of a block, in the order of their first convolutions."""
+def _pairs(block: relax.DataflowBlock, dtype: str) -> Iterator[_Pair]:
+    """All pairs of an element type in a block, in the order of their first convolutions."""
     users = find_users(block)
-    chains = find_chains(block, users)
+    chains = find_chains(block, users, dtype)
     bound = {binding.var for binding in block.bindings}
     by_convolution = {chain.bindings[0].var: chain for chain in chains}
     for first in chains:
@@ -222,6 +229,7 @@ class _Judge:
     target: Target
     winograd: bool
     records: Records
+    tf32: bool
 
     def __call__(self, pair: _Pair) -> _Candidate:
         workload = pair.workload()
@@ -243,7 +251,7 @@ class _Judge:
             found = recorded_decision(workload, self.target, self.records, allowed)
             if found is not None:
                 return found
-        decision = decide(workload, self.target, allowed)
+        decision = decide(workload, self.target, allowed, self.tf32)
         if not callable(self.fuse):
             if self.fuse == "auto" or decision.fuse:
                 return decision

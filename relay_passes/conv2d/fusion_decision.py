@@ -47,7 +47,10 @@ LEAST_GAIN = -0.008  # predicted, below which there are two kernels; of equals o
 
 
 def decide(
-    workload: FusedConv2DWorkload, target: Target, winograd: tuple[bool, bool] = (True, True)
+    workload: FusedConv2DWorkload,
+    target: Target,
+    winograd: tuple[bool, bool] = (True, True),
+    tf32: bool = False,
 ) -> Decision:
     """Predict whether one kernel is faster than two.
 
@@ -59,6 +62,8 @@ def decide(
         The machine.
     winograd : tuple[bool, bool]
         Whether each layer, as a separate kernel, may be computed by Winograd's algorithm.
+    tf32 : bool
+        Whether, on a GPU, separate layers of float32 may be rounded to TF32.
 
     Returns
     -------
@@ -66,7 +71,7 @@ def decide(
         A function of the arguments alone.
     """
     if target.kind.name in KINDS:
-        return decide_gpu(workload, target)
+        return decide_gpu(workload, target, tf32)
     if target.kind.name != "llvm":
         return Decision(False, f"no fused convolution kernel for target kind {target.kind.name!r}")
     cpu = CPUInfo.from_target(target)

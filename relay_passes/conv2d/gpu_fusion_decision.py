@@ -11,10 +11,17 @@ from __future__ import annotations
 
 from tvm.target import Target
 
+from schedules.gpu.conv2d import tensor_core_pair_tile
 from schedules.gpu.conv2d.costs import fused_cycles, separate_cycles
 from schedules.gpu.conv2d.fused_conv2d import unsupported
 from schedules.gpu.conv2d.fused_tiles import ConvPair, choose_fused_tile
+from schedules.gpu.conv2d.tensor_core_pair_tile import (
+    choose_pair_tile,
+    fused_product_cycles,
+    separate_product_cycles,
+)
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.gemm.implicit_gemm import ConvShape
 from schedules.workload.conv2d import FusedConv2DWorkload
 
@@ -23,7 +30,7 @@ from .pair_decision import Decision
 LEAST_GAIN = 0.05  # predicted, below which there are two kernels: the estimate may err by more
 
 
-def decide_gpu(workload: FusedConv2DWorkload, target: Target) -> Decision:
+def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False) -> Decision:
     """Predict whether one kernel is faster than two.
 
     Parameters
@@ -32,6 +39,8 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target) -> Decision:
         The pair on concrete shapes.
     target : Target
         A ``cuda`` or ``opencl`` target.
+    tf32 : bool
+        Whether separate layers of float32 may run on tensor cores, rounded to TF32.
 
     Returns
     -------
@@ -41,28 +50,48 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target) -> Decision:
     obstacle = gpu_obstacle(workload, target)
     if obstacle is not None:
         return Decision(False, obstacle)
-    pair, gpu = _pair(workload), GPUInfo.from_target(target)
-    fused = fused_cycles(pair, gpu)
-    assert fused is not None, "gpu_obstacle has found a tile"
-    gain = separate_cycles(pair, gpu) / fused - 1
+    separate, fused = _cycles(workload, GPUInfo.from_target(target), tf32)
+    gain = separate / fused - 1
     kib = workload.mid_bytes() / 1024
     if gain >= LEAST_GAIN:
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
-    reason = f"estimated {gain:+.1%}: the first layer would be recomputed, or by too few blocks"
-    return Decision(False, reason, gain)
+    cause = "the first layer would be recomputed, or by too few blocks"
+    if workload.dtype != "float32" and workload.layer2.is_pointwise:
+        cause = "too few blocks"
+        if not workload.layer1.is_depthwise:
+            cause += ", or windows gathered for each of their tiles of channels"
+    return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
 
 
 def gpu_obstacle(workload: FusedConv2DWorkload, target: Target) -> str | None:
     """Reason why no kernel can take a pair on a GPU, or None."""
-    reason = unsupported(workload.layer1, workload.layer2)
+    gpu, layers = GPUInfo.from_target(target), (workload.layer1, workload.layer2)
+    is_float32 = workload.dtype == "float32"
+    reason = unsupported(*layers) if is_float32 else tensor_core_pair_tile.unsupported(*layers)
     if reason is not None:
         return reason
+    if not is_float32 and not gpu.has_tensor_cores:
+        return f"the element type is {workload.dtype}; without tensor cores it must be float32"
+    tile = (
+        choose_fused_tile(_pair(workload), gpu) if is_float32 else choose_pair_tile(workload, gpu)
+    )
+    return None if tile else "no tile of the pair fits the shared memory and registers of a block"
+
+
+def _cycles(workload: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool) -> tuple[float, float]:
+    """Predicted cycles of two kernels and of one, which :func:`gpu_obstacle` allows."""
     if workload.dtype != "float32":
-        return f"the element type is {workload.dtype}; the kernel takes float32"
-    if choose_fused_tile(_pair(workload), GPUInfo.from_target(target)) is None:
-        return "no tile of the pair fits the shared memory and registers of a block"
-    return None
+        tile = choose_pair_tile(workload, gpu)
+        assert tile is not None, "there is a tile"
+        return separate_product_cycles(workload, gpu), fused_product_cycles(workload, tile, gpu)
+    pair = _pair(workload)
+    fused, separate = fused_cycles(pair, gpu), separate_cycles(pair, gpu)
+    assert fused is not None, "there is a tile"
+    if tf32 and gpu.has_tensor_cores:  # in NCHW, so that data and result of the pair are repacked
+        separate = min(separate, separate_product_cycles(workload, gpu))
+        fused += 2 * COSTS.launch
+    return separate, fused
 
 
 def _pair(workload: FusedConv2DWorkload) -> ConvPair:

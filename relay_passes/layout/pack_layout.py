@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import tvm
 from tvm import relax
@@ -15,13 +16,14 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.errors import OpError
 from schedules.gpu.core.machine import KINDS, gpu_target
 from schedules.gpu.gemm.implicit_gemm import LANES
+from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.pass_target import pass_target
 from ..op.pack import unpack
 from .packed import RULES
 from .packed.consumers import Uses, find_uses
-from .packed.convolution import CONVOLUTION_RULES, read_convolution
-from .packed.packing_state import Packed, Result, Scope
+from .packed.convolution import CONVOLUTION_RULES, is_cut, read_convolution
+from .packed.packing_state import Packed, Result, Scope, Takes
 
 _PACK = "relax.tvm_fusion.pack"
 _UNPACK = "relax.tvm_fusion.unpack"
@@ -47,10 +49,10 @@ class PackLayout:
         gv = R.nn.softmax(lv3, axis=1)
 
     Weights and biases that are constants are packed here, others by calls in the function. Left
-    alone: on a GPU convolutions whose groups cross block boundaries, ops that are in no table of
-    ``relay_passes/layout/packed``, ops whose operands would be packed or unpacked for them alone,
-    convolutions that are packed already, and functions without any of our convolutions or packed
-    tensors.
+    alone: on a GPU convolutions whose groups cross block boundaries, and those of other types than
+    float32; ops that are in no table of ``relay_passes/layout/packed``, ops whose operands would be
+    packed or unpacked for them alone, convolutions that are packed already, and functions without
+    any of our convolutions or packed tensors.
 
     Parameters
     ----------
@@ -59,20 +61,27 @@ class PackLayout:
         target.
     block : int | None
         The number of lanes, whatever the target.
+    tf32 : bool
+        Whether, on a GPU, dense convolutions run on tensor cores, which take them in NCHW: then
+        they are left alone, and the depthwise ones, which are mostly between them.
     """
 
-    def __init__(self, target: Target | None = None, block: int | None = None) -> None:
+    def __init__(
+        self, target: Target | None = None, block: int | None = None, tf32: bool = False
+    ) -> None:
         if block is not None and (
             isinstance(block, bool) or not isinstance(block, int) or block < 2
         ):
             raise OpError(f"PackLayout: block is {block!r}; expected an integer of at least 2")
         self.target = target
         self.block = block
+        self.tf32 = tf32
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
         lanes = self.block or _channel_lanes(pass_target(self.target, "PackLayout"))
-        packer = _Packer(mod, lanes, cuts=gpu_target(self.target) is None)
+        on_gpu = partial(_takes_on_gpu, lanes=lanes, tf32=self.tf32)
+        packer = _Packer(mod, lanes, _takes_all if gpu_target(self.target) is None else on_gpu)
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function) and packer.is_concerned(func):
                 packer.builder_.update_func(name, packer.rewrite(func))
@@ -88,14 +97,25 @@ def _channel_lanes(target: Target) -> int:
     return LANES if target.kind.name in KINDS else CPUInfo.from_target(target).lanes("float32")
 
 
+def _takes_all(_: Conv2DKernel) -> bool:
+    return True
+
+
+def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, tf32: bool) -> bool:
+    if kernel.dtype != "float32" or any(is_cut(layer, lanes) for layer in kernel.layers):
+        return False
+    layer = kernel.layers[0]
+    return not tf32 or len(kernel.layers) > 1 or not (layer.groups == 1 or layer.is_depthwise)
+
+
 @relax.expr_functor.mutator
 class _Packer(relax.PyExprMutator):
     """Binds the packed twin of each tensor beside its NCHW form; then removes unused bindings."""
 
-    def __init__(self, mod: IRModule, block: int, cuts: bool) -> None:
+    def __init__(self, mod: IRModule, block: int, takes: Takes) -> None:
         super().__init__(mod)
         self.block = block
-        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, cuts)
+        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, takes)
 
     def is_concerned(self, func: relax.Function) -> bool:
         """Return whether ``func`` holds a convolution to pack, or an unpacked packed tensor."""
@@ -200,7 +220,7 @@ class _Packer(relax.PyExprMutator):
         return _calls(call, _PACK) and int(call.attrs["block"]) == self.block
 
     def _is_sink(self, call: relax.Call) -> bool:
-        layers = read_convolution(call, self.block, self.scope.cuts)
+        layers = read_convolution(call, self.block, self.scope.takes)
         return self._is_pack(call) or layers is not None
 
     def _can_stay_packed(self, call: relax.Call) -> bool:

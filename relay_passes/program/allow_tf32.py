@@ -11,7 +11,7 @@ from schedules.gpu.gemm.matmul.tensor_core_tile import TF32
 
 @tvm.transform.module_pass(opt_level=0, name="AllowTF32")
 class AllowTF32:
-    """Mark every function, before it is scheduled, so that the rule for products may use TF32.
+    """Mark every function, before it is scheduled, so that products and convolutions may use TF32.
 
     Factors then keep 10 of the 23 bits behind the point; sums and all else stay float32. Has no
     effect before sm_80.

@@ -233,6 +233,20 @@ KERNELS = (
         ("tests/gpu/gemm/matmul/test_statistics_gpu.py",),
     ),
     Fault(
+        "a depthwise layer before a product on tensor cores is summed in its own type",
+        "schedules/gpu/conv2d/tensor_core_pair_pattern.py",
+        "inlined=widened",
+        "inlined=before",
+        ("tests/gpu/conv2d/test_tensor_core_pair.py",),
+    ),
+    Fault(
+        "neighbouring panels of an intermediate have their lines in the same order",
+        "schedules/gpu/conv2d/tensor_core_pair_tile.py",
+        "line ^ (chunk // _CHUNKS % 2)",
+        "line",
+        ("tests/gpu/conv2d/test_tensor_core_pair.py",),
+    ),
+    Fault(
         "a small tile is asked for the registers of its sums, without those of its addresses",
         "schedules/gpu/conv2d/conv2d.py",
         "_blocks_at_once(tile, max(tile.registers, registers), gpu)",

@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.attention import tensor_core_attention
+from schedules.gpu.conv2d import tensor_core_pair
 from schedules.gpu.core.intrinsics import sync
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.tensor_core import MATRIX_TYPES
@@ -151,6 +152,10 @@ def _emulated(part: type) -> type:
 def emulate_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every device have tensor cores, and emulate them."""
     monkeypatch.setattr(GPUInfo, "has_tensor_cores", True)
-    for module in (tensor_core_matmul, tensor_core_attention):
+    for module, name in (
+        (tensor_core_matmul, "ThreadPart"),
+        (tensor_core_attention, "_ThreadPart"),
+        (tensor_core_pair, "_ThreadPart"),
+    ):
         monkeypatch.setattr(module, "TensorCore", EmulatedTensorCore)
-        monkeypatch.setattr(module, "_ThreadPart", _emulated(module._ThreadPart))
+        monkeypatch.setattr(module, name, _emulated(getattr(module, name)))

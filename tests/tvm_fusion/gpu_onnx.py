@@ -66,6 +66,24 @@ def convolutions(batch: int | str = 2, size: int = 9, channels: int = 6) -> onnx
     return net.finish([batch, 3, size, size], net.node("Softmax", x, axis=1), 2)
 
 
+def bottlenecks(batch: int = 1, size: int = 8, width: int = 16) -> onnx.ModelProto:
+    """A block of ResNet-50, and one of MobileNet-V2 without its first convolution."""
+    net = _Net(5)
+    padded = {"kernel_shape": [3, 3], "pads": [1] * 4}
+
+    def pointwise(x: str, inputs: int, outputs: int) -> str:
+        return net.node("Conv", x, net.weight(outputs, inputs, 1, 1), net.weight(outputs))
+
+    x = net.node("Relu", pointwise("x", 4 * width, width))
+    x = net.node("Conv", x, net.weight(width, width, 3, 3), net.weight(width), **padded)
+    x = net.node("Add", pointwise(net.node("Relu", x), width, 4 * width), "x")
+    x = net.node("Relu", x)
+    x = net.node("Conv", x, net.weight(4 * width, 1, 3, 3), group=4 * width, **padded)
+    low, high = (net.constant(np.float32(bound)) for bound in (0, 6))
+    x = pointwise(net.node("Clip", x, low, high), 4 * width, width)
+    return net.finish([batch, 4 * width, size, size], x, 4)
+
+
 def attention(batch: int | str = EXTENTS["batch"]) -> onnx.ModelProto:
     """A layer norm, self-attention with a computed shape, GELU, and a residual."""
     tokens, width, heads = (EXTENTS[name] for name in ("tokens", "width", "heads"))

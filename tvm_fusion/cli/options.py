@@ -150,7 +150,8 @@ precision_option = click.option(
     default="fp32",
     show_default=True,
     help="For GPUs: fp16 computes products and convolutions of float32 in float16, on tensor cores "
-    "where there are some; tf32 rounds the factors of products of float32 to TF32, from sm_80 on.",
+    "where there are some; tf32 rounds the factors of products and of dense convolutions to TF32, "
+    "from sm_80 on.",
 )
 
 network_option = click.option(

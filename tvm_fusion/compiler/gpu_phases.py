@@ -60,7 +60,7 @@ def gpu_phases(
     fuse : str or callable
         Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
     precision : str
-        ``"fp16"`` for products and convolutions of float16, ``"tf32"`` for products of TF32.
+        ``"fp16"`` for products and convolutions of float16, ``"tf32"`` for those of TF32.
     records : Records, optional
         Knobs of tuned kernels.
 
@@ -73,7 +73,8 @@ def gpu_phases(
     rules = gpu.rules(records) if records else gpu.RULES
     # Before norms and softmax decompose, which stay float32.
     half = [HalfPrecision(), SimplifyInference(target)] if precision == "fp16" else []
-    tf32 = [AllowTF32()] if precision == "tf32" else []
+    is_tf32 = precision == "tf32"
+    tf32 = [AllowTF32()] if is_tf32 else []
     return {
         "simplify": [
             SimplifyInference(target),
@@ -82,8 +83,11 @@ def gpu_phases(
             FuseLayerNorm(target),
             DecomposeNormalization(),
         ],
-        "fuse": [FuseConv2D(fuse=fuse, target=target, winograd="never"), FuseEpilogue()],
-        "pack": [PackLayout(target=target)],
+        "fuse": [
+            FuseConv2D(fuse=fuse, target=target, winograd="never", tf32=is_tf32),
+            FuseEpilogue(),
+        ],
+        "pack": [PackLayout(target=target, tf32=is_tf32)],
         "reduce": [CoalesceReduction()],
         "lower": [
             *gpu_generic.library_dispatch_passes(target),

@@ -14,15 +14,13 @@ from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from relay_passes.op.round_clip import BYTE
 from schedules.workload.conv2d import BOUNDED, WORD_BYTES, Activation, ConvLayer
 
-from .packing_state import Packed, Result, Rule, Scope, is_single_pixel
+from .packing_state import Packed, Result, Rule, Scope, Takes, is_single_pixel
 from .weight_packing import weight_form
 
 _OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
 
 
-def read_convolution(
-    call: relax.Call, block: int, cuts: bool = True
-) -> tuple[ConvLayer, ...] | None:
+def read_convolution(call: relax.Call, block: int, takes: Takes) -> tuple[ConvLayer, ...] | None:
     """The layers of a convolution call in NCHW that has a packed form, else None.
 
     Parameters
@@ -31,8 +29,8 @@ def read_convolution(
         Any call.
     block : int
         Lanes of one channel block.
-    cuts : bool
-        Whether groups may cross block boundaries.
+    takes : Callable
+        Whether a direct convolution, or a pair, is packed.
 
     Returns
     -------
@@ -44,11 +42,11 @@ def read_convolution(
         return None
     if name == QUANTIZED_CONV2D.name:
         return None if block % WORD_BYTES else read_quantized(call).layers
-    layers = read_kernel(call, _OPS[name]).layers
-    return layers if cuts or not any(_is_cut(layer, block) for layer in layers) else None
+    kernel = read_kernel(call, _OPS[name])
+    return kernel.layers if takes(kernel) else None
 
 
-def _is_cut(layer: ConvLayer, block: int) -> bool:
+def is_cut(layer: ConvLayer, block: int) -> bool:
     """Return whether the layer is neither dense nor depthwise, and its groups cross blocks."""
     own = layer.in_channels // layer.groups, layer.out_channels // layer.groups
     return layer.groups > 1 and not layer.is_depthwise and any(count % block for count in own)
@@ -61,7 +59,7 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     padding; unless they are packed already.
     """
     call = binding.value
-    layers = read_convolution(call, scope.block, scope.cuts)
+    layers = read_convolution(call, scope.block, scope.takes)
     if layers is None:
         return None
     op = _OPS[call.op.name]
@@ -107,7 +105,7 @@ def _bound_after(activation: Activation, bound: float) -> float:
 def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     """Rewrite one call of bytes; images of few channels are packed in words of four."""
     call = binding.value
-    layers = read_convolution(call, scope.block, scope.cuts)
+    layers = read_convolution(call, scope.block, scope.takes)
     if layers is None:
         return None
     (layer,), data = layers, call.args[0]

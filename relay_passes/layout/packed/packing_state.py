@@ -11,6 +11,7 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from relay_passes.op.pack import pack
+from schedules.workload.conv2d import Conv2DKernel
 
 from .consumers import Uses
 from .weight_packing import pack_array, pack_expr
@@ -38,6 +39,7 @@ class Packed:
     bound: float = 0.0
 
 
+Takes: TypeAlias = Callable[[Conv2DKernel], bool]
 Result: TypeAlias = Packed | tuple[Packed, ...] | relax.Expr | None
 
 
@@ -72,8 +74,8 @@ class Scope:
         Binds an expression in the block being built.
     visit : Callable
         The new form of an original expression, in NCHW.
-    cuts : bool
-        Whether convolutions are packed whose groups cross block boundaries.
+    takes : Callable
+        Whether a direct convolution, or a pair, is packed.
     packed : dict
         Tensors that exist packed.
     tuples : dict
@@ -86,7 +88,7 @@ class Scope:
     uses: Uses
     emit: Callable[[relax.Expr], relax.Var]
     visit: Callable[[relax.Expr], relax.Expr]
-    cuts: bool = True
+    takes: Takes = field(default=lambda _: True)
     packed: dict[relax.Var, Packed] = field(default_factory=dict)
     tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)
     parameters: dict[tuple[GenericConst, str], relax.Expr] = field(default_factory=dict)

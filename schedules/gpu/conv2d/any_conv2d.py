@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU rule for convolutions that no other rule takes.
 
-Dense ones of float16, bfloat16 and int8 are products on tensor cores, of the weights and the
-windows of the data; the others have one thread for each output.
+Dense ones of float16, bfloat16, int8 and, on request, float32 rounded to TF32 are products on
+tensor cores, of the weights and the windows of the data; the others have one thread for each
+output.
 """
 
 from __future__ import annotations

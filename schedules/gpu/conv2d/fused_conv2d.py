@@ -45,6 +45,7 @@ from .fused_tiles import (
     estimate_fused,
     fitting_fused_tiles,
 )
+from .tensor_core_pair import tensor_pair_function
 
 MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
 MOST_DENSE_REGISTERS = 168
@@ -95,7 +96,8 @@ class FusedConv2D(ConvRule):
 
     Takes functions that legalization marked as a fused pair of float32 on images of a known size
     (the batch may be symbolic) in ``NCHW4c``, or NCHW data with such an output, as far as
-    :func:`unsupported` allows and a tile fits the device; returns None for everything else.
+    :func:`unsupported` allows and a tile fits the device; and pairs of float16 or bfloat16 in NCHW,
+    on tensor cores (:mod:`.tensor_core_pair`). Returns None for everything else.
     """
 
     template = FUSED
@@ -103,7 +105,9 @@ class FusedConv2D(ConvRule):
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
         kernel = packed_kernel(func, layers=2)
-        if kernel is None or unsupported(*kernel.layers) is not None:
+        if kernel is None:
+            return tensor_pair_function(func, gpu)
+        if unsupported(*kernel.layers) is not None:
             return None
         tile = choose_fused_tile(pair_of(kernel, batch_of(func)), gpu)
         return None if tile is None else fused_template(func, kernel, tile)

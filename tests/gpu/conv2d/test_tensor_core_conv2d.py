@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from gemm.matmul.test_tensor_cores import rounded_to_tf32
 from graph_cases import CUDA, run
 from opencl import compile_opencl
 from tensor_core_emulation import emulate_tensor_cores
@@ -15,6 +16,7 @@ from tvm.target import Target
 
 from schedules.compute.conv2d import activate, conv2d, padded
 from schedules.gpu import AnyConv2D
+from schedules.gpu.gemm.matmul.tensor_core_tile import TF32
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from tests.selection import in_turns
 
@@ -29,7 +31,7 @@ def layer_of(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, **more
 def scheduled(
     layer: ConvLayer, size: tuple[int, int, int], dtype: str, target: Target, wide: bool = False
 ) -> tirx.PrimFunc:
-    """The rule's result; with ``wide``, of :func:`wide_conv2d`."""
+    """The rule's result, with TF32 allowed; with ``wide``, of :func:`wide_conv2d`."""
     batch, height, width = size
     shapes = [
         (batch, layer.in_channels, height, width),
@@ -42,7 +44,7 @@ def scheduled(
         for shape, kind, name in zip(shapes, types, ("data", "weight", "bias"), strict=True)
     ]
     output = wide_conv2d(*tensors, layer) if wide else conv2d(*tensors, None, layer)
-    func = te.create_prim_func([*tensors, output], "int64")
+    func = te.create_prim_func([*tensors, output], "int64").with_attr(TF32, True)
     kernel = Conv2DKernel((layer,), batch, height, width, dtype=dtype)
     schedule = AnyConv2D().apply(
         func.with_attr("tvm_fusion.workload", to_json(kernel)), target, False
@@ -108,6 +110,27 @@ def test_numbers(
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * terms + 1e-5)
 
 
+def test_numbers_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors are rounded to the nearest number of TF32; nothing else is."""
+    emulate_tensor_cores(monkeypatch)
+    layer = layer_of(12, 40, 3, 2, activation=Activation("relu"))
+    func = scheduled(layer, (2, 9, 11), "float32", OPENCL)
+    rng = np.random.default_rng()
+    shapes = [(2, 12, 9, 11), (40, 12, 3, 3), (40,)]
+    data, weight, bias = (rng.standard_normal(shape).astype("float32") for shape in shapes)
+    exact, rounded = (
+        np.maximum(convolve(*factors, layer) + bias[:, None, None], 0)
+        for factors in (
+            (data.astype("float64"), weight.astype("float64")),
+            (rounded_to_tf32(data), rounded_to_tf32(weight)),
+        )
+    )
+    found = np.full(exact.shape, np.nan, "float32")
+    compile_opencl(func, OPENCL).run(data, weight, bias, found)
+    np.testing.assert_allclose(found, rounded, rtol=0, atol=2e-4)
+    assert np.abs(found - exact).max() > 1e-3, "nothing was rounded"
+
+
 def test_numbers_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution as TVM legalizes it, of several images, with an epilogue."""
     emulate_tensor_cores(monkeypatch)
@@ -147,6 +170,18 @@ def test_machine_code(name: str, arch: str) -> None:
     # The stem's weights have rows of 147 elements: no chunks of 16 bytes.
     assert bool(count(names, "LDGSTS.E.BYPASS.128")) is (name != "stem")
     assert count(names, "STS") == count(names, "STS.128")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), in_turns(["2_1x1", "2_3x3", "stem"], ["sm_90", "sm_80"], every=3)
+)
+def test_machine_code_of_tf32(name: str, arch: str) -> None:
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    source = cuda_source(scheduled(*RESNET[name], "float32", target), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names = opcodes(code)
+    assert count(names, "HMMA.1688.F32.TF32") and count(names, "LDSM") and used.registers <= 128
 
 
 def test_groups_stay_on_the_ordinary_cores() -> None:

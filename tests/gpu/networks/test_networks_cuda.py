@@ -74,10 +74,12 @@ def test_products_and_convolutions_of_float16_run_on_tensor_cores(name: str, arc
     target = resolve(f"cuda -arch={arch}")
     imported = import_onnx(ZOO[name](**HALVES[name])).mod
     mod = pipeline.optimize(imported, target, Options(precision="fp16"))
-    products = [use.name for use in kernel_uses(mod) if use.rule == "Matmul"]
+    kernels = ("Matmul", "FusedConv2D")
+    products = [use.name for use in kernel_uses(mod) if use.rule in kernels]
     executable = pipeline.build_apart(mod, target).executable
     code = {k: opcodes(v) for text in cuda_texts(executable) for k, v in sass(text, arch).items()}
     ordinary = {each for each in products if not count(code[f"{each}_kernel"], "HMMA")}
     assert len(products) - len(ordinary) >= 4
     assert len(ordinary) == (0 if name == "gpt2" else 1)
     assert not any("conv" in each for each in ordinary)
+    assert any("fused_conv2d" in each for each in products) is (name == "resnet_50")

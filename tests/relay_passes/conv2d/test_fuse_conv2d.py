@@ -66,6 +66,76 @@ class BlockFused:
         return lv5
 
 
+HALVES = [each.astype("float16") for each in (DENSE, BIAS4, POINTWISE)]
+
+
+@I.ir_module
+class Half:
+    @R.function
+    def main(x: R.Tensor((8, 32, 28, 28), "float16")) -> R.Tensor((8, 32, 28, 28), "float16"):
+        R.func_attr({"num_input": 1})
+        with R.dataflow():
+            lv0 = R.nn.conv2d(x, relax.const(HALVES[0]), padding=[1] * 4, out_dtype="float32")
+            lv1 = R.astype(lv0, "float16")
+            lv2 = R.add(lv1, relax.const(HALVES[1]))
+            lv3 = R.maximum(lv2, relax.const(np.float16(0)))
+            lv4 = R.minimum(lv3, relax.const(np.float16(6)))
+            lv5 = R.nn.conv2d(lv4, relax.const(HALVES[2]), out_dtype="float32")
+            lv6 = R.astype(lv5, "float16")
+            lv7 = R.add(x, lv6)
+            lv8 = R.nn.relu(lv7)
+            R.output(lv8)
+        return lv8
+
+
+@I.ir_module
+class HalfFused:
+    @R.function
+    def main(x: R.Tensor((8, 32, 28, 28), "float16")) -> R.Tensor((8, 32, 28, 28), "float16"):
+        R.func_attr({"num_input": 1})
+        with R.dataflow():
+            lv8 = R.tvm_fusion.fused_conv2d(
+                x,
+                relax.const(HALVES[0]),
+                relax.const(BIAS.astype("float16")),
+                relax.const(HALVES[2]),
+                relax.const(np.zeros(32, "float16")),
+                x,
+                padding1=[1, 1, 1, 1],
+                activation1="relu6",
+                activation2="relu",
+            )
+            R.output(lv8)
+        return lv8
+
+
+def test_float16_of_sums_in_float32_is_fused_for_tensor_cores():
+    tensor_cores = Target({"kind": "cuda", "arch": "sm_80"})
+    assert_functions_equal(FuseConv2D("all", tensor_cores)(Half), HalfFused)
+    for target in (TARGET, Target({"kind": "cuda", "arch": "sm_75"}), Target("opencl")):
+        result = FuseConv2D("all", target)(Half)
+        assert_functions_equal(result, Half)
+        assert not any(entry["fused"] for entry in report_of(result))
+
+
+def test_float32_of_float16_factors_is_left_alone():
+    """Sums that are not rounded before they are read."""
+
+    @I.ir_module
+    class Wide:
+        @R.function
+        def main(x: R.Tensor((8, 32, 28, 28), "float16")) -> R.Tensor((8, 32, 28, 28), "float16"):
+            with R.dataflow():
+                lv0 = R.nn.conv2d(x, relax.const(HALVES[2]), out_dtype="float32")
+                lv1 = R.nn.relu(lv0)
+                lv2 = R.astype(lv1, "float16")
+                lv3 = R.nn.conv2d(lv2, relax.const(HALVES[2]), out_dtype="float16")
+                R.output(lv3)
+            return lv3
+
+    assert_functions_equal(FuseConv2D("all", Target({"kind": "cuda", "arch": "sm_80"}))(Wide), Wide)
+
+
 def report_of(mod):
     return json.loads(mod.attrs["tvm_fusion.fusion_report"])
 

@@ -51,10 +51,28 @@ def test_the_gain_grows_as_the_first_layer_shrinks() -> None:
     assert small.gain > large.gain
 
 
+def test_pairs_of_tensor_cores_gain_where_there_are_enough_blocks() -> None:
+    """Of ResNet-50 in batches the first, not the last; and depthwise ones of few channels."""
+    early = pair(56, dense(64, 64, 3), dense(64, 256), 8)
+    late = pair(14, dense(256, 256, 3), dense(256, 1024), 8)
+    narrow = pair(56, depthwise(96), dense(96, 24), 8)
+    gains = [decide_gpu(replace(each, dtype="float16"), CUDA) for each in (early, late, narrow)]
+    assert [decision.fuse for decision in gains] == [True, False, True]
+
+
+def test_tensor_cores_for_separate_layers_count() -> None:
+    """A pair of float32 that gains on the ordinary cores loses against layers of TF32."""
+    dense_pair = pair(56, dense(64, 64, 3), dense(64, 64), 8)
+    gains = [decide_gpu(dense_pair, CUDA, tf32).gain for tf32 in (False, True)]
+    assert gains[1] < gains[0] and gains[1] < 0
+
+
 def test_refusals_have_reasons() -> None:
     fine = pair(14, depthwise(16), dense(16, 8))
     assert "second layer has groups" in decide_gpu(pair(14, dense(8, 8), depthwise(8)), CUDA).reason
-    half = decide_gpu(replace(fine, dtype="float16"), CUDA)
-    assert not half.fuse and "takes float32" in half.reason
+    half = decide_gpu(replace(fine, dtype="float16"), OPENCL)
+    assert not half.fuse and "without tensor cores it must be float32" in half.reason
+    wide = pair(14, depthwise(64), dense(64, 8, 3))
+    assert "has to be pointwise" in decide_gpu(replace(wide, dtype="float16"), CUDA).reason
     huge = decide_gpu(pair(64, dense(8, 8), dense(8, 8, 49)), CUDA)
     assert not huge.fuse and "no tile of the pair fits" in huge.reason

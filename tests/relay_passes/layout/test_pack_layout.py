@@ -13,8 +13,9 @@ from tvm.target import Target
 
 import relay_passes.op  # noqa: F401  (registers the ops that the modules below call)
 from relay_passes.layout.pack_layout import PackLayout
-from relay_passes.layout.packed.weight_packing import pack_array
+from relay_passes.layout.packed.weight_packing import pack_array, weight_form
 from schedules.errors import OpError, TargetError
+from schedules.workload.conv2d import ConvLayer
 
 
 def const(*shape: int, start: int = 1):
@@ -344,6 +345,59 @@ def test_groups_that_cut_blocks_stay_plain_on_a_gpu_behind_one_unpack():
             return gv
 
     tvm.ir.assert_structural_equal(PackLayout(GPU)(Before), Expected, map_free_vars=True)
+
+
+def test_dense_and_depthwise_layers_stay_plain_for_tf32():
+    dw, dw_b = const(8, 1, 3, 3), const(8)
+    w, b, wg = const(8, 8, 1, 1), const(8), const(8, 4, 1, 1)
+    wgp, bp = (
+        packed(wg, str(weight_form(ConvLayer(8, 8, (1, 1), groups=2), 4, False)), 4),
+        packed(b, "bias", 4),
+    )
+
+    @I.ir_module
+    class Before:
+        @R.function
+        def main(x: R.Tensor((1, 8, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, dw, dw_b, groups=8)
+                lv1 = R.tvm_fusion.conv2d(lv, w, b)
+                gv = R.tvm_fusion.conv2d(lv1, wg, b, groups=2)
+                R.output(gv)
+            return gv
+
+    @I.ir_module
+    class Expected:
+        @R.function
+        def main(x: R.Tensor((1, 8, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, dw, dw_b, groups=8)
+                lv1 = R.tvm_fusion.conv2d(lv, w, b)
+                p = R.tvm_fusion.pack(lv1, block=4)
+                lv2 = R.tvm_fusion.conv2d(
+                    p, wgp, bp, groups=2, data_layout="NCHW4c", in_channels=8, out_channels=8
+                )
+                gv = R.tvm_fusion.unpack(lv2, channels=8)
+                R.output(gv)
+            return gv
+
+    layout = PackLayout(GPU, tf32=True)
+    tvm.ir.assert_structural_equal(layout(Before), Expected, map_free_vars=True)
+
+
+def test_convolutions_of_float16_stay_plain_on_a_gpu():
+    w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((8, 8, 1, 1), (8,)))
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 8, 8, 8), "float16")):
+            with R.dataflow():
+                gv = R.tvm_fusion.fused_conv2d(x, w, b, w, b)
+                R.output(gv)
+            return gv
+
+    tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
 
 
 def test_pair_with_odd_groups_stays_plain_on_a_gpu():

@@ -187,15 +187,18 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
         node("MatMul", ["b", "w2"], ["c"]),
         node("Add", ["c", "x"], ["y"]),
     ]
-    models = [
-        half_model(residual, [1, 64, 28, 28], w1=(64, 64, 3, 3), w2=(64, 64, 1, 1)),
-        half_model(feed_forward, [1, 127, 768], w1=(768, 3072), w2=(3072, 768)),
-    ]
-    for model in models:
-        compiled = tvm_fusion.compile(model, "cuda -arch=sm_90")
+    convolutions = half_model(residual, [1, 64, 28, 28], w1=(64, 64, 3, 3), w2=(64, 64, 1, 1))
+    products = half_model(feed_forward, [1, 127, 768], w1=(768, 3072), w2=(3072, 768))
+    for model, fuse, count in (
+        (convolutions, "auto", 1),  # of both layers
+        (convolutions, "none", 2),
+        (products, "auto", 2),
+    ):
+        compiled = tvm_fusion.compile(model, "cuda -arch=sm_90", fuse=fuse)
         (text,) = cuda_texts(compiled._executable)
         kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
-        assert len(kernels) == 2 and all("mma_sync_aligned" in kernel for kernel in kernels)
+        assert len(kernels) == count, fuse
+        assert all("mma_sync_aligned" in kernel for kernel in kernels)
 
 
 def test_fast_math_is_for_cuda() -> None:

@@ -10,10 +10,11 @@ import onnx
 import opencl
 import pytest
 import tvm
-from gpu_onnx import attention, convolutions
+from gpu_onnx import attention, bottlenecks, convolutions
 from onnx_reference import random_feed, relative_error, run_onnx
 from relax_on_opencl import RelaxOnOpenCL
 from small_onnx import small_model
+from tensor_core_emulation import emulate_tensor_cores
 from tvm import ir, relax
 
 import tvm_fusion
@@ -107,6 +108,40 @@ def test_products_of_a_model_are_tf32(bert: tvm.IRModule) -> None:
         found[precision] = sum("tf32" in text for text in texts)
         assert not any("float16" in text for text in texts)
     assert found["fp32"] == 0 and found["tf32"] >= 4
+
+
+def test_convolutions_of_a_model_are_tf32() -> None:
+    """The dense ones; they and the depthwise one between them stay in NCHW."""
+    target, found = resolve("cuda -arch=sm_80"), {}
+    for precision in ("fp32", "tf32"):
+        mod = pipeline.optimize(
+            import_onnx(convolutions()).mod, target, Options(precision=precision)
+        )
+        texts = [mod[use.name].script() for use in kernel_uses(mod)]
+        found[precision] = [
+            sum(part in text for text in texts) for part in ("round_tf32", "NCHW4c")
+        ]
+    assert found["fp32"][0] == 0 and found["fp32"][1] > 0
+    assert found["tf32"] == [2, 0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+def test_numbers_of_convolutions_on_tensor_cores(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By emulation; in float16 every pair that can be is one kernel."""
+    is_half = precision == "fp16"
+    emulate_tensor_cores(monkeypatch)
+    monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
+    model, target = bottlenecks(), resolve(OPENCL)
+    options = Options(fuse="all" if is_half else "none", precision=precision)
+    mod = pipeline.optimize(import_onnx(model).mod, target, options)
+    rules = [use.rule for use in kernel_uses(mod)]
+    assert rules.count("FusedConv2D") == (2 if is_half else 0), rules
+    feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
+    [expected] = run_onnx(model, feed)
+    [actual] = RelaxOnOpenCL(mod, target)(*feed.values())
+    assert 1e-6 < relative_error(actual, expected) < 1e-2
 
 
 def test_where_it_has_no_effect() -> None:

@@ -127,14 +127,29 @@ def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | 
     without windows.
     """
     stages = read_stages(func)
-    products = [stage for stage in stages or [] if product_factors(stage) is not None]
-    if stages is None or not products:
+    return None if stages is None else read_product(stages, func.params, windows)
+
+
+def read_product(
+    stages: Sequence[Stage],
+    outputs: Sequence[tirx.Buffer],
+    windows: bool = False,
+    inlined: Sequence[Stage] = (),
+) -> MatmulFunction | None:
+    """Read the first product of some stages, as :func:`read_matmul` does that of a function.
+
+    Of the stages' outputs, those in ``outputs`` are stored. Elements of what the stages in
+    ``inlined`` compute, reductions among them, are computed where the factors need them.
+    """
+    products = [stage for stage in stages if product_factors(stage) is not None]
+    if not products:
         return None
     product = products[0]
-    parts = split_stages(func, stages, product)
+    parts = split_stages(outputs, stages, product)
     factors = product_factors(product)
     if parts is None or factors is None or (windows and not parts.is_plain):
         return None
+    parts = replace(parts, before=[*inlined, *parts.before])
     before = parts.before
     reduced = [axis for axis in product.reduced if constant(axis.dom.extent) != 1]
     if len(reduced) > 1 and not windows:
@@ -148,7 +163,7 @@ def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | 
         axes = _roles(product, before, left, right, reduced, windows)
     if axes is None or (_last(extents) is not None and _last(extents) not in axes.n):
         return None
-    return _assemble(func, product, parts, (left, right), axes, reduced)
+    return _assemble(outputs, product, parts, (left, right), axes, reduced)
 
 
 def product_factors(product: Stage) -> tuple[tirx.Expr, tirx.Expr] | None:
@@ -226,7 +241,7 @@ def dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> l
 
 
 def _assemble(
-    func: tirx.PrimFunc,
+    outputs: Sequence[tirx.Buffer],
     product: Stage,
     parts: SplitStages,
     factors: tuple[tirx.Expr, tirx.Expr],
@@ -250,7 +265,7 @@ def _assemble(
         for factor, part in zip(factors, (axes.m, axes.n), strict=True)
     )
     accumulator = tirx.Var("sum", dtype)
-    epilogue = _epilogue(func, product, parts, axes, accumulator)
+    epilogue = _epilogue(outputs, product, parts, axes, accumulator)
     if epilogue is None:
         return None
     found = MatmulFunction(left, right, batch, m, n, depth, dtype, accumulator, epilogue)
@@ -352,7 +367,7 @@ def _rows_are_neighbours(space: IterationSpace) -> bool:
 
 
 def _epilogue(
-    func: tirx.PrimFunc,
+    outputs: Sequence[tirx.Buffer],
     product: Stage,
     parts: SplitStages,
     axes: _Axes,
@@ -368,7 +383,7 @@ def _epilogue(
     stored = accumulator.astype(str(product.output.dtype))
     program = ElementProgram([*before, *after], {**parts.known, product.output: stored})
     stages = (*before, product, *after)
-    written = [s for s in stages if any(s.output.same_as(param) for param in func.params)]
+    written = [s for s in stages if any(s.output.same_as(each) for each in outputs)]
     same = [tvm_ffi.structural_equal(list(s.shape), list(shape)) for s in written]
     if not written or not all(same):
         return None

@@ -103,20 +103,20 @@ class SplitStages:
 
 
 def split_stages(
-    func: tirx.PrimFunc, stages: Sequence[Stage], product: Stage
+    outputs: Sequence[tirx.Buffer], stages: Sequence[Stage], product: Stage
 ) -> SplitStages | None:
     """Split the other stages of a product's function; None if they are of another kind."""
     place = stages.index(product)
     behind = [stage for stage in stages[place + 1 :] if stage.reduced]
     rest = [stage for stage in stages if stage is not product and stage not in behind]
-    moments = _read_moments(behind, func) if behind else None
+    moments = _read_moments(behind, outputs) if behind else None
     if behind and moments is None:
         return None
     rows = _row_stages(rest, product)
     others = [stage for stage in rest if stage not in rows]
     if any(stage.reduced for stage in others):
         return None
-    if any(stage.output in func.params for stage in rows):
+    if any(stage.output in outputs for stage in rows):
         return None
     readers = [*others, product]
     read = {load.source for stage in readers for load in loads(stage.value)}
@@ -163,9 +163,9 @@ def _is_at(load: ir.TensorLoad, axes: Sequence[tirx.IterVar]) -> bool:
     )
 
 
-def _read_moments(stages: Sequence[Stage], func: tirx.PrimFunc) -> SegmentMoments | None:
+def _read_moments(stages: Sequence[Stage], outputs: Sequence[tirx.Buffer]) -> SegmentMoments | None:
     """The moments that two reductions compute, as :mod:`schedules.compute.row_moments` has them."""
-    if len(stages) != 2 or not all(stage.output in func.params for stage in stages):
+    if len(stages) != 2 or not all(stage.output in outputs for stage in stages):
         return None
     sums, squares = stages
     element, square = (_summand(stage) for stage in stages)

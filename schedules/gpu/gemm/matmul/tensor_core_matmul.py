@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ from .tensor_core_tile import (
 )
 from .tiled_matmul import Product, epilogue_lanes, store_results
 
-_QUAD = 4  # lanes with neighbouring columns of the same row
+QUAD = 4  # lanes with neighbouring columns of the same row
 
 
 def tensor_core_function(
@@ -93,7 +93,7 @@ def write_tensor_tiles(
     )
     with T.launch_thread("threadIdx.x", tile.threads) as thread:
         first = T.bind(row_tile * i64(tile.rows)), T.bind(column_tile * i64(tile.columns))
-        _ThreadPart(matmul, tile, views, batch, first, thread).write()
+        ThreadPart(matmul, tile, views, batch, first, thread).write()
 
 
 class Factor:
@@ -113,7 +113,14 @@ class Factor:
         The tensors.
     start : Sequence[tirx.Expr]
         Place in the batch, and first row.
+
+    Attributes
+    ----------
+    starts_anywhere : bool
+        Whether the first row may be no multiple of the tile's.
     """
+
+    starts_anywhere = False
 
     def __init__(
         self,
@@ -153,7 +160,12 @@ class Factor:
             (row < i64(rows), self.shared.rows, rows),
             (inner < i64(reduced), self.shared.depth, reduced),
         )
-        return [inside for inside, part, extent in each if not divides(part, extent)]
+        starts = self.starts_anywhere, False
+        return [
+            inside
+            for (inside, part, extent), anywhere in zip(each, starts, strict=True)
+            if anywhere or not divides(part, extent)
+        ]
 
     def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
         """Begin to load the part of a thread, from a place of the reduced axis on."""
@@ -161,6 +173,10 @@ class Factor:
 
     def keep(self, core: TensorCore, thread: tirx.Expr, stage: Index) -> None:
         """Store what was loaded to the stage, if it is not there."""
+
+    def place(self, step: tirx.Expr, stage: Index) -> Index:
+        """The byte where the tile of a step begins, of which the other factor has a stage."""
+        return stage
 
     def load(
         self,
@@ -257,8 +273,22 @@ def _without_jumps(step: Step) -> Step:
     )
 
 
-class _ThreadPart:
-    """One thread's part of a tile."""
+class ThreadPart:
+    """One thread's part of a tile.
+
+    Parameters
+    ----------
+    matmul, tile : MatmulFunction, TensorTile
+        The product, and the partition of the tile.
+    views, batch, first, thread : Views, Sequence[tirx.Expr], tuple, tirx.Expr
+        The tensors, the place in the batch, the tile's first row and column, and the thread.
+    core : TensorCore | None
+        The instructions and their shared memory, if there are several products.
+    begin : int
+        First byte of the stages in it.
+    right : Factor | None
+        The right factor, if it lies in that memory as a whole.
+    """
 
     def __init__(
         self,
@@ -268,6 +298,9 @@ class _ThreadPart:
         batch: Sequence[tirx.Expr],
         first: tuple[tirx.Expr, tirx.Expr],
         thread: tirx.Expr,
+        core: TensorCore | None = None,
+        begin: int = 0,
+        right: Factor | None = None,
     ):
         self.matmul, self.tile, self.views = matmul, tile, views
         self.batch, self.first = batch, first
@@ -275,20 +308,17 @@ class _ThreadPart:
         warp = thread // COSTS.warp
         self.row = warp // tile.warps_across * tile.warp_rows
         self.column = warp % tile.warps_across * tile.warp_columns
-        self.core = TensorCore(tile.type.dtype, tile.stages * tile.stage_bytes)
-        self.left, self.right = (
-            Factor.of(
-                operand,
-                tile.shared(extent, operand, operand is matmul.left),
-                0 if operand is matmul.left else tile.rows * tile.depth * tile.type.itemsize,
-                tile.threads,
-                views,
-                [*batch, start],
-            )
-            for operand, extent, start in zip(
-                (matmul.left, matmul.right), (tile.rows, tile.columns), first, strict=True
-            )
-        )
+        self.core = core or TensorCore(tile.type.dtype, tile.stages * tile.stage_bytes)
+        self.begin = begin
+        shared = tile.shared(tile.rows, matmul.left, True)
+        where = tile.threads, views
+        self.left = Factor.of(matmul.left, shared, 0, *where, [*batch, first[0]])
+        self.stage_bytes = shared.nbytes
+        if right is None:
+            shared = tile.shared(tile.columns, matmul.right, False)
+            right = Factor.of(matmul.right, shared, self.stage_bytes, *where, [*batch, first[1]])
+            self.stage_bytes += shared.nbytes
+        self.right = right
         self.sums = T.alloc_buffer((tile.sums,), tile.type.register, scope="local")
         self.row_tile = RowTile.compute(
             matmul, views, first[0], tile.rows, self.thread, tile.threads
@@ -303,29 +333,31 @@ class _ThreadPart:
         count = self.tile.warp_rows // ELEMENTS
         found = T.alloc_buffer((count,), name.ty.dtype, scope="local")
         for number in range(count):
-            row = self.row + number * ELEMENTS + self.lane // _QUAD
+            row = self.row + number * ELEMENTS + self.lane // QUAD
             T.buffer_store(found, self.row_tile.at(name, self.first[0] + i64(row)), [number])
         return found
 
     def write(self) -> None:
-        for e in range(self.tile.sums):
-            T.buffer_store(self.sums, tirx.const(0, self.sums.dtype), [e])
-        self._accumulate()
+        """Emit the whole part."""
+        self.accumulate()
         self._finish()
 
-    def _accumulate(self) -> None:
+    def accumulate(self) -> None:
+        """Emit the loop over the reduced axis."""
+        for e in range(self.tile.sums):
+            T.buffer_store(self.sums, tirx.const(0, self.sums.dtype), [e])
         tile, core = self.tile, self.core
         steps, ahead = -(-int(self.matmul.k) // tile.depth), tile.stages - 1
         for step in range(ahead):
             if step < steps:
-                stage = tirx.const(step * tile.stage_bytes, "int32")
+                stage = tirx.const(self.begin + step * self.stage_bytes, "int32")
                 self._fetch(i64(step), stage)
                 self._keep(stage)
             core.commit()
         # The stages in use and being filled, in bytes: a remainder would take a division.
         used, filled = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
-        T.buffer_store(used, 0, [0])
-        T.buffer_store(filled, ahead * tile.stage_bytes, [0])
+        T.buffer_store(used, self.begin, [0])
+        T.buffer_store(filled, self.begin + ahead * self.stage_bytes, [0])
         with T.serial(i64(0), i64(steps)) as step:
             core.wait(ahead - 1)
             sync()
@@ -333,14 +365,14 @@ class _ThreadPart:
             with when(follows):
                 self._fetch(step + i64(ahead), filled[0])
             core.commit()
-            self._multiply(used[0])
+            self._multiply(step, used[0])
             if self._is_gathered:
                 with when(follows):
                     self._keep(filled[0])
             for stage in (used, filled):
-                last = stage[0] == (tile.stages - 1) * tile.stage_bytes
-                following = stage[0] + tile.stage_bytes
-                T.buffer_store(stage, tirx.Select(last, tirx.const(0, "int32"), following), [0])
+                last = stage[0] == self.begin + ahead * self.stage_bytes
+                following, first = stage[0] + self.stage_bytes, tirx.const(self.begin, "int32")
+                T.buffer_store(stage, tirx.Select(last, first, following), [0])
 
     @property
     def _is_gathered(self) -> bool:
@@ -355,29 +387,33 @@ class _ThreadPart:
         for factor in (self.left, self.right):
             factor.keep(self.core, self.thread, stage)
 
-    def _multiply(self, stage: tirx.Expr) -> None:
+    def _multiply(self, step: tirx.Expr, stage: tirx.Expr) -> None:
         tile, core = self.tile, self.core
+        left_at, right_at = (factor.place(step, stage) for factor in (self.left, self.right))
         left = T.alloc_buffer((tile.warp_rows // 4,), "uint32", scope="local")
         right = T.alloc_buffer((tile.warp_columns // 4,), "uint32", scope="local")
         across = tile.warp_columns // ELEMENTS
         for k in range(0, tile.depth, tile.type.step):
-            self.left.load(core, left, self.lane, self.row, k, stage, self.shifts)
-            self.right.load(core, right, self.lane, self.column, k, stage)
+            self.left.load(core, left, self.lane, self.row, k, left_at, self.shifts)
+            self.right.load(core, right, self.lane, self.column, k, right_at)
             for i in range(tile.warp_rows // STEP):
                 for j in range(across):
                     rows = [left[4 * i + r] for r in range(4)]
                     columns = [right[2 * j + r] for r in range(2)]
                     core.multiply(self.sums, 4 * (i * across + j), rows, columns)
 
+    def sums_of_rows(self, i: int) -> list[tirx.Expr]:
+        """The lane's sums of the warp's 16 rows with a number."""
+        count = self.tile.warp_columns // ELEMENTS * 4
+        return [self._sum(i * count + e) for e in range(count)]
+
     def _finish(self) -> None:
         """Store the results."""
         tile, rows_exist = self.tile, divides(self.tile.rows, self.matmul.m)
-        across = tile.warp_columns // ELEMENTS
         column = self.first[1] + i64(self.column)
         for i in range(tile.warp_rows // STEP):
             row = self.first[0] + i64(self.row + i * STEP)
-            part = [self._sum(4 * i * across + e) for e in range(4 * across)]
-            place = (self.matmul, self.views, self.batch, row, column, part)
+            place = (self.matmul, self.views, self.batch, row, column, self.sums_of_rows(i))
             keep = MomentRegisters.allocate(self.matmul, vectors=2)
             store_products(self.core, self.lane, *place, rows_exist, self.row_tile, keep)
 
@@ -421,11 +457,9 @@ def store_products(
     # Vectors of 16 bytes of float32, for which all that the epilogue reads fits into registers.
     lanes = epilogue_lanes(product, ELEMENTS if keep is None else ELEMENTS // keep.vectors)
     for half in range(2):
-        own = T.bind(row + i64(half * 8 + lane // _QUAD))
-        for group in range(0, len(sums) // 4, _QUAD):
-            found = [sums[4 * (group + j) + 2 * half + e] for j in range(_QUAD) for e in range(2)]
-            values = _neighbours(core, lane, found)
-            first = T.bind(column + i64((group + lane % _QUAD) * ELEMENTS))
+        own = T.bind(row + i64(half * 8 + lane // QUAD))
+        for group, values in row_vectors(core, lane, sums, half):
+            first = T.bind(column + i64((group + lane % QUAD) * ELEMENTS))
             place = batch, own, first, values, rows_exist
             then = None if keep is None else keep.take
             store_results(product, lanes, views, *place, rows, then)
@@ -452,20 +486,33 @@ def _finish_moments(
             T.buffer_store(others, core.exchange(held[k], bit), [k])
         own, other = ((each[0], each[1]) for each in (held, others))
         combine(held, [own, other], bit * ELEMENTS)
-    with when(tirx.EQ(lane % _QUAD, 0), row < i64(matmul.m), column < i64(matmul.n)):
+    with when(tirx.EQ(lane % QUAD, 0), row < i64(matmul.m), column < i64(matmul.n)):
         store_moments(matmul, matmul.moments, views, row, column, held)
+
+
+def row_vectors(
+    core: TensorCore, lane: tirx.Expr, sums: Sequence[tirx.Expr], half: int
+) -> Iterator[tuple[int, list[tirx.Expr]]]:
+    """Emit the exchanges for the upper or lower eight of 16 rows, four products at a time.
+
+    Yields the first product's number, and eight neighbours of a row: lane ``4 r + t`` has those of
+    row ``r`` and product ``t``.
+    """
+    for group in range(0, len(sums) // 4, QUAD):
+        found = [sums[4 * (group + j) + 2 * half + e] for j in range(QUAD) for e in range(2)]
+        yield group, _neighbours(core, lane, found)
 
 
 def _neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
     """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
     dtype = str(found[0].ty.dtype)
-    held = T.alloc_buffer((2 * _QUAD,), dtype, scope="local")
+    held = T.alloc_buffer((2 * QUAD,), dtype, scope="local")
     for e, value in enumerate(found):
         T.buffer_store(held, value, [e])
     got = T.alloc_buffer((1,), dtype, scope="local")
     for bit in (1, 2):
         upper = tirx.NE(lane & bit, 0)
-        for j in (j for j in range(_QUAD) if not j & bit):
+        for j in (j for j in range(QUAD) if not j & bit):
             for e in range(2):
                 low, high = 2 * j + e, 2 * (j | bit) + e
                 sent = tirx.Select(upper, held[low], held[high])
@@ -473,4 +520,4 @@ def _neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -
                 T.buffer_store(held, tirx.Select(upper, held[high], got[0]), [high])
                 # The upper lane keeps its second value, the lower one its first.
                 T.buffer_store(held, tirx.Select(upper, got[0], held[low]), [low])
-    return [held[e] for e in range(2 * _QUAD)]
+    return [held[e] for e in range(2 * QUAD)]

@@ -20,9 +20,9 @@ from .matmul_tile_sizes import assumed_size
 
 ELEMENTS = 8  # rows of a matrix of ldmatrix, columns of a product, 16-bit elements of a chunk
 STEP = 16  # rows of a product, and 16-bit elements of the reduced axis in it
-_MOST_STAGES = 6
-_DTYPES = ("float16", "bfloat16")
-_LINE = 64  # bytes along the reduced axis in a stage
+MOST_STAGES = 6
+DTYPES = ("float16", "bfloat16")
+LINE = 64  # bytes along the reduced axis in a stage
 TF32 = "tvm_fusion.tf32"
 """Attribute of functions whose products of float32 may be rounded to TF32."""
 
@@ -160,7 +160,7 @@ class TensorTile:
         return -(-(self.sums + fragments + 40) // 64) * 64
 
 
-_TILES = (
+TILES = (
     TensorTile(128, 128, 64, 32),
     TensorTile(64, 128, 32, 32),
     TensorTile(64, 64, 32, 32),
@@ -182,23 +182,27 @@ def choose_tensor_tile(
         return None
     if matmul.left.shift is not None and (found.name != "tf32" or not _is_whole(matmul.left)):
         return None
-    batches, m, n, _ = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k))
-    chosen = _TILES[-1]
-    for tile in _TILES:
+    batches, m, n = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n))
+    chosen = tile_of_sizes(batches, m, n, gpu)
+    values = () if matmul.statistics is None else matmul.statistics.names
+    room = gpu.shared_bytes - chosen.rows * sum(DataType(v.ty.dtype).bits // 8 for v in values)
+    stages = min(MOST_STAGES, room // chosen.stage_bytes)
+    return replace(chosen, stages=stages, depth=LINE // found.itemsize, type=found)
+
+
+def tile_of_sizes(batches: int, m: int, n: int, gpu: GPUInfo) -> TensorTile:
+    """The largest partition that occupies the GPU and is mostly in use, else the smallest."""
+    for tile in TILES:
         blocks = batches * -(-m // tile.rows) * -(-n // tile.columns)
         wasted = blocks * tile.rows * tile.columns > 1.5 * batches * m * n
         if not wasted and blocks >= gpu.multiprocessors:
-            chosen = tile
-            break
-    values = () if matmul.statistics is None else matmul.statistics.names
-    room = gpu.shared_bytes - chosen.rows * sum(DataType(v.ty.dtype).bits // 8 for v in values)
-    stages = min(_MOST_STAGES, room // chosen.stage_bytes)
-    return replace(chosen, stages=stages, depth=_LINE // found.itemsize, type=found)
+            return tile
+    return TILES[-1]
 
 
 def _is_whole(operand: Operand) -> bool:
     """Return whether a factor of float32 is copied as it lies, whatever the tile."""
-    return is_copied(operand, SharedTile(STEP, _LINE // 4, operand.rows_first, True, CHUNK // 4))
+    return is_copied(operand, SharedTile(STEP, LINE // 4, operand.rows_first, True, CHUNK // 4))
 
 
 def matrix_type(matmul: MatmulFunction, tf32: bool) -> MatrixType | None:
@@ -223,7 +227,7 @@ def allows_tf32(func: tirx.PrimFunc) -> bool:
 def factor_dtype(operand: Operand) -> str | None:
     """Type of a factor of 16 bits; else None."""
     dtype = str(element(operand).ty.dtype)
-    return dtype if dtype in _DTYPES else None
+    return dtype if dtype in DTYPES else None
 
 
 def is_copied(operand: Operand, shared: SharedTile) -> bool:

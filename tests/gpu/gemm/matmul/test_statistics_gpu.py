@@ -83,11 +83,11 @@ def test_large_means_lose_no_more_than_in_a_norm_of_its_own() -> None:
     assert error(run(layer), exact) < 4 * error(run(layer, fuse=False), exact) < 1e-2
 
 
-@pytest.mark.parametrize(("tile", "is_short"), each_tile(tensor_core_tile._TILES, -1))
+@pytest.mark.parametrize(("tile", "is_short"), each_tile(tensor_core_tile.TILES, -1))
 def test_numbers_of_tf32(tile: TensorTile, is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Centred before they are rounded: rounding a mean of 100 would leave two digits."""
     emulate_tensor_cores(monkeypatch)
-    monkeypatch.setattr(tensor_core_tile, "_TILES", (tile,))
+    monkeypatch.setattr(tensor_core_tile, "TILES", (tile,))
     layer = NormLayer((tile.rows + 3,), hidden=40, spread=0.1, is_short=is_short)
     layer.b[0][:] += 100
     assert error(run(layer, "tf32"), layer.exact()) < 3e-3

@@ -73,9 +73,9 @@ def test_numbers(left: str, right: str) -> None:
     assert_close(found, factors[0].astype("float64") @ factors[1].astype("float64"), k)
 
 
-@pytest.mark.parametrize("tile", in_turns(tensor_core_tile._TILES), ids=str)
+@pytest.mark.parametrize("tile", in_turns(tensor_core_tile.TILES), ids=str)
 def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) -> None:
-    emulated.setattr(tensor_core_tile, "_TILES", (tile,))
+    emulated.setattr(tensor_core_tile, "TILES", (tile,))
     m, n, k = tile.rows + 3, tile.columns + 8, 48
     x, w = values((m, k), (k, n))
     [found] = run(product("n", "n"), [x, w], target=OPENCL)

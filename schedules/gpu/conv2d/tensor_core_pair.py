@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel of two fused convolutions on tensor cores, the second of them dense.
+
+::
+
+    for image, tile of pixels:                                  # blocks
+        for tile of channels between the layers:
+            sums = product of the first layer's weights and the windows of the data
+            bias, activation; keep in shared memory, in the type of the tensors
+        for tile of output channels:
+            sums = product of the second layer's weights and what is in shared memory
+            bias, residual, activation; store
+
+The results of the first layer are rounded as a kernel of its own would round them. Before a
+pointwise layer they are lines of pixels, for each channel. Before a wider one they are lines of
+channels, for each pixel of the block and of a halo around them, which is computed by several
+blocks: a tap is then a shift by some lines, or a line of zeros beyond the image.
+
+The products are those of :mod:`schedules.gpu.gemm.matmul.tensor_core_matmul`. A depthwise first
+layer is computed by the ordinary cores, as the elements of the second product's factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload, from_json
+from schedules.workload.reduce import unravel
+
+from ..core.intrinsics import sync
+from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
+from ..core.tensor_core import CHUNK, TensorCore
+from ..core.vector_loads import hold
+from ..gemm.implicit_gemm import Index
+from ..gemm.matmul.matmul_pattern import MatmulFunction, divides
+from ..gemm.matmul.tensor_core_matmul import QUAD, Factor, ThreadPart, row_vectors
+from ..gemm.matmul.tensor_core_tile import ELEMENTS, STEP
+from ..pointwise.coalescing import classify
+from ..pointwise.point_kernel import PointWriter, Views
+from .tensor_core_pair_pattern import PairFunction, read_pair
+from .tensor_core_pair_tile import ZEROS, PairTile, choose_pair_tile, halo
+
+_ROLLED = {"disable_unroll": True}
+"""Of loops that would load ahead, and spill, if they were unrolled."""
+
+
+def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    """The scheduled function of a pair that legalization marked; None if it is none for them."""
+    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    kernel = None if text is None else from_json(str(text))
+    if kernel is None or len(kernel.layers) != 2 or kernel.out_layout != "NCHW":
+        return None
+    if kernel.height is None or kernel.width is None:
+        return None
+    workload = pair_workload(kernel)
+    tile = choose_pair_tile(workload, gpu)
+    pair = None if tile is None else read_pair(func, kernel)
+    if tile is None or pair is None:
+        return None
+    across = ceildiv(pair.second.n, tile.columns)
+    blocks = simplified(i64(pair.second.batches) * across)
+
+    def body() -> None:
+        with (
+            unless_empty(blocks),
+            T.launch_thread("blockIdx.x", blocks) as block,
+            resident_blocks(gpu, COSTS.register_file // (tile.registers * tile.threads)),
+        ):
+            places = unravel(block, [*pair.second.batch, across], is_natural=True)
+            *batch, column = (T.bind(place) for place in places)
+            with T.launch_thread("threadIdx.x", tile.threads) as thread:
+                first = T.bind(column * i64(tile.columns))
+                views = Views.declare(func, gpu)
+                _ThreadPart(pair, tile, workload, views, batch, first, thread).write()
+
+    return write_kernels(func, body)
+
+
+def pair_workload(kernel: Conv2DKernel) -> FusedConv2DWorkload:
+    """The shapes of a pair; those of one image where the batch is symbolic."""
+    height, width = int(kernel.height or 0), int(kernel.width or 0)
+    layer1, layer2 = kernel.layers
+    more = kernel.residual, kernel.dtype
+    return FusedConv2DWorkload(kernel.batch or 1, height, width, layer1, layer2, *more)
+
+
+class _Intermediate(Factor):
+    """The right factor of the second product, which is in shared memory as a whole."""
+
+    def place(self, step: tirx.Expr, stage: Index) -> Index:
+        return step.astype("int32") * self.shared.nbytes
+
+    def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
+        """Do nothing: it is there."""
+
+
+class _Windows(_Intermediate):
+    """The same as windows of a second layer that is not pointwise.
+
+    Parameters
+    ----------
+    pair, tile : FusedConv2DWorkload, PairTile
+        The layers, and the partition.
+    first, skipped : tirx.Expr
+        The block's first pixel, and the number of the halo's pixels before it.
+    arguments : Any
+        Of a factor.
+    """
+
+    def __init__(
+        self,
+        pair: FusedConv2DWorkload,
+        tile: PairTile,
+        first: tirx.Expr,
+        skipped: tirx.Expr,
+        *arguments: Any,
+    ):
+        super().__init__(*arguments)
+        self.layer, self.size, self.depth = pair.layer2, pair.mid_size, tile.second.depth
+        self.first, self.skipped = first, skipped
+        self.moved: tuple[tirx.Expr, tirx.Expr] = (first, first)
+        self.chunk_of_step: Index = 0
+
+    def place(self, step: tirx.Expr, stage: Index) -> Index:
+        """Note the tap of a step, as a move by rows and columns, and its first chunk."""
+        layer = self.layer
+        inner = T.bind(step.astype("int32") * self.depth)
+        tap = inner // layer.in_channels
+        row, column = tap // layer.kernel[1], tap % layer.kernel[1]
+        self.moved = (
+            T.bind(row * layer.dilation[0] - layer.padding[0]),
+            T.bind(column * layer.dilation[1] - layer.padding[1]),
+        )
+        self.chunk_of_step = T.bind(inner % layer.in_channels // self.shared.chunk)
+        return 0
+
+    def load(
+        self,
+        core: TensorCore,
+        fragment: tirx.Buffer,
+        lane: tirx.Expr,
+        row: Index,
+        k: int,
+        at: Index,
+        shifts: tirx.Buffer | None = None,
+    ) -> None:
+        (height, width), (down, right) = self.size, self.moved
+        matrix, line = lane // ELEMENTS, lane % ELEMENTS
+        chunk = self.chunk_of_step + k // self.shared.chunk + matrix % 2
+        for number in range(int(fragment.shape[0]) // 4):
+            own = row + number * STEP + matrix // 2 * ELEMENTS + line
+            pixel = self.first + own
+            y, x = pixel // width + down, pixel % width + right
+            seen = own + self.skipped + down * width + right
+            place = T.bind(self.shared.place(seen, chunk))
+            exists = tirx.all(y >= 0, y < height, x >= 0, x < width)
+            zeros = self.shared.nbytes + (place & (ZEROS - 1))  # in the same bank
+            core.load(fragment, 4 * number, T.bind(tirx.Select(exists, place, zeros)), False)
+
+
+class _FirstPart(ThreadPart):
+    """One thread's part of a tile of the first product, which stays in shared memory."""
+
+    def keep(self, place: Callable[[Index, Index], Index]) -> None:
+        """Emit the epilogue, and store its results.
+
+        ``place`` gives the lane's byte for the first of eight lines and of four chunks.
+        """
+        for i in range(self.tile.warp_rows // STEP):
+            sums = self.sums_of_rows(i)
+            for half in range(2):
+                line = self.row + i * STEP + half * ELEMENTS
+                for group, values in row_vectors(self.core, self.lane, sums, half):
+                    held = self._finished(line + self.lane // QUAD, group, values)
+                    self.core.store(place(line, self.column // ELEMENTS + group), held, 0)
+
+    def _finished(self, row: Index, group: int, values: Sequence[tirx.Expr]) -> tirx.Buffer:
+        """Registers with eight of the layer's results; zeros if there are no such channels."""
+        matmul = self.matmul
+        [store] = matmul.epilogue.stores
+        space = replace(matmul.epilogue, stores=())
+        lanes = classify(space, ELEMENTS, [matmul.accumulator])
+        lanes = lanes if lanes.is_aligned else classify(space, 1, [matmul.accumulator])
+        held = hold([tirx.const(0, store.buffer.dtype)] * ELEMENTS, store.buffer.dtype)
+        own = T.bind(self.first[0] + i64(row))
+        first = self.first[1] + i64(self.column + (group + self.lane % QUAD) * ELEMENTS)
+        conditions = [
+            place < i64(extent)
+            for place, part, extent in (
+                (own, self.tile.rows, matmul.m),
+                (first, self.tile.columns, matmul.n),
+            )
+            if self.left.starts_anywhere or not divides(part, extent)
+        ]
+        with when(*conditions):
+            for start in range(0, ELEMENTS, lanes.vector):
+                each = range(start, start + lanes.vector)
+                points = [[*self.batch, own, first + i64(k)] for k in each]
+                writer = PointWriter(lanes, self.views, points)
+                writer.give(matmul.accumulator, [values[k] for k in each])
+                writer.steps()
+                for lane, k in enumerate(each):
+                    T.buffer_store(held, writer.value(store.value, lane), [k])
+        return held
+
+
+class _SecondPart(ThreadPart):
+    """One thread's part of a tile of the second product, with weights by taps."""
+
+    def _fetch(self, step: tirx.Expr, stage: tirx.Expr) -> None:
+        channels = i64(self.left.operand.space.extents[-1])
+        inner = step * i64(self.tile.depth)
+        self.left.start = [*self.batch, T.bind(inner // channels), self.first[0]]
+        self.left.fetch(self.core, self.thread, T.bind(inner % channels), stage)
+
+
+class _ThreadPart:
+    """One thread's part of a block."""
+
+    def __init__(
+        self,
+        pair: PairFunction,
+        tile: PairTile,
+        workload: FusedConv2DWorkload,
+        views: Views,
+        batch: Sequence[tirx.Expr],
+        column: tirx.Expr,
+        thread: tirx.Expr,
+    ):
+        self.pair, self.tile, self.workload, self.views = pair, tile, workload, views
+        self.batch, self.column, self.thread = batch, column, thread
+        self.core = TensorCore(tile.second.type.dtype, tile.mid_bytes + tile.stages_bytes)
+
+    def write(self) -> None:
+        """Emit the whole part."""
+        second, tile = self.pair.second, self.tile
+        own = second.right, tile.mid, 0, tile.threads, self.views, [*self.batch, self.column]
+        right, kind = _Intermediate(*own), ThreadPart
+        if self.pair.first is None:
+            self._fill()
+        elif tile.pixels:
+            skipped = self._multiply_with_halo(self.pair.first)
+            first = T.bind(self.column.astype("int32"))
+            right, kind = _Windows(self.workload, tile, first, skipped, *own), _SecondPart
+        else:
+            self._multiply_first(self.pair.first)
+        with T.serial(i64(0), ceildiv(second.m, tile.second.rows)) as number:
+            sync()  # the stages are used again
+            row = T.bind(number * i64(tile.second.rows))
+            place = self.views, self.batch, (row, self.column), self.thread
+            kind(second, tile.second, *place, self.core, tile.mid_bytes, right).write()
+
+    def _multiply_first(self, first: MatmulFunction) -> None:
+        tile, mid = self.tile, self.tile.mid
+        assert tile.first is not None, "a dense layer has a tile"
+        with T.serial(i64(0), ceildiv(first.m, tile.first.rows)) as number:
+            sync()
+            row = T.bind(number * i64(tile.first.rows))
+            place = self.views, self.batch, (row, self.column), self.thread
+            part = _FirstPart(first, tile.first, *place, self.core, tile.mid_bytes)
+            part.accumulate()
+
+            def at(line: Index, chunk: Index) -> Index:
+                line = T.bind(row.astype("int32") + line)
+                stored = mid.stored(part.lane, line % mid.depth, chunk)
+                return line // mid.depth * mid.nbytes + stored
+
+            part.keep(at)
+
+    def _multiply_with_halo(self, first: MatmulFunction) -> tirx.Expr:
+        """Emit the first layer for the block's pixels and a halo; returns the pixels before."""
+        tile, mid = self.tile, self.tile.mid
+        assert tile.first is not None, "a dense layer has a tile"
+        before, _ = halo(self.workload.layer2, self.workload.mid_size[1])
+        begin = tirx.max(self.column - i64(before), i64(0))
+        begin = T.bind(begin // i64(mid.chunk) * i64(mid.chunk))
+        zeros = hold([tirx.const(0, tile.second.type.dtype)] * mid.chunk, tile.second.type.dtype)
+        with when(self.thread < ZEROS // CHUNK):
+            self.core.store(mid.nbytes + self.thread * CHUNK, zeros, 0)
+        extents = tile.pixels // tile.first.rows, tile.channels // tile.first.columns
+        with T.grid(*extents) as (down, across):
+            sync()
+            row, column = T.bind(down * tile.first.rows), T.bind(across * tile.first.columns)
+            corner = T.bind(begin + i64(row)), T.bind(i64(column))
+            place = self.views, self.batch, corner, self.thread
+            part = _FirstPart(first, tile.first, *place, self.core, tile.mid_bytes)
+            part.left.starts_anywhere = True
+            part.accumulate()
+
+            def at(line: Index, chunk: Index) -> Index:
+                return mid.stored(part.lane, row + line, column // mid.chunk + chunk)
+
+            part.keep(at)
+        return T.bind((self.column - begin).astype("int32"))
+
+    def _fill(self) -> None:
+        """Emit the computation of a depthwise first layer, a chunk of a thread after the other."""
+        tile, operand = self.tile, self.pair.second.right
+        chunks = tile.mid.lines * tile.mid.chunks
+        factor = Factor.of(operand, tile.mid, 0, chunks, self.views, [*self.batch, self.column])
+        turns = chunks // tile.threads
+        count = turns * (tile.channels // tile.mid.depth)
+        with T.serial(0, count, annotations=_ROLLED) as number:
+            step, chunk = number // turns, number % turns * tile.threads + self.thread
+            at = T.bind(step * tile.mid.nbytes)
+            factor.fetch(self.core, chunk, i64(step * tile.mid.depth), at)
+            factor.keep(self.core, chunk, at)

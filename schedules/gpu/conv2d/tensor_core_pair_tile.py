@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of a fused pair of convolutions on tensor cores, and predicted times of its kernels.
+
+All times are estimates of :mod:`schedules.gpu.core.machine_costs`, measured on no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+from schedules.workload.conv2d import ITEM_BYTES, ConvLayer, FusedConv2DWorkload
+
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
+from ..core.tensor_core import CHUNK, MATRIX_TYPES
+from ..gemm.implicit_gemm import Index
+from ..gemm.matmul.tensor_core_tile import (
+    DTYPES,
+    LINE,
+    MOST_STAGES,
+    TILES,
+    SharedTile,
+    TensorTile,
+    tile_of_sizes,
+)
+
+_LEAST_STAGES = 2
+_PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
+_GATHER = 14.0  # instructions for each element of a window, as compiled for 3x3
+_GATHER_WEIGHT = 3.0  # the same of weights by taps
+_TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as compiled for 3x3
+_DEPTHWISE_REGISTERS = 168
+_REGISTERS_OF_GATHERED = {8: 168, 16: 224}
+"""By elements of a thread in a step. With less, these and the last one, some kernels spill."""
+_LANES = 128.0  # instructions of a multiprocessor in a cycle
+_CHUNKS = 4  # of a line of a panel
+
+
+NARROW = TensorTile(64, 32, 16, 32)
+"""A tile of few pixels, for many channels between the layers."""
+
+
+ZEROS = 128
+"""Bytes of zeros behind an intermediate with a halo: one chunk in each bank."""
+
+
+@dataclass(frozen=True)
+class PanelTile(SharedTile):
+    """Lines of which four chunks, a panel, lie beside each other.
+
+    So eight lanes that store four chunks each of two neighbouring lines touch all banks, and so do
+    those that store eight chunks of one line, since panels swap the two lines in turn.
+    """
+
+    def place(self, line: Index, chunk: Index) -> Index:
+        """Byte of a chunk."""
+        panel, line = chunk // _CHUNKS, line ^ (chunk // _CHUNKS % 2)
+        mixed = chunk % _CHUNKS ^ (line // 2 % _CHUNKS)
+        return ((panel * self.lines + line) * _CHUNKS + mixed) * CHUNK
+
+    def stored(self, lane: Index, line: Index, chunk: Index) -> Index:
+        """Byte of the chunk that a lane stores: a warp has eight lines and four chunks."""
+        return self.place(line + lane // 4, chunk + lane % 4)
+
+
+@dataclass(frozen=True)
+class PairTile:
+    """Partition of a pair: a block has all channels of some pixels.
+
+    Before a pointwise layer the rows of the first product are channels, and its columns the block's
+    pixels. Before a wider one its rows are these pixels and those around them, and its columns
+    channels.
+
+    Parameters
+    ----------
+    first : TensorTile | None
+        That of the first product; None for a depthwise first layer.
+    second : TensorTile
+        That of the second product, with as many threads.
+    channels : int
+        Channels between the layers, rounded up.
+    pixels : int
+        Pixels of the intermediate, rounded up, if the second layer is not pointwise; else 0.
+    reserved : int
+        Registers of a thread while it computes or gathers the first layer's elements.
+    """
+
+    first: TensorTile | None
+    second: TensorTile
+    channels: int
+    pixels: int = 0
+    reserved: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.second.threads
+
+    @property
+    def columns(self) -> int:
+        """Pixels of a block."""
+        return self.second.columns
+
+    @property
+    def mid(self) -> PanelTile:
+        """A step of the second product's right factor, of which there are several.
+
+        Or all of it, with lines along the channels, if the second layer is not pointwise.
+        """
+        if self.pixels:
+            return PanelTile(self.pixels, self.channels, False, False, self.second.type.chunk)
+        return PanelTile(self.columns, self.second.depth, True, False, self.second.type.chunk)
+
+    @property
+    def mid_bytes(self) -> int:
+        """Shared memory of the intermediate."""
+        if self.pixels:
+            return self.mid.nbytes + ZEROS
+        return self.channels // self.second.depth * self.mid.nbytes
+
+    @property
+    def stages_bytes(self) -> int:
+        """Shared memory of the stages of either product."""
+        second = self.second.stages * second_stage_bytes(self.second)
+        return max(second, self.first.stages * self.first.stage_bytes if self.first else 0)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread: an estimate of those of either product, and those reserved."""
+        products = self.second.registers, self.first.registers if self.first else 0
+        return max(self.reserved, *products)
+
+
+def second_stage_bytes(tile: TensorTile) -> int:
+    """Shared memory of a stage of the second product, of which only the weights are loaded."""
+    return tile.rows * tile.depth * tile.type.itemsize
+
+
+def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
+    """Reason why tensor cores take no such pair, whatever its sizes; None if they may."""
+    if layer2.groups != 1:
+        return "the second layer has groups; the kernel reduces over all its input channels"
+    if not layer2.is_pointwise:
+        reach = (layer2.kernel[1] - 1) * layer2.dilation[1]
+        if layer2.strides != (1, 1) or layer2.padding[1] + layer2.padding[3] != reach:
+            return "the second layer changes the width of the image; on tensor cores it must not"
+        if layer2.in_channels % 32:
+            return "the second layer is not pointwise, and its inputs are no multiple of 32"
+        if layer1.is_depthwise:
+            return "the first layer is depthwise; on tensor cores the second has to be pointwise"
+    if layer1.groups != 1 and not layer1.is_depthwise:
+        return "the first layer has groups; the kernel takes dense and depthwise ones"
+    if min(layer1.out_channels, layer2.out_channels) < 8:
+        return "a layer has fewer than eight output channels, too few for tensor cores"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None:
+    """The tile with the least predicted time; None if tensor cores do not take the pair."""
+    if not gpu.has_tensor_cores or pair.dtype not in DTYPES:
+        return None
+    if min(math.prod(pair.mid_size), math.prod(pair.out_size)) < 2:  # products of vectors
+        return None
+    if unsupported(pair.layer1, pair.layer2) is not None:
+        return None
+    tiles = [tile for each in candidates(pair) if (tile := _with_stages(each, gpu)) is not None]
+    return min(tiles, key=lambda tile: fused_product_cycles(pair, tile, gpu), default=None)
+
+
+def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
+    """All tiles, without stages."""
+    kind = MATRIX_TYPES[pair.dtype]
+    sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in (*TILES, NARROW)]
+    found = []
+    for first, second in itertools.product(sized, repeat=2):
+        if first.threads != second.threads:
+            continue
+        if not pair.layer2.is_pointwise:
+            found.append(_with_halo(pair, first, second))
+        elif pair.layer1.is_depthwise and first is second:
+            channels = _rounded(pair.layer1.out_channels, second.depth)
+            found.append(PairTile(None, second, channels))
+        elif not pair.layer1.is_depthwise and first.columns == second.columns:
+            found.append(PairTile(first, second, _rounded(pair.layer1.out_channels, first.rows)))
+    return [replace(tile, reserved=_reserved(pair, tile)) for tile in found]
+
+
+def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
+    """Registers for the addresses of windows that do not begin beside each other, and the like."""
+    layer, first = pair.layer1, tile.first
+    if first is None and layer.strides == (1, 1):
+        return _DEPTHWISE_REGISTERS
+    if first is None:
+        return max(_REGISTERS_OF_GATHERED.values())
+    is_even = layer.strides == (1, 1) and math.prod(pair.mid_size) % 8 == 0
+    if is_even or layer.is_pointwise:
+        return 0
+    gathered = (first.rows if tile.pixels else first.columns) * first.depth // first.threads
+    return _REGISTERS_OF_GATHERED.get(gathered, max(_REGISTERS_OF_GATHERED.values()))
+
+
+def _rounded(extent: int, part: int) -> int:
+    return -(-extent // part) * part
+
+
+def halo(layer: ConvLayer, width: int) -> tuple[int, int]:
+    """Pixels before and behind a pixel, as they lie in memory, that a layer reads."""
+    before = layer.padding[0] * width + layer.padding[1]
+    reach = [(layer.kernel[axis] - 1) * layer.dilation[axis] for axis in range(2)]
+    return before, max(0, reach[0] * width + reach[1] - before)
+
+
+def _with_halo(pair: FusedConv2DWorkload, first: TensorTile, second: TensorTile) -> PairTile:
+    # The first pixel is rounded down to a whole chunk.
+    pixels = second.columns + sum(halo(pair.layer2, pair.mid_size[1])) + second.type.chunk - 1
+    channels = _rounded(pair.layer1.out_channels, first.columns)
+    return PairTile(first, second, channels, _rounded(pixels, first.rows))
+
+
+def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
+    """The tile with as many stages as fit."""
+    room = gpu.shared_bytes - tile.mid_bytes
+    stages = min(MOST_STAGES, room // second_stage_bytes(tile.second))
+    first = tile.first
+    if first is not None:
+        first = replace(first, stages=min(MOST_STAGES, room // first.stage_bytes))
+        if first.stages < _LEAST_STAGES:
+            return None
+    if stages < _LEAST_STAGES:
+        return None
+    return replace(tile, first=first, second=replace(tile.second, stages=stages))
+
+
+def fused_product_cycles(pair: FusedConv2DWorkload, tile: PairTile, gpu: GPUInfo) -> float:
+    """Predicted cycles of the one kernel with a tile."""
+    layer1, layer2, first, second = pair.layer1, pair.layer2, tile.first, tile.second
+    loaded = first.rows + first.columns if first else 0
+    if first is None:
+        work = tile.channels * tile.columns * _depthwise_instructions(layer1) / _LANES
+        before = _Work(work, work + COSTS.step_latency)
+    elif tile.pixels:
+        count = tile.pixels // first.rows * (tile.channels // first.columns)
+        before = _product(layer1, first, loaded, first.rows * _GATHER).times(count)
+    else:
+        count = tile.channels // first.rows
+        before = _product(layer1, first, loaded, first.columns * _GATHER).times(count)
+    behind = _product(layer2, second, second.rows, second.rows * _GATHER_WEIGHT)
+    block = before.then(behind.times(-(-layer2.out_channels // second.rows)))
+    blocks = pair.batch * -(-math.prod(pair.out_size) // tile.columns)
+    resident = _resident(tile.registers * tile.threads, tile.mid_bytes + tile.stages_bytes)
+    return _run(block, blocks, resident, _transfer(pair.bytes_fused(), gpu), gpu)
+
+
+def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
+    """Predicted cycles of two kernels, which write and read the intermediate.
+
+    Those of float32 round their factors to TF32.
+    """
+    item, mid = pair.item_bytes, pair.mid_bytes()
+    data = pair.batch * pair.height * pair.width * pair.layer1.in_channels * item
+    out = pair.batch * math.prod(pair.out_size) * pair.layer2.out_channels * item
+    moved = data + mid, mid + out * (2 if pair.residual else 1)
+    sizes = pair.mid_size, pair.out_size
+    kernels = (
+        _layer_cycles(layer, pair.batch, math.prod(size), each, pair.dtype, gpu)
+        for layer, size, each in zip((pair.layer1, pair.layer2), sizes, moved, strict=True)
+    )
+    return sum(kernels) + COSTS.launch
+
+
+def _layer_cycles(
+    layer: ConvLayer, images: int, pixels: int, moved: int, dtype: str, gpu: GPUInfo
+) -> float:
+    """Predicted cycles of one layer's kernel, which moves some bytes and its weights."""
+    transfer = _transfer(moved + layer.weight_elements() * ITEM_BYTES[dtype], gpu)
+    if layer.is_depthwise:
+        elements = images * layer.out_channels * pixels
+        work = elements * _depthwise_instructions(layer) / (_LANES * gpu.multiprocessors)
+        return max(transfer, work) + COSTS.block_latency
+    kind = MATRIX_TYPES[dtype]
+    tile = tile_of_sizes(images, layer.out_channels, pixels, gpu)
+    tile = replace(tile, depth=LINE // kind.itemsize, type=kind)
+    tile = replace(tile, stages=min(MOST_STAGES, gpu.shared_bytes // tile.stage_bytes))
+    blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
+    resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
+    block = _product(layer, tile, tile.rows + tile.columns, tile.columns * _GATHER)
+    return _run(block, blocks, resident, transfer, gpu)
+
+
+def _depthwise_instructions(layer: ConvLayer) -> float:
+    return _GATHER + _TAP * math.prod(layer.kernel)
+
+
+def _resident(registers: int, shared_bytes: int) -> int:
+    """Blocks of so many registers and bytes that a multiprocessor runs at once."""
+    return min(COSTS.register_file // registers, COSTS.shared_bytes // shared_bytes)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Cycles of a block: of a busy multiprocessor, and if the block is alone."""
+
+    busy: float
+    alone: float
+
+    def times(self, count: int) -> _Work:
+        return _Work(count * self.busy, count * self.alone)
+
+    def then(self, other: _Work) -> _Work:
+        return _Work(self.busy + other.busy, self.alone + other.alone)
+
+
+def _product(layer: ConvLayer, tile: TensorTile, loaded: int, gathering: float) -> _Work:
+    """Work of a tile of a layer's product.
+
+    So many rows and columns are loaded; to gather some takes so many instructions for each element
+    of the reduced axis, unless the layer is pointwise.
+    """
+    steps = -(-layer.in_channels * math.prod(layer.kernel) // tile.depth)
+    size = tile.type.itemsize
+    products = tile.rows * tile.columns * tile.depth * size / _PRODUCT_BYTES
+    moved = loaded * tile.depth * size / COSTS.l2_bytes
+    alone = 0.0 if layer.is_pointwise else gathering * tile.depth / _LANES
+    busy = max(products, moved, alone)
+    alone = max(busy, COSTS.step_latency / (tile.stages - 1))
+    return _Work(steps * busy, steps * alone + COSTS.step_latency)
+
+
+def _run(block: _Work, blocks: int, resident: int, transfer: float, gpu: GPUInfo) -> float:
+    """Cycles of a kernel: of its blocks, and of the transfer that others do not hide."""
+    share = -(-blocks // gpu.multiprocessors)
+    rounds = -(-share // max(1, resident))
+    work = max(share * block.busy, rounds * block.alone)
+    hidden = min(work, transfer) * (1 - 1 / max(1, min(resident, share)))
+    return work + transfer - hidden + COSTS.block_latency
+
+
+def _transfer(moved: int, gpu: GPUInfo) -> float:
+    """Cycles of moving some bytes, once each."""
+    rate = COSTS.l2_bytes if moved <= COSTS.l2_capacity else COSTS.memory_bytes
+    return moved / (rate * gpu.multiprocessors)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused pairs of 16-bit floats on tensor cores: numbers by emulation, banks, machine code."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import opencl
+import pytest
+from conv2d.test_tensor_core_conv2d import OPENCL, convolve
+from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from gpu_conv_cases import dense, depthwise
+from opencl import compile_opencl
+from tensor_core_emulation import emulate_tensor_cores
+from tvm import te, tirx
+from tvm.target import Target
+
+from schedules.compute.conv2d import fused_conv2d
+from schedules.gpu import FusedConv2D
+from schedules.gpu.conv2d import tensor_core_pair_tile
+from schedules.gpu.conv2d.tensor_core_pair import pair_workload
+from schedules.gpu.conv2d.tensor_core_pair_tile import (
+    NARROW,
+    PairTile,
+    PanelTile,
+    choose_pair_tile,
+)
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.gemm.matmul.tensor_core_tile import TILES, TensorTile
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer, FusedConv2DWorkload, to_json
+from tests.selection import in_turns
+
+Size = tuple[int, int, int]
+
+
+def kernel_of(
+    layers: tuple[ConvLayer, ConvLayer], size: Size, residual: bool = False, dtype: str = "float16"
+) -> Conv2DKernel:
+    return Conv2DKernel(layers, *size, residual=residual, dtype=dtype)
+
+
+def function(kernel: Conv2DKernel, batch: tirx.Var | None = None) -> tirx.PrimFunc:
+    """The function of a pair as legalization makes it."""
+    images = kernel.batch if batch is None else batch
+    first, second = kernel.layers
+    shapes = [
+        (images, first.in_channels, kernel.height, kernel.width),
+        (first.out_channels, first.in_channels // first.groups, *first.kernel),
+        (first.out_channels,),
+        (second.out_channels, second.in_channels, *second.kernel),
+        (second.out_channels,),
+    ]
+    if kernel.residual:
+        size = first.output_size(kernel.height, kernel.width)
+        shapes.append((images, second.out_channels, *second.output_size(*size)))
+    names = ("data", "weight1", "bias1", "weight2", "bias2", "residual")
+    tensors = [
+        te.placeholder(shape, kernel.dtype, name=name)
+        for shape, name in zip(shapes, names, strict=False)
+    ]
+    residual = tensors[5] if kernel.residual else None
+    output = fused_conv2d(*tensors[:5], residual, first, second)
+    func = te.create_prim_func([*tensors, output], "int64")
+    marked = kernel if batch is None else replace(kernel, batch=None)
+    return func.with_attr("tvm_fusion.workload", to_json(marked))
+
+
+def scheduled(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
+    schedule = FusedConv2D().apply(func, target, False)
+    assert schedule is not None
+    return schedule.mod["main"]
+
+
+def activated(values: np.ndarray, layer: ConvLayer) -> np.ndarray:
+    kinds = {"none": (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6)}
+    return np.clip(values, *kinds[layer.activation.kind])
+
+
+def reference(kernel: Conv2DKernel, arrays: list[np.ndarray]) -> np.ndarray:
+    """The pair in float64, with the intermediate rounded as two kernels would round it."""
+    data, weight1, bias1, weight2, bias2, *residual = (a.astype("float64") for a in arrays)
+    first, second = kernel.layers
+    if first.is_depthwise:
+        each = [
+            convolve(data[:, c : c + 1], weight1[c : c + 1], first)
+            for c in range(first.in_channels)
+        ]
+        mid = np.concatenate(each, 1)
+    else:
+        mid = convolve(data, weight1, first)
+    mid = activated(mid + bias1[:, None, None], first).astype("float16").astype("float64")
+    reach = [(k - 1) * d + 1 for k, d in zip(second.kernel, second.dilation, strict=True)]
+    spread = np.zeros((*weight2.shape[:2], *reach))
+    spread[:, :, :: second.dilation[0], :: second.dilation[1]] = weight2
+    out = convolve(mid, spread, replace(second, kernel=tuple(reach))) + bias2[:, None, None]
+    return activated(out + residual[0] if residual else out, second)
+
+
+def check(kernel: Conv2DKernel, func: tirx.PrimFunc) -> None:
+    """Run a scheduled function in OpenCL into a poisoned output."""
+    rng = np.random.default_rng()
+    shapes = [[int(extent) for extent in param.shape] for param in function(kernel).params]
+    arrays = [rng.standard_normal(shape).astype("float16") for shape in shapes[:-1]]
+    for place in (1, 3):
+        arrays[place] = arrays[place] / np.float16(np.sqrt(np.prod(shapes[place][1:])))
+    expected = reference(kernel, arrays)
+    found = np.full(expected.shape, np.nan, "float16")
+    compile_opencl(func, OPENCL).run(*arrays, found)
+    np.testing.assert_allclose(found.astype("float64"), expected, rtol=0, atol=2e-2)
+    assert np.abs(found - expected).mean() < 1e-3
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    emulate_tensor_cores(monkeypatch)
+    monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
+    return monkeypatch
+
+
+CASES = {
+    "3x3": ((dense(13, 40, 3, "relu"), dense(40, 24, activation="relu")), (2, 6, 8), True),
+    "1x1": ((dense(16, 33), dense(33, 72, activation="relu6")), (1, 7, 9), False),
+    "strided": ((dense(3, 16, 3, "relu6", strides=(2, 2)), dense(16, 70)), (1, 15, 13), False),
+    "halo": ((dense(16, 32, 1, "relu6"), dense(32, 20, 3, "relu")), (2, 4, 8), True),
+    "halo_of_windows": ((dense(3, 64, 3, "relu"), dense(64, 9, 3)), (1, 4, 13), False),
+    "halo_one_sided": (
+        (dense(8, 32, 1, "relu"), dense(32, 40, 3, dilation=(2, 1), padding=(1, 2, 0, 0))),
+        (1, 12, 8),
+        False,
+    ),
+    "depthwise": ((depthwise(40, 3, "relu6"), dense(40, 24)), (2, 6, 8), True),
+    "depthwise_strided": (
+        (depthwise(24, 5, "relu", strides=(2, 1)), dense(24, 65, 1, "relu")),
+        (1, 9, 7),
+        False,
+    ),
+}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name: str) -> None:
+    layers, size, residual = CASES[name]
+    kernel = kernel_of(layers, size, residual)
+    check(kernel, scheduled(function(kernel), OPENCL))
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_no_bank_conflicts(columns: int) -> None:
+    """Each phase of eight lanes touches each bank once: loads, stores of results, and copies."""
+    shared = PanelTile(columns, 32, True, False)
+    lines = PanelTile(columns + 40, 64, False, False)
+    windows = [
+        [
+            lines.place(first + lane // 16 * 8 + lane % 8, chunk + lane // 8 % 2)
+            for lane in range(32)
+        ]
+        for first, chunk in itertools.product(range(columns + 24), range(0, 8, 2))
+    ]
+    loads = [
+        [shared.fragment(lane, row, depth) for lane in range(32)]
+        for row, depth in itertools.product(range(0, columns, 16), (0, 16))
+    ]
+    stores = [
+        [shared.stored(lane, line, chunk) for lane in range(32)]
+        for line, chunk in itertools.product(range(0, 32, 8), range(0, columns // 8, 4))
+    ]
+    copied = [shared.copied(number)[2] for number in range(shared.lines * shared.chunks)]
+    stores += [
+        [lines.stored(lane, line, chunk) for lane in range(32)]
+        for line, chunk in itertools.product(range(0, columns + 40, 8), range(0, 8, 4))
+    ]
+    for places in (*loads, *windows, *stores, copied):
+        for phase in range(0, len(places), 8):
+            assert len({place // 16 % 8 for place in places[phase : phase + 8]}) == 8
+    assert sorted(copied) == list(range(0, shared.nbytes, 16))
+    assert sorted(sum(stores[: columns // 8], [])) == list(range(0, shared.nbytes, 16))
+    assert sorted(sum(stores[columns // 8 :], [])) == list(range(0, lines.nbytes, 16))
+
+
+LARGE, WIDE, SQUARE, SMALL = TILES
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    in_turns([(WIDE, LARGE), (SQUARE, SMALL), (SMALL, SQUARE), (NARROW, NARROW)]),
+    ids=str,
+)
+def test_numbers_of_each_tile(
+    tiles: tuple[TensorTile, TensorTile], emulated: pytest.MonkeyPatch
+) -> None:
+    """Several tiles of channels of either layer, where they fit, and of pixels."""
+    first, second = tiles
+    candidates = tensor_core_pair_tile.candidates
+
+    def only(pair: FusedConv2DWorkload) -> list[PairTile]:
+        return [
+            tile
+            for tile in candidates(pair)
+            if tile.first
+            and (tile.first.rows, tile.second.rows) == (first.rows, second.rows)
+            and tile.columns == second.columns
+        ]
+
+    emulated.setattr(tensor_core_pair_tile, "candidates", only)
+    choose_pair_tile.cache_clear()
+    mid = first.rows + (8 if first.columns < 128 else -8)
+    layers = dense(8, mid, activation="relu"), dense(mid, second.rows + 3)
+    kernel = kernel_of(layers, (1, 3, second.columns // 2), residual=True)
+    check(kernel, scheduled(function(kernel), OPENCL))
+    choose_pair_tile.cache_clear()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_symbolic_batch() -> None:
+    layers = dense(8, 32, 3, "relu"), dense(32, 16)
+    func = function(kernel_of(layers, (3, 4, 8)), tirx.Var("n", "int64"))
+    check(kernel_of(layers, (3, 4, 8)), scheduled(func, OPENCL))
+
+
+PAIRS = {
+    "resnet_2": ((dense(64, 64, 3, "relu"), dense(64, 256, activation="relu")), (8, 56, 56), True),
+    "resnet_3": ((dense(128, 128, 3, "relu"), dense(128, 512, 1, "relu")), (8, 28, 28), True),
+    "resnet_4": ((dense(256, 256, 3, "relu"), dense(256, 1024, 1, "relu")), (1, 14, 14), True),
+    "strided": (
+        (dense(128, 128, 3, "relu", strides=(2, 2)), dense(128, 512, 1, "relu")),
+        (8, 56, 56),
+        True,
+    ),
+    "pointwise": ((dense(64, 96, activation="relu"), dense(96, 64)), (4, 28, 28), False),
+    "halo": ((dense(64, 64, 1, "relu"), dense(64, 64, 3, "relu")), (8, 56, 56), False),
+    "halo_of_windows": ((dense(32, 32, 3, "relu"), dense(32, 96, 3)), (8, 28, 28), True),
+    "mobilenet_2": ((depthwise(96), dense(96, 24)), (8, 56, 56), False),
+    "mobilenet_4": ((depthwise(384), dense(384, 64)), (8, 14, 14), False),
+}
+
+
+@pytest.mark.parametrize(("name", "arch"), in_turns(PAIRS, ["sm_90", "sm_80"], every=4))
+def test_machine_code(name: str, arch: str) -> None:
+    """Both products are on tensor cores; as many blocks at once as asked for, without spills."""
+    layers, size, residual = PAIRS[name]
+    dtype = "bfloat16" if name in ("resnet_3", "mobilenet_4") else "float16"
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    kernel = kernel_of(layers, size, residual, dtype)
+    tile = choose_pair_tile(pair_workload(kernel), GPUInfo.from_target(target))
+    assert tile is not None
+    source = cuda_source(scheduled(function(kernel), target), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    blocks = 65536 // (tile.registers * tile.threads)
+    assert f"__launch_bounds__({tile.threads}, {blocks})" in source
+    assert used.registers <= tile.registers
+    assert tile.mid_bytes + tile.stages_bytes <= used.shared <= 48 * 1024
+    names, products = opcodes(code), [tile.second, *([tile.first] if tile.first else [])]
+    each = sum(part.sums // 4 * part.depth // part.type.step for part in products)
+    assert count(names, "HMMA") >= each  # short loops are unrolled
+    assert count(names, "LDSM")
+    # Weights of a second layer that is not pointwise are gathered, by taps.
+    assert count(names, "LDGSTS.E.BYPASS.128") or name.startswith("halo")
+    assert count(names, "STS") == count(names, "STS.128") > 0
+    assert (count(names, "FFMA") > 0) is (tile.first is None)
+    # sm_80 adds bfloat16, a bias, by an HFMA2; no sum is one.
+    assert dtype == "bfloat16" or not count(names, "HFMA2")
+
+
+def test_refuses_what_tensor_cores_do_not_take() -> None:
+    fine = kernel_of((dense(64, 64, 3), dense(64, 64)), (1, 14, 14))
+    sm_80, sm_75 = (
+        Target({"kind": "cuda", "arch": arch}, host="llvm") for arch in ("sm_80", "sm_75")
+    )
+    assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_80))
+    assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_75)) is None
+    assert FusedConv2D().apply(function(fine), sm_75, False) is None
+    wide = kernel_of((dense(64, 1024, 3), dense(1024, 64)), (1, 14, 14))
+    assert choose_pair_tile(pair_workload(wide), GPUInfo.from_target(sm_80)) is None
+    for layers, reason in (
+        ((dense(8, 64), dense(64, 64, 3, strides=(2, 2))), "changes the width"),
+        ((dense(8, 40), dense(40, 64, 3)), "multiple of 32"),
+        ((depthwise(64), dense(64, 64, 3)), "has to be pointwise"),
+        ((ConvLayer(16, 16, (1, 1), groups=2), dense(16, 16)), "has groups"),
+        ((dense(8, 4), dense(4, 16)), "fewer than eight"),
+    ):
+        assert reason in str(tensor_core_pair_tile.unsupported(*layers))
