@@ -78,6 +78,8 @@ class Sweep:
         Repository and licence.
     drift : np.ndarray, optional
         (launches,) seconds of each that the harness takes more than at the begin of its sweep.
+    measured : np.ndarray, optional
+        (launches,) seconds before the drift was taken out of them.
     """
 
     kernel: str
@@ -88,13 +90,14 @@ class Sweep:
     part: np.ndarray
     source: str
     drift: np.ndarray | None = None
+    measured: np.ndarray | None = None
 
     def __getitem__(self, which: np.ndarray) -> Sweep:
         """Launches that a mask or indices choose."""
         sizes = {name: values[which] for name, values in self.sizes.items()}
         chosen = self.machine[which], sizes, self.seconds[which], self.part[which]
-        drift = None if self.drift is None else self.drift[which]
-        return Sweep(self.kernel, self.dtype, *chosen, self.source, drift)
+        extra = (None if each is None else each[which] for each in (self.drift, self.measured))
+        return Sweep(self.kernel, self.dtype, *chosen, self.source, *extra)
 
     def held_out(self) -> np.ndarray:
         """Mask of a fifth of the sizes, the same on all machines."""
@@ -172,7 +175,7 @@ def conv2d_sweep(folder: Path) -> Sweep | None:
     for name in np.unique(machine):
         own = machine == name
         steady[own], drift[own] = without_drift(seconds[own], taught[own])
-    return replace(sweep, seconds=steady, drift=drift)
+    return replace(sweep, seconds=steady, drift=drift, measured=seconds)
 
 
 def without_drift(seconds: np.ndarray, taught: np.ndarray) -> tuple[np.ndarray, float]:
