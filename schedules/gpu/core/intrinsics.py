@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
 from .machine import GPUInfo
@@ -30,9 +31,9 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
 }}
 """
 
-_STORE_NOW = """
-__forceinline__ __device__ void tvm_fusion_store_now_{name}(void* p, {word} value) {{
-  asm volatile("st.relaxed.gpu.global.s{bits} [%0], %1;"
+_PUBLISH = """
+__forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
+  asm volatile("st.release.gpu.global.s{bits} [%0], %1;"
                :: "l"(p), "{register}"(value) : "memory");
 }}
 """
@@ -47,11 +48,13 @@ __forceinline__ __device__ long long tvm_fusion_read_now(void* p, int n) {
 }
 """
 
-# One store, so that nobody sees a word without its tag.
+# One store, so that nobody sees a word without its tag. With a predicate, since the compiler would
+# move what comes before into a branch, where it waits for the branch.
 _STORE_TAGGED = """
-__forceinline__ __device__ void tvm_fusion_store_tagged(void* p, int word, int tag) {
-  asm volatile("{ .reg .b64 both; mov.b64 both, {%1, %2}; st.relaxed.gpu.global.b64 [%0], both; }"
-               :: "l"(p), "r"(word), "r"(tag) : "memory");
+__forceinline__ __device__ void tvm_fusion_store_tagged(void* p, int word, int tag, bool stores) {
+  asm volatile("{ .reg .b64 both; .reg .pred stores; mov.b64 both, {%1, %2};"
+               " setp.ne.s32 stores, %3, 0; @stores st.relaxed.gpu.global.b64 [%0], both; }"
+               :: "l"(p), "r"(word), "r"(tag), "r"((int)stores) : "memory");
 }
 """
 
@@ -65,6 +68,17 @@ __forceinline__ __device__ int tvm_fusion_{name}(int a, int b, int c) {{
 """
 _DIFFER, _ANY = "0x7e", "0xfe"  # a, b and c are not all equal; any is set
 
+# It waits for no store of this thread, where the compiler knows it.
+_ACQUIRE = """
+__forceinline__ __device__ void tvm_fusion_acquire() {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+"""
+
 _FENCE = """
 __forceinline__ __device__ void tvm_fusion_fence() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -73,6 +87,14 @@ __forceinline__ __device__ void tvm_fusion_fence() {
 
 _ADDRESS = """
 __forceinline__ __device__ long long tvm_fusion_address(const void* p) { return (long long)p; }
+"""
+
+_POINTER = """
+__forceinline__ __device__ void* tvm_fusion_pointer(void* p) {
+  void* same;
+  asm volatile("mov.b64 %0, %1;" : "=l"(same) : "l"(p));
+  return same;
+}
 """
 
 # "Temporal grid launch number for this context" (PTX ISA, special registers).
@@ -148,15 +170,27 @@ def draw_ticket(
     return ticket
 
 
-def store_tagged(gpu: GPUInfo, address: tirx.Expr, word: tirx.Expr, tag: tirx.Expr) -> None:
-    """Store an int32 and its tag, which is in the high half, for other blocks, in any order."""
+def store_tagged(
+    gpu: GPUInfo,
+    address: tirx.Expr,
+    word: tirx.Expr,
+    tag: tirx.Expr,
+    condition: tirx.Expr | None = None,
+) -> None:
+    """Store an int32 and its tag, which is in the high half, for other blocks, in any order.
+
+    Nothing is stored where ``condition`` does not hold.
+    """
     if gpu.kind == "opencl":
         low = tirx.bitwise_and(word.astype("int64"), i64(0xFFFFFFFF))
         both = tirx.bitwise_or(tirx.shift_left(tag.astype("int64"), i64(32)), low)
-        T.evaluate(T.call_extern("int64", "atom_xchg", address, both))
+        with when(condition):
+            T.evaluate(T.call_extern("int64", "atom_xchg", address, both))
         return
+    stores = tirx.const(True, "bool") if condition is None else condition
+    arguments = (address, word, tag, stores)
     T.evaluate(
-        T.cuda.func_call("tvm_fusion_store_tagged", address, word, tag, source_code=_STORE_TAGGED)
+        T.cuda.func_call("tvm_fusion_store_tagged", *arguments, source_code=_STORE_TAGGED)
     )
 
 
@@ -170,17 +204,16 @@ def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
 
 def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
     """Store an integer for other blocks, after all that this thread has read and written."""
-    # Whoever reads the value sees all that this thread has seen and written. Apart from the store,
-    # whose address may still be on its way.
-    fence(gpu)
+    # Whoever reads the value sees all that this thread has seen and written.
     dtype = str(value.ty.dtype)
     if gpu.kind == "opencl":
+        fence(gpu)
         name = "atom_xchg" if dtype == "int64" else "atomic_xchg"
         T.evaluate(T.call_extern(dtype, name, address, value))
         return
     bits, register = (64, "l") if dtype == "int64" else (32, "r")
-    source = _STORE_NOW.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
-    name = f"tvm_fusion_store_now_{dtype}"
+    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
+    name = f"tvm_fusion_publish_{dtype}"
     T.evaluate(T.cuda.func_call(name, address, value, source_code=source))
 
 
@@ -227,6 +260,16 @@ def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
     )
 
 
+def bound_address(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
+    """The same address, computed here; else the compiler computes it where it is used."""
+    if gpu.kind == "opencl":
+        return address
+    call = T.cuda.func_call(
+        "tvm_fusion_pointer", address, source_code=_POINTER, return_type="handle"
+    )
+    return T.bind(call)
+
+
 def current_stream(gpu: GPUInfo) -> tirx.Expr:
     """The number of the stream of the next launch, an int64; emitted by the host, outside of it.
 
@@ -258,7 +301,10 @@ def wait_a_moment(gpu: GPUInfo, turn: tirx.Expr) -> None:
 
 def acquire(gpu: GPUInfo) -> None:
     """Emit a fence that orders this thread's later accesses after its reads so far."""
-    fence(gpu)
+    if gpu.kind == "opencl":
+        fence(gpu)
+    else:
+        T.evaluate(T.cuda.func_call("tvm_fusion_acquire", source_code=_ACQUIRE))
 
 
 def fence(gpu: GPUInfo) -> None:

@@ -34,6 +34,7 @@ def store(
     places: Sequence[tirx.Expr],
     value: tirx.Expr,
     tag: tirx.Expr,
+    condition: tirx.Expr | None = None,
 ) -> None:
     """Store the words of a value of 32 or 64 bits, the lowest first.
 
@@ -49,11 +50,14 @@ def store(
         An integer or a float.
     tag : tirx.Expr
         An int32.
+    condition : tirx.Expr, optional
+        Whether anything is stored.
     """
     bits = T.bind(tirx.reinterpret(f"int{32 * len(places)}", value))
     for number, place in enumerate(places):
         part = tirx.shift_right(bits, i64(32 * number)) if len(places) > 1 else bits
-        store_tagged(gpu, T.address_of(words[place]), part.astype("int32"), tag)
+        address = T.address_of(words[place])
+        store_tagged(gpu, address, part.astype("int32"), tag, condition)
 
 
 def wait_for(
@@ -76,13 +80,14 @@ def wait_for(
     with T.While(waits[0] > zero):
         for number, (place, offset) in enumerate(places):
             T.buffer_store(found, read_now(gpu, words, place, offset), [number])
+        # While the words are on their way.
+        busy = tirx.const(_BUSY_TURNS, "int32")
+        with when(turn[0] > busy):
+            wait_a_moment(gpu, turn[0] - busy)
+        T.buffer_store(turn, turn[0] + one, [0])
         tags = [_high(found[number]) for number in range(len(places))]
         is_old = tirx.NE(differences(gpu, tags, tag), zero)
         T.buffer_store(waits, is_old.astype("int32"), [0])
-        T.buffer_store(turn, turn[0] + one, [0])
-        busy = tirx.const(_BUSY_TURNS, "int32")
-        with when(waits[0] > zero, turn[0] > busy):
-            wait_a_moment(gpu, turn[0] - busy)
     return [found[number].astype("int32") for number in range(len(places))]
 
 

@@ -41,6 +41,7 @@ from schedules.tir.index_math import i64
 from .intrinsics import (
     acquire,
     address_number,
+    bound_address,
     draw_ticket,
     launch_number,
     publish,
@@ -115,11 +116,13 @@ class LaunchPlace:
         IRBuilder.name("place", self._place)
         IRBuilder.name("ticket", self._ticket)
         self._drawn = T.alloc_buffer((1,), "int32", scope="local")
-        self._read: tuple[tirx.Expr, tirx.Expr] | None = None
+        self._read: tuple[tirx.Expr, tirx.Expr, tirx.Expr] | None = None
 
     def read(self) -> None:
         """Read what :meth:`take` has found, once for all later uses."""
-        self._read = T.bind(self._place[0]), T.bind(self._ticket[0])
+        place, ticket = T.bind(self._place[0]), T.bind(self._ticket[0])
+        address = T.address_of(self._names[_bounded(place)])
+        self._read = place, ticket, bound_address(self._gpu, address)
 
     @property
     def is_read(self) -> bool:
@@ -147,7 +150,7 @@ class LaunchPlace:
         return tirx.any(*(tirx.EQ(self._known[1], each) for each in last))
 
     @property
-    def _known(self) -> tuple[tirx.Expr, tirx.Expr]:
+    def _known(self) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr]:
         assert self._read is not None, "slot and ticket are used before they are read"
         return self._read
 
@@ -211,7 +214,7 @@ class LaunchPlace:
                 publish(self._gpu, T.address_of(self._names[found[0]]), self._name)
 
     def _free(self) -> None:
-        publish(self._gpu, T.address_of(self._names[self.number]), i64(0))
+        publish(self._gpu, self._known[2], i64(0))
 
 
 def _bounded(place: tirx.Expr) -> tirx.Expr:
