@@ -51,10 +51,11 @@ __forceinline__ __device__ long long tvm_fusion_read_now(void* p, int n) {
 # One store, so that nobody sees a word without its tag. With a predicate, since the compiler would
 # move what comes before into a branch, where it waits for the branch.
 _STORE_TAGGED = """
-__forceinline__ __device__ void tvm_fusion_store_tagged(void* p, int word, int tag, bool stores) {
+__forceinline__ __device__ void tvm_fusion_store_tagged(
+    void* p, int n, int word, int tag, bool stores) {
   asm volatile("{ .reg .b64 both; .reg .pred stores; mov.b64 both, {%1, %2};"
                " setp.ne.s32 stores, %3, 0; @stores st.relaxed.gpu.global.b64 [%0], both; }"
-               :: "l"(p), "r"(word), "r"(tag), "r"((int)stores) : "memory");
+               :: "l"((long long*)p + n), "r"(word), "r"(tag), "r"((int)stores) : "memory");
 }
 """
 
@@ -106,20 +107,12 @@ __forceinline__ __device__ long long tvm_fusion_launch() {
 }
 """
 
-# Turns of waiting, all but the first of at least a microsecond.
+# Turns of waiting, on CUDA all but the first of at least a microsecond.
 LAST_TURN = 1 << 24
 _SHORT_TURNS = 16
 
-_WAIT = f"""
-extern "C" __device__ void __assertfail(
-    const char*, const char*, unsigned int, const char*, size_t);
-__forceinline__ __device__ void tvm_fusion_wait(int turn) {{
-  if (turn >= {LAST_TURN}) {{
-    __assertfail("a reduction found no free slot of its workspace, or no results of its other"
-                 " blocks: too many streams run it at once, or one that failed has left it in use;"
-                 " start the process again", "tvm_fusion", 0, "reduction", 1);
-    __builtin_unreachable();  // so that no registers are kept for what follows
-  }}
+_PAUSE = f"""
+__forceinline__ __device__ void tvm_fusion_pause(int turn) {{
   __nanosleep(turn < {_SHORT_TURNS} ? 50 : 1000);
 }}
 """
@@ -172,26 +165,28 @@ def draw_ticket(
 
 def store_tagged(
     gpu: GPUInfo,
-    address: tirx.Expr,
+    words: tirx.Buffer,
+    place: tuple[tirx.Expr, int],
     word: tirx.Expr,
     tag: tirx.Expr,
     condition: tirx.Expr | None = None,
 ) -> None:
     """Store an int32 and its tag, which is in the high half, for other blocks, in any order.
 
-    Nothing is stored where ``condition`` does not hold.
+    It is stored at an index and an offset, as :func:`read_now` has them, unless there is a
+    condition that does not hold.
     """
+    index, offset = place
     if gpu.kind == "opencl":
         low = tirx.bitwise_and(word.astype("int64"), i64(0xFFFFFFFF))
         both = tirx.bitwise_or(tirx.shift_left(tag.astype("int64"), i64(32)), low)
+        address = T.address_of(words[index + i64(offset)])
         with when(condition):
             T.evaluate(T.call_extern("int64", "atom_xchg", address, both))
         return
     stores = tirx.const(True, "bool") if condition is None else condition
-    arguments = (address, word, tag, stores)
-    T.evaluate(
-        T.cuda.func_call("tvm_fusion_store_tagged", *arguments, source_code=_STORE_TAGGED)
-    )
+    arguments = (T.address_of(words[index]), tirx.const(offset, "int32"), word, tag, stores)
+    T.evaluate(T.cuda.func_call("tvm_fusion_store_tagged", *arguments, source_code=_STORE_TAGGED))
 
 
 def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
@@ -290,13 +285,36 @@ def launch_number(gpu: GPUInfo) -> tirx.Expr:
     return T.cuda.func_call("tvm_fusion_launch", source_code=_LAUNCH, return_type="int64")
 
 
-def wait_a_moment(gpu: GPUInfo, turn: tirx.Expr) -> None:
-    """Emit a pause, short in the first turns, and on CUDA an error in turn :data:`LAST_TURN`.
+def wait_a_moment(
+    gpu: GPUInfo,
+    turn: tirx.Expr,
+    failures: tirx.Buffer,
+    place: int,
+    give_up: Callable[[], None],
+) -> None:
+    """Emit a pause on CUDA, short in the first turns; and from some turn on, the end of waiting.
 
-    The error ends all kernels.
+    That is turn :data:`LAST_TURN`, or any one after another thread has waited so long.
+
+    Parameters
+    ----------
+    gpu : GPUInfo
+        The device.
+    turn : tirx.Expr
+        How often the thread has waited.
+    failures : tirx.Buffer
+        Has an int64, zero until a thread gives up.
+    place : int
+        Its place there.
+    give_up : Callable
+        Emits what a thread does that gives up.
     """
     if gpu.kind == "cuda":
-        T.evaluate(T.cuda.func_call("tvm_fusion_wait", turn, source_code=_WAIT))
+        T.evaluate(T.cuda.func_call("tvm_fusion_pause", turn, source_code=_PAUSE))
+    failed = T.bind(read_now(gpu, failures, i64(place)))
+    with when(tirx.any(turn >= tirx.const(LAST_TURN, "int32"), tirx.NE(failed, i64(0)))):
+        store_tagged(gpu, failures, (i64(place), 0), tirx.const(1, "int32"), tirx.const(0, "int32"))
+        give_up()
 
 
 def acquire(gpu: GPUInfo) -> None:

@@ -214,6 +214,8 @@ class _Partials:
         Number of the tile's first block among all blocks of all slots.
     tag : tirx.Expr
         That of the launch.
+    place : LaunchPlace
+        The slot.
     """
 
     ctx: ReduceContext
@@ -221,6 +223,7 @@ class _Partials:
     words: tirx.Buffer
     row: tirx.Expr
     tag: tirx.Expr
+    place: LaunchPlace
 
     @classmethod
     def open(cls, ctx: ReduceContext, stage: ReductionStage, place: LaunchPlace) -> _Partials:
@@ -230,7 +233,7 @@ class _Partials:
         size = int(workspace.shape[0]) // 2 - offset
         words = T.decl_buffer((size,), "int64", data=workspace.data, elem_offset=i64(offset))
         row = (place.number * i64(count) + ctx.tile) * i64(ctx.config.splits)
-        return cls(ctx, stage, words, row, T.bind(place.tag))
+        return cls(ctx, stage, words, row, T.bind(place.tag), place)
 
     def store(
         self,
@@ -288,7 +291,9 @@ class _Partials:
                 is_whole = (k + 1) * groups <= count
                 exists.append(None if is_whole else group < i64(count - k * groups))
                 places += self._places(first, k * groups, output, is_whole)
-            found = tagged_words.wait_for(self.ctx.gpu, self.words, places, self.tag, condition)
+            found = tagged_words.wait_for(
+                self.ctx.gpu, self.words, places, self.tag, self.place.wait, condition
+            )
             for k, each in enumerate(exists):
                 with when(each):
                     own = self._states(found[k * self.count : (k + 1) * self.count])
