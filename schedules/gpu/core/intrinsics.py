@@ -80,12 +80,6 @@ __forceinline__ __device__ void tvm_fusion_acquire() {
 }
 """
 
-_FENCE = """
-__forceinline__ __device__ void tvm_fusion_fence() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
-"""
-
 _ADDRESS = """
 __forceinline__ __device__ long long tvm_fusion_address(const void* p) { return (long long)p; }
 """
@@ -153,13 +147,13 @@ def draw_ticket(
             T.cuda.func_call(name, counter, last, source_code=source, return_type="int32")
         )
     if is_ordered:
-        fence(gpu)
+        _fence()
     ticket = T.bind(T.call_extern("int32", "atomic_inc", counter))
     with T.If(tirx.EQ(ticket, last)):
         with T.Then():
             publish(gpu, counter, tirx.const(0, "int32"))
     if is_ordered:
-        fence(gpu)
+        _fence()
     return ticket
 
 
@@ -202,7 +196,7 @@ def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
     # Whoever reads the value sees all that this thread has seen and written.
     dtype = str(value.ty.dtype)
     if gpu.kind == "opencl":
-        fence(gpu)
+        _fence()
         name = "atom_xchg" if dtype == "int64" else "atomic_xchg"
         T.evaluate(T.call_extern(dtype, name, address, value))
         return
@@ -320,17 +314,14 @@ def wait_a_moment(
 def acquire(gpu: GPUInfo) -> None:
     """Emit a fence that orders this thread's later accesses after its reads so far."""
     if gpu.kind == "opencl":
-        fence(gpu)
+        _fence()
     else:
         T.evaluate(T.cuda.func_call("tvm_fusion_acquire", source_code=_ACQUIRE))
 
 
-def fence(gpu: GPUInfo) -> None:
-    """Emit a fence of this thread's accesses to global memory."""
-    if gpu.kind == "opencl":
-        T.evaluate(T.call_extern("int32", _OPENCL_FENCE))
-    else:
-        T.evaluate(T.cuda.func_call("tvm_fusion_fence", source_code=_FENCE))
+def _fence() -> None:
+    """Emit a fence of this work-item's accesses to global memory, in OpenCL."""
+    T.evaluate(T.call_extern("int32", _OPENCL_FENCE))
 
 
 def sync() -> None:

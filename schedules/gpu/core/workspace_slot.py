@@ -30,8 +30,8 @@ after all words were seen, and by the block that drew the last ticket.
 
 The header of a workspace has three lines of the cache: the names, of two words each; the lock, and
 behind it the note that a thread has given up; the number of finished tiles of each slot. All are
-zero between calls. The tickets follow, one for each
-tile of outputs in every slot, then the tagged words.
+zero between calls. The tickets follow, one for each tile of outputs in every slot, then the tagged
+words.
 """
 
 from __future__ import annotations
