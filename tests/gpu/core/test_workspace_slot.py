@@ -377,6 +377,25 @@ def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(ar
     assert len([name for name in behind if name.endswith("GPU")]) == 1
 
 
+@pytest.mark.parametrize(("arch", "fences"), [("sm_80", 5), ("sm_90", 3)])
+def test_only_releases_wait_for_stores(arch: str, fences: int) -> None:
+    """Of the name, the lock and the slot. Before sm_90 locking and finding a slot do so, too."""
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    case = Case("sum", "float32", (1 << 22,), [0], "last_block", target)
+    [code] = sass(cuda_source(case.func, arch), arch).values()
+    assert opcodes(code).count("MEMBAR.ALL.GPU") == fences
+
+
+def test_the_states_of_the_warps_and_the_ticket_are_read_at_once() -> None:
+    """No branch lies between them and the store of the block's result."""
+    case = Case("sum", "float32", (1 << 22,), [0], "last_block", CUDA)
+    [code] = sass(cuda_source(case.func)).values()
+    names = opcodes(code)
+    barrier = next(k for k, name in enumerate(names) if name.startswith("BAR"))
+    stored = names.index("STG.E.64.STRONG.GPU", barrier)
+    assert count(names[barrier:stored], "LDS") >= 4 and not count(names[barrier:stored], "BRA")
+
+
 @pytest.mark.parametrize(("form", "tag"), in_turns(SHAPES, [1, 2]))
 def test_words_of_the_launch_before_are_not_taken(
     form: str, tag: int, rng: np.random.Generator

@@ -183,6 +183,13 @@ def test_a_kernel_of_a_case() -> None:
     assert 0.9 < time.share < 1 and 0.4e-6 < time.finish_seconds < 0.8e-6
 
 
+def test_sixteen_mebibytes_take_four_fifths_of_the_bandwidth() -> None:
+    """So little of the time of a short kernel goes into its finish."""
+    [case] = reduction_cases.select(only=["sweep/float32 2^22"])
+    _, time = predict_gpu.predict(case, load_machine("h200"))
+    assert time.share > 0.8 and time.finish_seconds < 0.65e-6
+
+
 def test_what_is_stored_takes_no_further_turn() -> None:
     bytes_ = 8 * 256 * 64 * 10
     alone = predict_streaming(KERNEL, bytes_, machine())
