@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import tvm
 from tvm import IRModule, relax
 from tvm.ir import GenericConst
 from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from schedules.gpu.core.workspace_slot import is_workspace
 
 from .sole_kernel import sole_kernel
 
@@ -43,7 +46,8 @@ class LiftWeights:
     It runs last: in each call, the virtual machine checks the parameters that exist when
     ``VMShapeLower`` runs. Left alone: constants of less than 4096 bytes, unless the program is one
     kernel, which may then be called with the weights, or they have no element, since TVM cannot
-    load those; constants of types that numpy lacks, and other functions than those named.
+    load those, or they are workspaces, which the host must reach; constants of types that numpy
+    lacks, and other functions than those named.
 
     Parameters
     ----------
@@ -98,7 +102,9 @@ class _Lifter(PyExprMutator):
         tensor = op.value
         if not isinstance(tensor, tvm.runtime.Tensor):
             return op
-        if str(tensor.dtype) not in _TYPES or 0 < _bytes(tensor) < self._least_bytes:
+        if str(tensor.dtype) not in _TYPES:
+            return op
+        if 0 < _bytes(tensor) < self._least_bytes and not is_workspace(np.from_dlpack(tensor)):
             return op
         place = (tensor.data_ptr(), str(tensor.dtype), tuple(int(size) for size in tensor.shape))
         self._weights.setdefault(place, op)

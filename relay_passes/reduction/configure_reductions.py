@@ -14,6 +14,7 @@ from tvm.target import Target
 
 from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import gpu_target
+from schedules.gpu.core.workspace_slot import MARK
 from schedules.tuning.records import Records
 
 from ..core.expressions import op_name
@@ -95,11 +96,11 @@ class ConfigureReductions:
 
 
 def _workspace(name: str, param: tirx.Buffer) -> GenericConst:
-    """Zeros, and a word without a tag, which nobody reads, that differs by function.
+    """Zeros, and a word that differs by function, with a tag for which nobody waits.
 
     The virtual machine merges equal constants, but the tickets of one kernel may be where another
     has partial results.
     """
     content = np.zeros(int(param.shape[0]), "int32")
-    content[-2] = zlib.crc32(name.encode()) >> 1
+    content[-2:] = zlib.crc32(name.encode()) >> 1, MARK
     return relax.const(content)

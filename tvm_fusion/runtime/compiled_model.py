@@ -32,6 +32,7 @@ from .tensor_spec import refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import copied, get_function, start_machine
 from .weights import digest, stored_bytes
+from .workspaces import Workspaces
 
 _FILE_NAME = "model.so"
 
@@ -118,6 +119,7 @@ class CompiledModel(DescribedModel):
         self._about = about
         self._weights = list(weights)
         self._placed: list[Any] | None = None
+        self._workspaces = Workspaces()
         self._origin = origin
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._crew = Crew(threads)
@@ -194,10 +196,37 @@ class CompiledModel(DescribedModel):
         """
         if self._main is not None:  # else nothing was launched
             self._memory.synchronize()
+            if self._workspaces.are_suspect:
+                self._crew.run(self._check)
+
+    def reset(self) -> None:
+        """Wait for the device, and give the kernels that keep something between calls a new start.
+
+        Those are reductions that many blocks of a GPU share. A call whose blocks waited for each
+        other in vain does it before it raises its error.
+
+        Raises
+        ------
+        TargetError
+            If a kernel failed, or the GPU fails.
+        """
+        if self._main is not None:
+            self._crew.run(self._reset)
+
+    def _reset(self) -> None:
+        self._memory.synchronize()
+        self._workspaces.reset()
+
+    def _check(self) -> None:
+        """Wait for the device, and raise an error if a kernel has given up waiting."""
+        self._memory.synchronize()
+        self._workspaces.check()
 
     def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
         outputs, _, memory = self._launch(values)
-        return self._memory.arrays(outputs, self._about.fresh, memory)
+        arrays = self._memory.arrays(outputs, self._about.fresh, memory)
+        self._workspaces.check()
+        return arrays
 
     def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
         outputs, tensors, _ = self._launch(values)
@@ -215,8 +244,12 @@ class CompiledModel(DescribedModel):
         """The program's results."""
         if self._main is None:
             self._start()
+        if self._workspaces.are_suspect:  # of one who uses the results there, and never waits here
+            self._check()
+        weights = self._on_device()
+        self._workspaces.launched()
         try:
-            outputs = self._main(*tensors, *self._on_device())
+            outputs = self._main(*tensors, *weights)
         except (RuntimeError, ValueError, TypeError) as error:
             # TVM checks what the specs cannot say, such as a dimension computed from others.
             if self.needs is not None and re.search("CUDA|OpenCL|CL_", str(error)):
@@ -242,6 +275,8 @@ class CompiledModel(DescribedModel):
                 raise TargetError(
                     f"{size:.1f} MiB of weights cannot be placed on {self.device}: {reason}"
                 ) from error
+            if self._about.device is not None:
+                self._workspaces = Workspaces.among(self._weights, self._placed)
             if self._origin is not None:  # they will not be saved
                 self._weights = self._placed
         return self._placed

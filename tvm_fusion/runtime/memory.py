@@ -131,7 +131,7 @@ class DeviceMemory:
             If a kernel failed.
         """
         with _own_errors(self.device):
-            return [_download(tensor) for tensor in outputs]
+            return [download(tensor) for tensor in outputs]
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """Copies of the weights on the device."""
@@ -175,9 +175,7 @@ class DeviceMemory:
         if on_device:
             _copy(value, place)
         elif value.size:
-            data = np.ascontiguousarray(value)
-            pointer = data.ctypes.data_as(ctypes.c_void_p)
-            get_function("runtime.TVMTensorCopyFromBytes")(place, pointer, data.nbytes)
+            upload(value, place)
         return place
 
 
@@ -243,7 +241,15 @@ def _import(spec: TensorSpec, value: Any, kind: int) -> Any:
     return tensor
 
 
-def _download(tensor: Any) -> np.ndarray:
+def upload(value: np.ndarray, place: Any) -> None:
+    """Copy an array to a tensor of a device."""
+    data = np.ascontiguousarray(value)
+    pointer = data.ctypes.data_as(ctypes.c_void_p)
+    get_function("runtime.TVMTensorCopyFromBytes")(place, pointer, data.nbytes)
+
+
+def download(tensor: Any) -> np.ndarray:
+    """Copy a tensor of a device to a new array, after all launches of its stream."""
     array = np.empty(tuple(tensor.shape), numpy_dtype(str(tensor.dtype)))
     if array.size:
         pointer = array.ctypes.data_as(ctypes.c_void_p)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from .sass import Instruction
 
 _ISSUE = 2  # cycles between two instructions of a warp
@@ -163,6 +165,8 @@ def _result(each: Instruction, values: Mapping[str, int], thread: int | None) ->
         return _number(parts[1], values)
     if each.opcode == "IMAD.MOV.U32":
         return _number(parts[3], values)
+    if each.opcode == "HFMA2.MMA" and parts[1:3] == ["-RZ", "RZ"]:  # a constant, as two halves
+        return int(np.array([parts[4], parts[3]], "float16").view("uint32")[0])
     if words[0] == "P2R" and parts[3] == "0x1":
         known = _truth("P0", values)
         return None if known is None else int(known)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
 from .machine import GPUInfo
@@ -30,9 +31,9 @@ __forceinline__ __device__ {word} tvm_fusion_swap_{name}(
 }}
 """
 
-_STORE_NOW = """
-__forceinline__ __device__ void tvm_fusion_store_now_{name}(void* p, {word} value) {{
-  asm volatile("st.relaxed.gpu.global.s{bits} [%0], %1;"
+_PUBLISH = """
+__forceinline__ __device__ void tvm_fusion_publish_{name}(void* p, {word} value) {{
+  asm volatile("st.release.gpu.global.s{bits} [%0], %1;"
                :: "l"(p), "{register}"(value) : "memory");
 }}
 """
@@ -47,11 +48,14 @@ __forceinline__ __device__ long long tvm_fusion_read_now(void* p, int n) {
 }
 """
 
-# One store, so that nobody sees a word without its tag.
+# One store, so that nobody sees a word without its tag. With a predicate, since the compiler would
+# move what comes before into a branch, where it waits for the branch.
 _STORE_TAGGED = """
-__forceinline__ __device__ void tvm_fusion_store_tagged(void* p, int word, int tag) {
-  asm volatile("{ .reg .b64 both; mov.b64 both, {%1, %2}; st.relaxed.gpu.global.b64 [%0], both; }"
-               :: "l"(p), "r"(word), "r"(tag) : "memory");
+__forceinline__ __device__ void tvm_fusion_store_tagged(
+    void* p, int n, int word, int tag, bool stores) {
+  asm volatile("{ .reg .b64 both; .reg .pred stores; mov.b64 both, {%1, %2};"
+               " setp.ne.s32 stores, %3, 0; @stores st.relaxed.gpu.global.b64 [%0], both; }"
+               :: "l"((long long*)p + n), "r"(word), "r"(tag), "r"((int)stores) : "memory");
 }
 """
 
@@ -65,14 +69,27 @@ __forceinline__ __device__ int tvm_fusion_{name}(int a, int b, int c) {{
 """
 _DIFFER, _ANY = "0x7e", "0xfe"  # a, b and c are not all equal; any is set
 
-_FENCE = """
-__forceinline__ __device__ void tvm_fusion_fence() {
+# It waits for no store of this thread, where the compiler knows it.
+_ACQUIRE = """
+__forceinline__ __device__ void tvm_fusion_acquire() {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ >= 13
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
 }
 """
 
 _ADDRESS = """
 __forceinline__ __device__ long long tvm_fusion_address(const void* p) { return (long long)p; }
+"""
+
+_POINTER = """
+__forceinline__ __device__ void* tvm_fusion_pointer(void* p) {
+  void* same;
+  asm volatile("mov.b64 %0, %1;" : "=l"(same) : "l"(p));
+  return same;
+}
 """
 
 # "Temporal grid launch number for this context" (PTX ISA, special registers).
@@ -84,20 +101,12 @@ __forceinline__ __device__ long long tvm_fusion_launch() {
 }
 """
 
-# Turns of waiting, all but the first of at least a microsecond.
+# Turns of waiting, on CUDA all but the first of at least a microsecond.
 LAST_TURN = 1 << 24
 _SHORT_TURNS = 16
 
-_WAIT = f"""
-extern "C" __device__ void __assertfail(
-    const char*, const char*, unsigned int, const char*, size_t);
-__forceinline__ __device__ void tvm_fusion_wait(int turn) {{
-  if (turn >= {LAST_TURN}) {{
-    __assertfail("a reduction found no free slot of its workspace, or no results of its other"
-                 " blocks: too many streams run it at once, or one that failed has left it in use;"
-                 " start the process again", "tvm_fusion", 0, "reduction", 1);
-    __builtin_unreachable();  // so that no registers are kept for what follows
-  }}
+_PAUSE = f"""
+__forceinline__ __device__ void tvm_fusion_pause(int turn) {{
   __nanosleep(turn < {_SHORT_TURNS} ? 50 : 1000);
 }}
 """
@@ -138,26 +147,40 @@ def draw_ticket(
             T.cuda.func_call(name, counter, last, source_code=source, return_type="int32")
         )
     if is_ordered:
-        fence(gpu)
+        _fence()
     ticket = T.bind(T.call_extern("int32", "atomic_inc", counter))
     with T.If(tirx.EQ(ticket, last)):
         with T.Then():
             publish(gpu, counter, tirx.const(0, "int32"))
     if is_ordered:
-        fence(gpu)
+        _fence()
     return ticket
 
 
-def store_tagged(gpu: GPUInfo, address: tirx.Expr, word: tirx.Expr, tag: tirx.Expr) -> None:
-    """Store an int32 and its tag, which is in the high half, for other blocks, in any order."""
+def store_tagged(
+    gpu: GPUInfo,
+    words: tirx.Buffer,
+    place: tuple[tirx.Expr, int],
+    word: tirx.Expr,
+    tag: tirx.Expr,
+    condition: tirx.Expr | None = None,
+) -> None:
+    """Store an int32 and its tag, which is in the high half, for other blocks, in any order.
+
+    It is stored at an index and an offset, as :func:`read_now` has them, unless there is a
+    condition that does not hold.
+    """
+    index, offset = place
     if gpu.kind == "opencl":
         low = tirx.bitwise_and(word.astype("int64"), i64(0xFFFFFFFF))
         both = tirx.bitwise_or(tirx.shift_left(tag.astype("int64"), i64(32)), low)
-        T.evaluate(T.call_extern("int64", "atom_xchg", address, both))
+        address = T.address_of(words[index + i64(offset)])
+        with when(condition):
+            T.evaluate(T.call_extern("int64", "atom_xchg", address, both))
         return
-    T.evaluate(
-        T.cuda.func_call("tvm_fusion_store_tagged", address, word, tag, source_code=_STORE_TAGGED)
-    )
+    stores = tirx.const(True, "bool") if condition is None else condition
+    arguments = (T.address_of(words[index]), tirx.const(offset, "int32"), word, tag, stores)
+    T.evaluate(T.cuda.func_call("tvm_fusion_store_tagged", *arguments, source_code=_STORE_TAGGED))
 
 
 def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
@@ -170,17 +193,16 @@ def try_lock(gpu: GPUInfo, lock: tirx.Expr) -> tirx.Expr:
 
 def publish(gpu: GPUInfo, address: tirx.Expr, value: tirx.Expr) -> None:
     """Store an integer for other blocks, after all that this thread has read and written."""
-    # Whoever reads the value sees all that this thread has seen and written. Apart from the store,
-    # whose address may still be on its way.
-    fence(gpu)
+    # Whoever reads the value sees all that this thread has seen and written.
     dtype = str(value.ty.dtype)
     if gpu.kind == "opencl":
+        _fence()
         name = "atom_xchg" if dtype == "int64" else "atomic_xchg"
         T.evaluate(T.call_extern(dtype, name, address, value))
         return
     bits, register = (64, "l") if dtype == "int64" else (32, "r")
-    source = _STORE_NOW.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
-    name = f"tvm_fusion_store_now_{dtype}"
+    source = _PUBLISH.format(name=dtype, word=_CUDA_WORDS[dtype], bits=bits, register=register)
+    name = f"tvm_fusion_publish_{dtype}"
     T.evaluate(T.cuda.func_call(name, address, value, source_code=source))
 
 
@@ -227,6 +249,16 @@ def address_number(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
     )
 
 
+def bound_address(gpu: GPUInfo, address: tirx.Expr) -> tirx.Expr:
+    """The same address, computed here; else the compiler computes it where it is used."""
+    if gpu.kind == "opencl":
+        return address
+    call = T.cuda.func_call(
+        "tvm_fusion_pointer", address, source_code=_POINTER, return_type="handle"
+    )
+    return T.bind(call)
+
+
 def current_stream(gpu: GPUInfo) -> tirx.Expr:
     """The number of the stream of the next launch, an int64; emitted by the host, outside of it.
 
@@ -247,26 +279,49 @@ def launch_number(gpu: GPUInfo) -> tirx.Expr:
     return T.cuda.func_call("tvm_fusion_launch", source_code=_LAUNCH, return_type="int64")
 
 
-def wait_a_moment(gpu: GPUInfo, turn: tirx.Expr) -> None:
-    """Emit a pause, short in the first turns, and on CUDA an error in turn :data:`LAST_TURN`.
+def wait_a_moment(
+    gpu: GPUInfo,
+    turn: tirx.Expr,
+    failures: tirx.Buffer,
+    place: int,
+    give_up: Callable[[], None],
+) -> None:
+    """Emit a pause on CUDA, short in the first turns; and from some turn on, the end of waiting.
 
-    The error ends all kernels.
+    That is turn :data:`LAST_TURN`, or any one after another thread has waited so long.
+
+    Parameters
+    ----------
+    gpu : GPUInfo
+        The device.
+    turn : tirx.Expr
+        How often the thread has waited.
+    failures : tirx.Buffer
+        Has an int64, zero until a thread gives up.
+    place : int
+        Its place there.
+    give_up : Callable
+        Emits what a thread does that gives up.
     """
     if gpu.kind == "cuda":
-        T.evaluate(T.cuda.func_call("tvm_fusion_wait", turn, source_code=_WAIT))
+        T.evaluate(T.cuda.func_call("tvm_fusion_pause", turn, source_code=_PAUSE))
+    failed = T.bind(read_now(gpu, failures, i64(place)))
+    with when(tirx.any(turn >= tirx.const(LAST_TURN, "int32"), tirx.NE(failed, i64(0)))):
+        store_tagged(gpu, failures, (i64(place), 0), tirx.const(1, "int32"), tirx.const(0, "int32"))
+        give_up()
 
 
 def acquire(gpu: GPUInfo) -> None:
     """Emit a fence that orders this thread's later accesses after its reads so far."""
-    fence(gpu)
-
-
-def fence(gpu: GPUInfo) -> None:
-    """Emit a fence of this thread's accesses to global memory."""
     if gpu.kind == "opencl":
-        T.evaluate(T.call_extern("int32", _OPENCL_FENCE))
+        _fence()
     else:
-        T.evaluate(T.cuda.func_call("tvm_fusion_fence", source_code=_FENCE))
+        T.evaluate(T.cuda.func_call("tvm_fusion_acquire", source_code=_ACQUIRE))
+
+
+def _fence() -> None:
+    """Emit a fence of this work-item's accesses to global memory, in OpenCL."""
+    T.evaluate(T.call_extern("int32", _OPENCL_FENCE))
 
 
 def sync() -> None:

@@ -8,7 +8,7 @@ the word that belongs to it: neither side needs a fence or a barrier. On OpenCL 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
@@ -16,11 +16,14 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
-from .intrinsics import differences, read_now, store_tagged, wait_a_moment
+from .intrinsics import differences, read_now, store_tagged
 from .machine import GPUInfo
 
+Wait = Callable[[tirx.Expr, Callable[[], None]], None]
+"""Emitter of a pause, from the number of the turn and what a thread does that gives up."""
+
 # Reads without a pause between them, about a millisecond.
-_BUSY_TURNS = 4096
+BUSY_TURNS = 4096
 
 
 def word_count(dtype: str) -> int:
@@ -34,6 +37,7 @@ def store(
     places: Sequence[tirx.Expr],
     value: tirx.Expr,
     tag: tirx.Expr,
+    condition: tirx.Expr | None = None,
 ) -> None:
     """Store the words of a value of 32 or 64 bits, the lowest first.
 
@@ -49,11 +53,13 @@ def store(
         An integer or a float.
     tag : tirx.Expr
         An int32.
+    condition : tirx.Expr, optional
+        Whether anything is stored.
     """
     bits = T.bind(tirx.reinterpret(f"int{32 * len(places)}", value))
     for number, place in enumerate(places):
         part = tirx.shift_right(bits, i64(32 * number)) if len(places) > 1 else bits
-        store_tagged(gpu, T.address_of(words[place]), part.astype("int32"), tag)
+        store_tagged(gpu, words, (place, 0), part.astype("int32"), tag, condition)
 
 
 def wait_for(
@@ -61,14 +67,21 @@ def wait_for(
     words: tirx.Buffer,
     places: Sequence[tuple[tirx.Expr, int]],
     tag: tirx.Expr,
+    wait: Wait,
     condition: tirx.Expr | None = None,
 ) -> list[tirx.Expr]:
     """The words at places and offsets, of type int32, once all have the tag.
 
-    All are read at once, and again until they are there. Threads for which ``condition`` does not
-    hold read nothing.
+    All are read at once, and again until they are there, with pauses by ``wait`` after some time.
+    A thread that gives up stores zeros with the tag in place of the words. Threads for which
+    ``condition`` does not hold read nothing.
     """
     zero, one = (tirx.const(number, "int32") for number in (0, 1))
+
+    def give_up() -> None:
+        for place in places:
+            store_tagged(gpu, words, place, zero, tag)
+
     found = T.alloc_buffer((len(places),), "int64", scope="local")
     waits, turn = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
     T.buffer_store(waits, one if condition is None else condition.astype("int32"), [0])
@@ -76,13 +89,14 @@ def wait_for(
     with T.While(waits[0] > zero):
         for number, (place, offset) in enumerate(places):
             T.buffer_store(found, read_now(gpu, words, place, offset), [number])
+        # While the words are on their way.
+        busy = tirx.const(BUSY_TURNS, "int32")
+        with when(turn[0] > busy):
+            wait(turn[0] - busy, give_up)
+        T.buffer_store(turn, turn[0] + one, [0])
         tags = [_high(found[number]) for number in range(len(places))]
         is_old = tirx.NE(differences(gpu, tags, tag), zero)
         T.buffer_store(waits, is_old.astype("int32"), [0])
-        T.buffer_store(turn, turn[0] + one, [0])
-        busy = tirx.const(_BUSY_TURNS, "int32")
-        with when(waits[0] > zero, turn[0] > busy):
-            wait_a_moment(gpu, turn[0] - busy)
     return [found[number].astype("int32") for number in range(len(places))]
 
 

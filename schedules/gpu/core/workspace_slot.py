@@ -10,7 +10,11 @@ other.
 The first of the blocks of a launch that has a result claims a slot under that name, under a lock;
 the others find it there, and the block that finishes the last tile releases it. A launch for which
 no slot is left waits for one; a launch waits for blocks that have not started only if their launch
-has a slot. On CUDA waiting ends with an error after about half a minute.
+has a slot.
+
+Who waits for about half a minute gives up: it notes that in the header, then goes on with anything,
+so that the kernel ends. Its outputs, and slots and tickets, are then worth nothing; the host sees
+the note and sets the workspace to zero (:mod:`tvm_fusion.runtime.workspaces`).
 
 The next use of a slot is ordered after all previous accesses to it: releasing, claiming and finding
 it each have a fence. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
@@ -24,13 +28,17 @@ those of the launch before have the other tag, and words that were never stored 
 words and tickets of the launch before are older, since the slot is given back, by a release, only
 after all words were seen, and by the block that drew the last ticket.
 
-The header of a workspace has three lines of the cache: the names, of two words each; the lock; the
-number of finished tiles of each slot. All are zero between calls. The tickets follow, one for each
-tile of outputs in every slot, then the tagged words.
+The header of a workspace has three lines of the cache: the names, of two words each; the lock, and
+behind it the note that a thread has given up; the number of finished tiles of each slot. All are
+zero between calls. The tickets follow, one for each tile of outputs in every slot, then the tagged
+words.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
@@ -41,6 +49,7 @@ from schedules.tir.index_math import i64
 from .intrinsics import (
     acquire,
     address_number,
+    bound_address,
     draw_ticket,
     launch_number,
     publish,
@@ -58,8 +67,11 @@ LINE_WORDS = 32
 _STREAM_FACTOR = 0x61C8864680B583EB
 _LAUNCH_FACTOR = 0x2545F4914F6CDD1D
 LOCK = LINE_WORDS
+FAILED = LOCK + 2
 _FINISHED = 2 * LINE_WORDS
 HEADER_WORDS = 3 * LINE_WORDS
+MARK = 0x510750
+"""Last word of a workspace before it is used: the tag of a word, and that of no launch."""
 
 
 def ticket_stride(tiles: int) -> int:
@@ -70,6 +82,12 @@ def ticket_stride(tiles: int) -> int:
 def first_word(tiles: int) -> int:
     """Number of 32-bit words of the header and the tickets, behind which tagged words begin."""
     return HEADER_WORDS + PLACES * ticket_stride(tiles)
+
+
+def is_workspace(content: np.ndarray) -> bool:
+    """Return whether this is the content of a workspace that was not used yet."""
+    is_row = content.dtype == np.int32 and content.ndim == 1 and content.size > HEADER_WORDS
+    return is_row and content[-1] == MARK and not content[:HEADER_WORDS].any()
 
 
 class LaunchPlace:
@@ -107,7 +125,7 @@ class LaunchPlace:
         self._gpu = gpu
         self._blocks, self._tiles, self._tile = blocks, tiles, tile
         self._words = T.decl_buffer(workspace.shape, "int32", data=workspace.data)
-        self._names = T.decl_buffer((PLACES,), "int64", data=workspace.data)
+        self._names = T.decl_buffer((HEADER_WORDS // 2,), "int64", data=workspace.data)
         named = address_number(gpu, output) + stream * i64(_STREAM_FACTOR)
         self._name = T.bind(named + launch_number(gpu) * i64(_LAUNCH_FACTOR))
         self._place = T.alloc_buffer((1,), "int32", scope="shared")
@@ -115,11 +133,13 @@ class LaunchPlace:
         IRBuilder.name("place", self._place)
         IRBuilder.name("ticket", self._ticket)
         self._drawn = T.alloc_buffer((1,), "int32", scope="local")
-        self._read: tuple[tirx.Expr, tirx.Expr] | None = None
+        self._read: tuple[tirx.Expr, tirx.Expr, tirx.Expr] | None = None
 
     def read(self) -> None:
         """Read what :meth:`take` has found, once for all later uses."""
-        self._read = T.bind(self._place[0]), T.bind(self._ticket[0])
+        place, ticket = T.bind(self._place[0]), T.bind(self._ticket[0])
+        address = T.address_of(self._names[_bounded(place)])
+        self._read = place, ticket, bound_address(self._gpu, address)
 
     @property
     def is_read(self) -> bool:
@@ -147,7 +167,7 @@ class LaunchPlace:
         return tirx.any(*(tirx.EQ(self._known[1], each) for each in last))
 
     @property
-    def _known(self) -> tuple[tirx.Expr, tirx.Expr]:
+    def _known(self) -> tuple[tirx.Expr, tirx.Expr, tirx.Expr]:
         assert self._read is not None, "slot and ticket are used before they are read"
         return self._read
 
@@ -171,12 +191,16 @@ class LaunchPlace:
                     publish(self._gpu, lock, zero)
             with when(found[0] < zero, tirx.EQ(locked[0], zero)):
                 T.buffer_store(turn, turn[0] + tirx.const(1, "int32"), [0])
-                wait_a_moment(self._gpu, turn[0])
+                self.wait(turn[0], lambda: T.buffer_store(found, zero, [0]))
         acquire(self._gpu)  # the slot's old content has been read before it is overwritten
         T.buffer_store(self._place, found[0], [0])
         at = i64(HEADER_WORDS) + _bounded(found[0]) * i64(ticket_stride(self._tiles)) + self._tile
         ticket = draw_ticket(self._gpu, T.address_of(self._words[at]), 2 * self._blocks)
         T.buffer_store(self._drawn, ticket, [0])
+
+    def wait(self, turn: tirx.Expr, give_up: Callable[[], None]) -> None:
+        """Emit a pause, or what a thread does that gives up."""
+        wait_a_moment(self._gpu, turn, self._names, FAILED // 2, give_up)
 
     def tell(self) -> None:
         """Tell the block its ticket, on the thread that has drawn it, which need not wait before.
@@ -211,7 +235,7 @@ class LaunchPlace:
                 publish(self._gpu, T.address_of(self._names[found[0]]), self._name)
 
     def _free(self) -> None:
-        publish(self._gpu, T.address_of(self._names[self.number]), i64(0))
+        publish(self._gpu, self._known[2], i64(0))
 
 
 def _bounded(place: tirx.Expr) -> tirx.Expr:

@@ -85,7 +85,7 @@ class SistersTemplate(ReduceTemplate):
     """
 
     name = "gpu.reduce"
-    version = 3
+    version = 4
 
     def default(self, workload: GroupWorkload, machine: GPUInfo) -> ReduceConfig:
         """Return the configuration that is chosen without records."""

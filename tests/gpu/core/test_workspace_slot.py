@@ -18,10 +18,12 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from relay_passes.op import coalesced_reduce
-from schedules.gpu.core import workspace_slot
+from schedules.gpu.core import intrinsics, workspace_slot
 from schedules.gpu.core.intrinsics import LAST_TURN, current_stream
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.tagged_words import BUSY_TURNS
 from schedules.gpu.core.workspace_slot import (
+    FAILED,
     HEADER_WORDS,
     LINE_WORDS,
     LOCK,
@@ -230,16 +232,45 @@ def test_the_host_asks_for_the_stream() -> None:
         assert ("runtime.get_cuda_stream" in case.func.script()) == (finish == "last_block")
 
 
-def test_waiting_ends_with_an_error() -> None:
-    """Told by the device; the registers are none more, and nothing goes to the stack."""
+def test_waiting_has_an_end() -> None:
+    """The registers are none more, and nothing goes to the stack."""
     case = Case("sum", "float16", (64, 1 << 16), [1], "last_block", CUDA)
     source = cuda_source(case.func)
-    assert "no free slot" in source and f">= {LAST_TURN}" in source
+    for last in (LAST_TURN, LAST_TURN + BUSY_TURNS):  # for a slot, and for words of other blocks
+        assert f"({last} <= " in source
     [used] = ptxas(source).values()
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
     [code] = sass(source).values()
-    # For a slot, and for the words of other blocks.
-    assert count(opcodes(code), "NANOSLEEP") == 2 and "__assertfail" in code
+    assert count(opcodes(code), "NANOSLEEP") == 2 and not count(opcodes(code), "CALL")
+
+
+@pytest.mark.parametrize(("form", "spoilt"), in_turns(SHAPES, ["slots", "tickets"]))
+def test_a_spoilt_workspace_is_noted_and_can_be_reset(
+    form: str, spoilt: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No slot is free, or the block that finishes a tile waits for others that have ended."""
+    patient = calls_of_one(form, 1, rng)
+    monkeypatch.setattr(intrinsics, "LAST_TURN", 1 << 12)
+    [impatient] = calls_of_one(form, 1, rng).sessions
+    shape, axes = SHAPES[form]
+    case = Case("sum", "float32", shape, axes, "last_block")
+    workspace = np.zeros(case.words, "int32")
+    if spoilt == "slots":
+        workspace[: 2 * PLACES] = 0x1234
+    else:
+        count = tiles(case.config, case.loops)
+        workspace[HEADER_WORDS : first_word(count)] = 1
+    impatient.write(0, workspace)
+    for _ in range(2):  # the note stays until there is a reset
+        impatient.launch()
+        left = np.array(impatient.read()[0])
+        assert left[FAILED] == 1
+    [session] = patient.sessions
+    session.write(0, left)
+    session.write(0, np.zeros_like(left))
+    for _ in range(3):
+        session.launch()
+        patient.check()
 
 
 def test_sisters_in_one_workspace(rng: np.random.Generator) -> None:
@@ -317,7 +348,9 @@ def test_code_of_the_lock() -> None:
         has_lock = finish == "last_block"
         assert (count(names, "ATOMG.E.CAS") > 0) == has_lock
         words = -(-case.config.splits // case.config.threads) if has_lock else 0
-        assert count(names, "LDG.E.64.STRONG.GPU") == (PLACES + words if has_lock else 0)
+        notes = 2  # whether a thread has given up, in both pauses
+        read = PLACES + words + notes if has_lock else 0
+        assert count(names, "LDG.E.64.STRONG.GPU") == read
         assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
 
 
@@ -334,6 +367,8 @@ def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(ar
         k for k, name in enumerate(names) if k > loads[-1] and count([name], "STG.E.64.STRONG.GPU")
     )
     words = [k for k in range(stored, len(names)) if count([names[k]], "LDG.E.64.STRONG.GPU")]
+    assert count(names[words[-2] : words[-1]], "NANOSLEEP") == 1  # then it reads a note
+    words = words[:-1]
     assert ticket < loads[-1] and len(words) == -(-case.config.splits // 32)
     between = names[loads[-1] : words[-1]]
     assert count(between, "MEMBAR") == count(between, "ATOMG") == count(between, "ATOM") == 0
@@ -342,6 +377,25 @@ def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(ar
     # The slot is given back behind one fence and one barrier more.
     behind = [name for name in names[words[-1] :] if name.startswith("MEMBAR")]
     assert len([name for name in behind if name.endswith("GPU")]) == 1
+
+
+@pytest.mark.parametrize(("arch", "fences"), [("sm_80", 5), ("sm_90", 3)])
+def test_only_releases_wait_for_stores(arch: str, fences: int) -> None:
+    """Of the name, the lock and the slot. Before sm_90 locking and finding a slot do so, too."""
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    case = Case("sum", "float32", (1 << 22,), [0], "last_block", target)
+    [code] = sass(cuda_source(case.func, arch), arch).values()
+    assert opcodes(code).count("MEMBAR.ALL.GPU") == fences
+
+
+def test_the_states_of_the_warps_and_the_ticket_are_read_at_once() -> None:
+    """No branch lies between them and the store of the block's result."""
+    case = Case("sum", "float32", (1 << 22,), [0], "last_block", CUDA)
+    [code] = sass(cuda_source(case.func)).values()
+    names = opcodes(code)
+    barrier = next(k for k, name in enumerate(names) if name.startswith("BAR"))
+    stored = names.index("STG.E.64.STRONG.GPU", barrier)
+    assert count(names[barrier:stored], "LDS") >= 4 and not count(names[barrier:stored], "BRA")
 
 
 @pytest.mark.parametrize(("form", "tag"), in_turns(SHAPES, [1, 2]))
@@ -394,6 +448,7 @@ def test_polled_words_and_tickets_have_lines_of_their_own() -> None:
     stride = ticket_stride(tiles(case.config, case.loops))
     assert 4 * LINE_WORDS == 128
     assert LOCK >= LINE_WORDS >= 2 * PLACES
+    assert FAILED % 2 == 0 and LOCK < FAILED < LOCK + LINE_WORDS
     assert LOCK // LINE_WORDS < HEADER_WORDS // LINE_WORDS
     assert HEADER_WORDS % LINE_WORDS == stride % LINE_WORDS == 0
     assert first_word(tiles(case.config, case.loops)) % LINE_WORDS == 0

@@ -131,6 +131,28 @@ def test_the_thread_decides_where_its_warp_goes() -> None:
     assert opcodes_of(None) == everything
 
 
+CONSTANTS = """
+        /*0000*/                   HFMA2.MMA R1, -RZ, RZ, 0, 0 ;
+        /*0010*/                   HFMA2.MMA R2, -RZ, RZ, 0, 5.9604644775390625e-08 ;
+        /*0020*/                   ISETP.NE.AND P0, PT, R1, RZ, PT ;
+        /*0030*/                   ISETP.NE.AND P1, PT, R2, 0x1, PT ;
+        /*0040*/              @!P0 BRA `(.L_x_1) ;
+        /*0050*/                   MEMBAR.ALL.GPU ;
+.L_x_1:
+        /*0060*/              @!P1 BRA `(.L_x_2) ;
+        /*0070*/                   MEMBAR.ALL.GPU ;
+.L_x_2:
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_constants_made_by_half_precision_are_known() -> None:
+    """The compiler moves some constants by the unit for halves, as 0 and as the least one here."""
+    code = sass.instructions(CONSTANTS)
+    names = [each.name for each in warp_path(code, range(len(code)))]
+    assert names == "HFMA2 HFMA2 ISETP ISETP BRA BRA".split()
+
+
 def test_warps_wait_for_each_other_at_a_barrier() -> None:
     code = sass.instructions(WARPS)
     known = {"MEMBAR": 100, "S2R": 0, "MUFU": 50, "BAR": 30}
@@ -159,6 +181,13 @@ def test_a_kernel_of_a_case() -> None:
     assert (kernel.head_contenders, kernel.contenders) == (512, 1)  # tickets are drawn early
     assert kernel.flight_bytes >= 64 and 0.9 < time.waves <= 1
     assert 0.9 < time.share < 1 and 0.4e-6 < time.finish_seconds < 0.8e-6
+
+
+def test_sixteen_mebibytes_take_four_fifths_of_the_bandwidth() -> None:
+    """So little of the time of a short kernel goes into its finish."""
+    [case] = reduction_cases.select(only=["sweep/float32 2^22"])
+    _, time = predict_gpu.predict(case, load_machine("h200"))
+    assert time.share > 0.8 and time.finish_seconds < 0.65e-6
 
 
 def test_what_is_stored_takes_no_further_turn() -> None:

@@ -10,6 +10,7 @@ from tvm import relax
 
 from relay_passes import LiftWeights
 from relay_passes.program.lift_weights import LEAST_BYTES, WEIGHTS
+from schedules.gpu.core.workspace_slot import HEADER_WORDS, MARK
 
 
 def weight(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> tvm.runtime.Tensor:
@@ -91,6 +92,16 @@ def test_small_constants_and_other_types_stay(dtype: str, count: int, lifted: bo
     assert len(after["main"].params) == 1 + lifted
     if not lifted:
         tvm.ir.assert_structural_equal(after, before)
+
+
+def test_small_workspaces_are_lifted() -> None:
+    """The host can then reset them."""
+    content = np.zeros(2 * HEADER_WORDS, "int32")
+    content[-1] = MARK
+    tensors = [tvm.runtime.tensor(content), tvm.runtime.tensor(np.ones_like(content))]
+    after = LiftWeights()(add_all(tensors, bound=True))
+    [lifted] = after.attrs[WEIGHTS]
+    np.testing.assert_array_equal(lifted.numpy(), content)
 
 
 def test_other_functions_are_left_alone() -> None:

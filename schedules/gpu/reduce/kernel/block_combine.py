@@ -24,6 +24,7 @@ class Meeting(NamedTuple):
     behind: Callable[[], None]
 
 
+_FEW_WARPS = 8  # whose states all threads combine, where a branch to one of them would take longer
 TREE_ARITY = 4  # states that a thread combines between two barriers
 
 
@@ -166,7 +167,8 @@ def _warps_through_memory(
     sync()
     if meeting is not None:
         meeting.behind()
-    with when(tirx.EQ(ctx.lane, i64(0))):
+    is_one = meeting is None or warps > _FEW_WARPS
+    with when(tirx.EQ(ctx.lane, i64(0)) if is_one else None):
         each = state_buffers.allocate(workloads, warps, "local")
         for warp in range(warps):
             of_warp = state_buffers.load(shared, ctx.row * i64(warps) + i64(warp))

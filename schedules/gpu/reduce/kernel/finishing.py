@@ -6,7 +6,7 @@ They are combined by the first block of a cluster, by atomic updates, or by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -119,10 +119,12 @@ def last_block(
         meeting.behind()
     partials = _Partials.open(ctx, stage, place)
 
-    def keep(m: tirx.Expr, state: States) -> None:
-        partials.store(ctx.split, m - ctx.tile_start, state)
-
-    _for_each_result(ctx, states, keep, guarded=False)
+    # Along a row under a predicate, so that the compiler moves nothing into a branch.
+    with when(ctx.is_leader if ctx.is_y else None):
+        for k in range(ctx.results):
+            output = ctx.first_output + i64(k) - ctx.tile_start
+            own = state_buffers.load(states, k)
+            partials.store(ctx.split, output, own, None if ctx.is_y else ctx.is_leader)
     is_last = T.bind(place.is_last)
     if ctx.gpu.kind == "opencl":  # whose compilers mishandle barriers under a condition
         sync()  # one thread may run to a barrier before another one starts
@@ -142,7 +144,7 @@ def _combine_partials(
     """Combine the partial results of a tile in the order of their splits and write the outputs.
 
     All threads execute this; memory is accessed under ``condition``, if there is one. The slot is
-    given back by another warp than that of the first output, beside it.
+    given back by another warp than that of the first output, beside it: its fence takes longer.
     """
     config, workloads, warp = ctx.config, stage.workloads, ctx.gpu.warp_size
     is_one = config.tile_outputs == 1
@@ -155,6 +157,13 @@ def _combine_partials(
     reads = None if groups * width == config.threads else group < i64(groups)
     at_once = partials.at_once(groups)
     many = ceil_power_of_two(at_once)
+    has_met = groups == 1 or (is_one and warp > 1)  # else combine_groups has a barrier
+
+    def give_back() -> None:
+        other = warp if warp < config.threads else 0
+        with when(tirx.EQ(ctx.thread, i64(other)), condition):
+            place.give_back()
+
     state = state_buffers.allocate(workloads, many, "local")
     is_full = config.splits == groups * at_once == groups * many and (reads is None or is_small)
     for chunk in range(0, config.tile_outputs, width):
@@ -163,8 +172,10 @@ def _combine_partials(
             state_buffers.clear(workloads, state, many)
         with when(reads):
             partials.read(state, output, group, groups, condition)
-        if groups == 1 or (is_one and warp > 1):
+        if has_met:
             sync()  # all words have been read before the slot is given back
+            if chunk + width >= config.tile_outputs:
+                give_back()
         with when(ctx.thread < i64(warp) if is_small else None):
             state_buffers.fold(workloads, state, many)
             if is_small:
@@ -176,22 +187,8 @@ def _combine_partials(
         m = ctx.tile_start + output
         with when(tirx.EQ(group, i64(0)), ctx.exists(m), condition):
             _write(ctx, stage, m, state_buffers.load(state, 0))
-    other = warp if warp < config.threads else 0
-    with when(tirx.EQ(ctx.thread, i64(other)), condition):
-        place.give_back()
-
-
-def _for_each_result(
-    ctx: ReduceContext,
-    states: Buffers,
-    action: Callable[[tirx.Expr, States], None],
-    guarded: bool = True,
-) -> None:
-    """Call ``action`` with each output of the block and its states, on the thread that holds it."""
-    first = ctx.first_output
-    with when(ctx.is_leader, ctx.exists(first) if guarded else None):
-        for k in range(ctx.results):
-            action(first + i64(k), state_buffers.load(states, k))
+    if not has_met:
+        give_back()
 
 
 def _write(ctx: ReduceContext, stage: ReductionStage, m: tirx.Expr, states: States) -> None:
@@ -217,6 +214,8 @@ class _Partials:
         Number of the tile's first block among all blocks of all slots.
     tag : tirx.Expr
         That of the launch.
+    place : LaunchPlace
+        The slot.
     """
 
     ctx: ReduceContext
@@ -224,6 +223,7 @@ class _Partials:
     words: tirx.Buffer
     row: tirx.Expr
     tag: tirx.Expr
+    place: LaunchPlace
 
     @classmethod
     def open(cls, ctx: ReduceContext, stage: ReductionStage, place: LaunchPlace) -> _Partials:
@@ -233,16 +233,23 @@ class _Partials:
         size = int(workspace.shape[0]) // 2 - offset
         words = T.decl_buffer((size,), "int64", data=workspace.data, elem_offset=i64(offset))
         row = (place.number * i64(count) + ctx.tile) * i64(ctx.config.splits)
-        return cls(ctx, stage, words, row, T.bind(place.tag))
+        return cls(ctx, stage, words, row, T.bind(place.tag), place)
 
-    def store(self, split: tirx.Expr, output: tirx.Expr, states: States) -> None:
-        """Store the states of an output of the tile."""
+    def store(
+        self,
+        split: tirx.Expr,
+        output: tirx.Expr,
+        states: States,
+        condition: tirx.Expr | None = None,
+    ) -> None:
+        """Store the states of an output of the tile, under a condition if there is one."""
         first = self._first(split, output)
         places = [first + i64(k * self.ctx.config.tile_outputs) for k in range(self.count)]
         for state in states:
             for value in state:
                 count = word_count(str(value.ty.dtype))
-                tagged_words.store(self.ctx.gpu, self.words, places[:count], value, self.tag)
+                words, gpu = self.words, self.ctx.gpu
+                tagged_words.store(gpu, words, places[:count], value, self.tag, condition)
                 places = places[count:]
 
     def at_once(self, groups: int) -> int:
@@ -284,7 +291,9 @@ class _Partials:
                 is_whole = (k + 1) * groups <= count
                 exists.append(None if is_whole else group < i64(count - k * groups))
                 places += self._places(first, k * groups, output, is_whole)
-            found = tagged_words.wait_for(self.ctx.gpu, self.words, places, self.tag, condition)
+            found = tagged_words.wait_for(
+                self.ctx.gpu, self.words, places, self.tag, self.place.wait, condition
+            )
             for k, each in enumerate(exists):
                 with when(each):
                     own = self._states(found[k * self.count : (k + 1) * self.count])

@@ -44,7 +44,7 @@ def configure(
     tirx.PrimFunc
         The function with the attribute :data:`CONFIG`, and before its other parameters, if the last
         block is to combine the results of all, a workspace ``int32[words]``, which must be zero at
-        the first call but for the last word but one. ``func`` itself if it is no group of
+        the first call but for its last two words. ``func`` itself if it is no group of
         reductions.
     """
     group = None if CONFIG in func.attrs else read_group(func)
