@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from schedules.gpu.core.workspace_slot import FAILED, is_workspace
+from schedules.gpu.core.workspace_slot import FAILED, WATCHED, is_workspace
 
 from ..errors import TargetError
 from .memory import download, upload
@@ -33,9 +33,11 @@ class Workspaces:
 
     @classmethod
     def among(cls, weights: Sequence[Any], places: Sequence[Any]) -> Workspaces:
-        """Those of the places whose weights are workspaces."""
+        """Those of the places whose weights are workspaces, which are told of the checks."""
         pairs = zip(weights, places, strict=True)
-        return cls([place for weight, place in pairs if is_workspace(np.from_dlpack(weight))])
+        found = cls([place for weight, place in pairs if is_workspace(np.from_dlpack(weight))])
+        found.reset()
+        return found
 
     def launched(self) -> None:
         """Note that kernels were launched."""
@@ -66,6 +68,8 @@ class Workspaces:
             )
 
     def reset(self) -> None:
-        """Set them to zero; no launch may be under way."""
+        """Set all but the word that tells of the checks to zero; no launch may be under way."""
         for tensor in self._tensors:
-            upload(np.zeros(tuple(tensor.shape), "int32"), tensor)
+            content = np.zeros(tuple(tensor.shape), "int32")
+            content[WATCHED] = 1
+            upload(content, tensor)

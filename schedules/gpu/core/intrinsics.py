@@ -101,6 +101,17 @@ __forceinline__ __device__ long long tvm_fusion_launch() {
 }
 """
 
+_FAIL = """
+extern "C" __device__ void __assertfail(
+    const char*, const char*, unsigned int, const char*, size_t);
+__forceinline__ __device__ void tvm_fusion_fail() {
+  __assertfail("a reduction found no free slot of its workspace, or no results of its other blocks:"
+               " too many streams run it at once, or something wrote to its memory; start the"
+               " process again", "tvm_fusion", 0, "reduction", 1);
+  __builtin_unreachable();  // so that no registers are kept for what follows
+}
+"""
+
 # Turns of waiting, on CUDA all but the first of at least a microsecond.
 LAST_TURN = 1 << 24
 _SHORT_TURNS = 16
@@ -282,13 +293,14 @@ def launch_number(gpu: GPUInfo) -> tirx.Expr:
 def wait_a_moment(
     gpu: GPUInfo,
     turn: tirx.Expr,
-    failures: tirx.Buffer,
-    place: int,
+    notes: tirx.Buffer,
+    places: tuple[int, int],
     give_up: Callable[[], None],
 ) -> None:
     """Emit a pause on CUDA, short in the first turns; and from some turn on, the end of waiting.
 
-    That is turn :data:`LAST_TURN`, or any one after another thread has waited so long.
+    That is turn :data:`LAST_TURN`, or any one after another thread has waited so long. On CUDA it
+    is an error that ends the process's use of the GPU, unless the host reads the notes.
 
     Parameters
     ----------
@@ -296,18 +308,23 @@ def wait_a_moment(
         The device.
     turn : tirx.Expr
         How often the thread has waited.
-    failures : tirx.Buffer
-        Has an int64, zero until a thread gives up.
-    place : int
-        Its place there.
+    notes : tirx.Buffer
+        Has two int64: one that is zero until a thread gives up, and one that is zero unless the
+        host reads the former.
+    places : tuple[int, int]
+        Their places there.
     give_up : Callable
         Emits what a thread does that gives up.
     """
     if gpu.kind == "cuda":
         T.evaluate(T.cuda.func_call("tvm_fusion_pause", turn, source_code=_PAUSE))
-    failed = T.bind(read_now(gpu, failures, i64(place)))
-    with when(tirx.any(turn >= tirx.const(LAST_TURN, "int32"), tirx.NE(failed, i64(0)))):
-        store_tagged(gpu, failures, (i64(place), 0), tirx.const(1, "int32"), tirx.const(0, "int32"))
+    failed, watched = places
+    has_failed = tirx.NE(T.bind(read_now(gpu, notes, i64(failed))), i64(0))
+    with when(tirx.any(turn >= tirx.const(LAST_TURN, "int32"), has_failed)):
+        store_tagged(gpu, notes, (i64(failed), 0), tirx.const(1, "int32"), tirx.const(0, "int32"))
+        if gpu.kind == "cuda":
+            with when(tirx.EQ(read_now(gpu, notes, i64(watched)), i64(0))):
+                T.evaluate(T.cuda.func_call("tvm_fusion_fail", source_code=_FAIL))
         give_up()
 
 

@@ -14,7 +14,9 @@ has a slot.
 
 Who waits for about half a minute gives up: it notes that in the header, then goes on with anything,
 so that the kernel ends. Its outputs, and slots and tickets, are then worth nothing; the host sees
-the note and sets the workspace to zero (:mod:`tvm_fusion.runtime.workspaces`).
+the note and sets the workspace to zero (:mod:`tvm_fusion.runtime.workspaces`). Unless the header
+says that the host looks for the note, the kernel fails instead, on CUDA, and with it all later
+ones of the process.
 
 The next use of a slot is ordered after all previous accesses to it: releasing, claiming and finding
 it each have a fence. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
@@ -68,6 +70,7 @@ _STREAM_FACTOR = 0x61C8864680B583EB
 _LAUNCH_FACTOR = 0x2545F4914F6CDD1D
 LOCK = LINE_WORDS
 FAILED = LOCK + 2
+WATCHED = FAILED + 2
 _FINISHED = 2 * LINE_WORDS
 HEADER_WORDS = 3 * LINE_WORDS
 MARK = 0x510750
@@ -200,7 +203,7 @@ class LaunchPlace:
 
     def wait(self, turn: tirx.Expr, give_up: Callable[[], None]) -> None:
         """Emit a pause, or what a thread does that gives up."""
-        wait_a_moment(self._gpu, turn, self._names, FAILED // 2, give_up)
+        wait_a_moment(self._gpu, turn, self._names, (FAILED // 2, WATCHED // 2), give_up)
 
     def tell(self) -> None:
         """Tell the block its ticket, on the thread that has drawn it, which need not wait before.

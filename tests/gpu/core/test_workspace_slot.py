@@ -28,6 +28,7 @@ from schedules.gpu.core.workspace_slot import (
     LINE_WORDS,
     LOCK,
     PLACES,
+    WATCHED,
     first_word,
     ticket_stride,
 )
@@ -241,7 +242,10 @@ def test_waiting_has_an_end() -> None:
     [used] = ptxas(source).values()
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
     [code] = sass(source).values()
-    assert count(opcodes(code), "NANOSLEEP") == 2 and not count(opcodes(code), "CALL")
+    assert count(opcodes(code), "NANOSLEEP") == 2
+    assert source.count(f"workspace_ptr)[{WATCHED // 2}])), 0) == (int64_t)0)") == 2
+    assert source.count("tvm_fusion_fail();") == 2  # where no host looks for the note
+    assert count(opcodes(code), "CALL")
 
 
 @pytest.mark.parametrize(("form", "spoilt"), in_turns(SHAPES, ["slots", "tickets"]))
@@ -348,7 +352,7 @@ def test_code_of_the_lock() -> None:
         has_lock = finish == "last_block"
         assert (count(names, "ATOMG.E.CAS") > 0) == has_lock
         words = -(-case.config.splits // case.config.threads) if has_lock else 0
-        notes = 2  # whether a thread has given up, in both pauses
+        notes = 4  # whether a thread has given up, and whether the host looks, in both pauses
         read = PLACES + words + notes if has_lock else 0
         assert count(names, "LDG.E.64.STRONG.GPU") == read
         assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
@@ -367,8 +371,8 @@ def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(ar
         k for k, name in enumerate(names) if k > loads[-1] and count([name], "STG.E.64.STRONG.GPU")
     )
     words = [k for k in range(stored, len(names)) if count([names[k]], "LDG.E.64.STRONG.GPU")]
-    assert count(names[words[-2] : words[-1]], "NANOSLEEP") == 1  # then it reads a note
-    words = words[:-1]
+    assert count(names[words[-3] : words[-2]], "NANOSLEEP") == 1  # then it reads both notes
+    words = words[:-2]
     assert ticket < loads[-1] and len(words) == -(-case.config.splits // 32)
     between = names[loads[-1] : words[-1]]
     assert count(between, "MEMBAR") == count(between, "ATOMG") == count(between, "ATOM") == 0
@@ -448,7 +452,7 @@ def test_polled_words_and_tickets_have_lines_of_their_own() -> None:
     stride = ticket_stride(tiles(case.config, case.loops))
     assert 4 * LINE_WORDS == 128
     assert LOCK >= LINE_WORDS >= 2 * PLACES
-    assert FAILED % 2 == 0 and LOCK < FAILED < LOCK + LINE_WORDS
+    assert FAILED % 2 == WATCHED % 2 == 0 and LOCK < FAILED < WATCHED < LOCK + LINE_WORDS
     assert LOCK // LINE_WORDS < HEADER_WORDS // LINE_WORDS
     assert HEADER_WORDS % LINE_WORDS == stride % LINE_WORDS == 0
     assert first_word(tiles(case.config, case.loops)) % LINE_WORDS == 0

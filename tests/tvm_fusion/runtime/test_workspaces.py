@@ -14,7 +14,7 @@ from gpu_onnx import long_sums
 from relax_models import assert_dense, dense
 
 import tvm_fusion
-from schedules.gpu.core.workspace_slot import FAILED, HEADER_WORDS, is_workspace
+from schedules.gpu.core.workspace_slot import FAILED, HEADER_WORDS, WATCHED, is_workspace
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.runtime import artifact, compiled_model, workspaces
@@ -61,14 +61,14 @@ def test_a_failed_call_raises_and_the_next_begins_anew(
 ) -> None:
     with pytest.raises(TargetError, match=r"CompiledModel.reset\(\) was called"):
         call(model)
-    assert not workspace.numpy().any()
+    assert np.flatnonzero(workspace.numpy()).tolist() == [WATCHED]
     call(model)
     assert_dense(model(X), X)
 
 
 def test_a_reset_by_the_user(model: CompiledModel, workspace: tvm.runtime.Tensor) -> None:
     model.reset()
-    assert not workspace.numpy().any()
+    assert np.flatnonzero(workspace.numpy()).tolist() == [WATCHED]
     assert_dense(model(X), X)
 
 
@@ -83,7 +83,10 @@ def test_quick_calls_have_not_failed(
 
 
 def test_a_model_for_a_gpu_knows_its_workspaces() -> None:
-    """They are found among its weights, also small ones."""
+    """They are found among its weights, also small ones, and say that the host looks at them."""
     weights = tvm_fusion.compile(long_sums(), "cuda -arch=sm_80")._weights
     found = [weight for weight in weights if is_workspace(np.from_dlpack(weight))]
-    assert found and len(Workspaces.among(weights, weights)._tensors) == len(found)
+    places = [tvm.runtime.tensor(np.from_dlpack(weight)) for weight in weights]
+    workspaces = Workspaces.among(weights, places)._tensors
+    assert found and len(workspaces) == len(found)
+    assert all(place.numpy()[WATCHED] == 1 for place in workspaces)
