@@ -20,6 +20,7 @@ from .conv2d.fusion_decision import Decision, decide
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
+from .distribute.exchange_in_place import ExchangeInPlace
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .layout.pad_columns import PadColumns
@@ -57,6 +58,7 @@ __all__ = [
     "Decision",
     "DecomposeNormalization",
     "DistributeRows",
+    "ExchangeInPlace",
     "DropPragmaScopes",
     "FuseAttention",
     "FuseConv2D",

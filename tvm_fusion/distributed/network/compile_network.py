@@ -18,6 +18,7 @@ from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from relay_passes.distribute.distribute_rows import PLAN, DistributeRows
+from relay_passes.distribute.exchange_in_place import ExchangeInPlace
 from relay_passes.distribute.row_stages import read_stages
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import Segment, plan_from_json
@@ -95,6 +96,7 @@ def compile_network(
     figures = network or Network(), processor or estimated_processor(resolved)
     split = DistributeRows(ranks, *figures, exchange)
     whole, rest = _phases(resolved, options)
+    rest["lower"] = [*rest["lower"], ExchangeInPlace()]
     phases = {**whole, "distribute": [split], **rest}
     tell = announcer(progress, len(phases) + 2)
     tell("import")
