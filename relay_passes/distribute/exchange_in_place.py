@@ -228,7 +228,9 @@ class _Program:
 
 
 def _is_exchange(value: relax.Expr) -> bool:
-    return op_name(value) == "relax.call_dps_packed" and str(value.args[0].global_symbol) == EXCHANGE
+    return (
+        op_name(value) == "relax.call_dps_packed" and str(value.args[0].global_symbol) == EXCHANGE
+    )
 
 
 def _sliced(func: tirx.PrimFunc) -> Window | None:
@@ -250,7 +252,8 @@ def _sliced(func: tirx.PrimFunc) -> Window | None:
 
 
 def _is_inside(window: Window, shape: Sequence[int]) -> bool:
-    return all(0 <= begin < end <= extent for (begin, end), extent in zip(window, shape))
+    pairs = zip(window, shape, strict=True)
+    return all(0 <= begin < end <= extent for (begin, end), extent in pairs)
 
 
 def _shape(ty: relax.TensorType) -> list[int]:

@@ -4,8 +4,9 @@
 A stage takes the longer of its arithmetic and the traffic of its images on the slowest rank
 (roofline), and the time to read its weights, which splitting its rows does not shorten; an exchange
 ``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has itself and
-no convolution wrote, and a constant. Fewer exchanges recompute more rows; after the last one the first rank is alone. A rank
-that computes channels reads their weights only, and all rows of the image.
+no convolution wrote, and a constant. Fewer exchanges recompute more rows; after the last one the
+first rank is alone. A rank that computes channels reads their weights only, and all rows of the
+image.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from cpu.conv_cases import TARGET, Case, arguments, build, compile_function, pack
 from cpu.conv2d.winograd.test_winograd_conv2d import function as winograd_function
 from cpu.conv2d.winograd.test_winograd_conv2d import packed_arguments
+from cpu.conv_cases import TARGET, Case, arguments, build, compile_function, pack
 from tvm import tirx
 
 from schedules.cpu.conv2d.conv2d import Conv2D
