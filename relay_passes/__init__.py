@@ -21,6 +21,7 @@ from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
 from .distribute.exchange_in_place import ExchangeInPlace
+from .distribute.separate_pairs import SeparatePairs
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .layout.pad_columns import PadColumns
@@ -76,6 +77,7 @@ __all__ = [
     "PackLayout",
     "PackWeights",
     "PadColumns",
+    "SeparatePairs",
     "ShareKernels",
     "ShortenNames",
     "SimplifyInference",
