@@ -106,10 +106,9 @@ class _Program:
             call = binding.value
             if not _is_exchange(call) or binding.var.ty.ndim != _PACKED:
                 continue
-            number, own, *_ = call.args[1].fields
+            number, own, *_ = [*call.args[1].fields, None]  # a rank may have nothing to send
             window = windows.get(int(number.value))
-            shape = _shape(binding.var.ty)
-            if window is None or not isinstance(own, relax.Var) or not _is_inside(window, shape):
+            if window is None or own is None or not _is_inside(window, _shape(binding.var.ty)):
                 continue
             others = [reader for reader in self._readers[own] if not reader.same_as(call)]
             produced = self._convolution(self._values.get(own)) is not None
