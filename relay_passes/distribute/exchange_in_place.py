@@ -106,9 +106,12 @@ class _Program:
             call = binding.value
             if not _is_exchange(call) or binding.var.ty.ndim != _PACKED:
                 continue
-            number, own, *_ = [*call.args[1].fields, None]  # a rank may have nothing to send
-            window = windows.get(int(number.value))
-            if window is None or own is None or not _is_inside(window, _shape(binding.var.ty)):
+            fields = list(call.args[1].fields)
+            window = windows.get(int(fields[0].value))
+            if len(fields) < 2 or window is None:  # a rank may have nothing to send
+                continue
+            own = fields[1]
+            if not _is_inside(window, _shape(binding.var.ty)):
                 continue
             others = [reader for reader in self._readers[own] if not reader.same_as(call)]
             produced = self._convolution(self._values.get(own)) is not None
