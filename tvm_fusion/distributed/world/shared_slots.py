@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_BYTES = 512 * 1024
+MOST_BYTES = 256 * 1024
 """Of a parcel that goes through a slot; both sides have to choose alike."""
 
 _LEAST_ROOM = 1024  # bytes
