@@ -193,14 +193,14 @@ def _processors(
 ) -> Iterator[None]:
     """Share out the processors of the node, where several ranks may use the same ones.
 
-    Ranks of one thread, too: while they wait for each other, Linux may let two of them take turns
-    on one processor for as long as they run, and leave another one idle.
+    A rank with one thread is left to the operating system, which moves it to an idle processor;
+    where it has a place, to one of that.
     """
     mine = siblings[[sibling.rank for sibling in siblings].index(world.rank)].processors
     same = [sibling.rank for sibling in siblings if sibling.processors == mine]
     share = place.processors if place else part(mine, same.index(world.rank), len(same))
     wanted = threads if threads is not None else max(1, len(share))
-    bind = place is not None or wanted <= len(share) < len(mine)
+    bind = place is not None or 1 < wanted <= len(share) < len(mine)
     if bind:
         os.sched_setaffinity(0, share)
     world.threads = choose_threads(wanted)
