@@ -20,6 +20,8 @@ from .conv2d.fusion_decision import Decision, decide
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.distribute_rows import DistributeRows
+from .distribute.exchange_in_place import ExchangeInPlace
+from .distribute.separate_pairs import SeparatePairs
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .layout.pad_columns import PadColumns
@@ -57,6 +59,7 @@ __all__ = [
     "Decision",
     "DecomposeNormalization",
     "DistributeRows",
+    "ExchangeInPlace",
     "DropPragmaScopes",
     "FuseAttention",
     "FuseConv2D",
@@ -74,6 +77,7 @@ __all__ = [
     "PackLayout",
     "PackWeights",
     "PadColumns",
+    "SeparatePairs",
     "ShareKernels",
     "ShortenNames",
     "SimplifyInference",

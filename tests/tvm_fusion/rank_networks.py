@@ -52,7 +52,9 @@ class Poisoned:
         return getattr(self._world, name)
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
-        """Start an exchange into an array of NaN."""
-        if "held" in buffers:
-            buffers["held"].array[...] = np.nan
+        """Start an exchange into an array of NaN, or what is received of one into NaN."""
+        for message in exchange.received_by(self._world.rank):
+            held, is_in_place = buffers["held"], buffers["held"] is buffers.get("own")
+            view = held.view(message.region) if is_in_place else held.array
+            view[...] = np.nan
         self._world.start(exchange, buffers)

@@ -13,6 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from schedules.errors import OpError
+from schedules.tir.parameter_windows import windows_of
 from schedules.tir.vector_math import vectorize_math
 from schedules.workload.conv2d import WORD_BYTES
 from schedules.workload.reduce import extent_of
@@ -39,6 +40,8 @@ class KernelBuilder:
         self.func = func
         self.buffers = buffers(func)
         self.flat: list[tirx.Buffer] = []
+        self._windows = windows_of(func)
+        self._seen: set[int] = set()  # positions whose windows are heeded
         self._result: tirx.PrimFunc | None = None
 
     @property
@@ -88,6 +91,8 @@ class KernelBuilder:
     def schedule(self) -> s_tir.Schedule:
         """The finished function as a schedule, its elementary functions as vector code."""
         assert self._result is not None, "body() has not been closed"
+        if self._windows.keys() - self._seen:
+            raise OpError("this kernel cannot read or write a part of a larger tensor")
         return s_tir.Schedule(tvm.IRModule({"main": vectorize_math(self._result)}))
 
     @staticmethod
@@ -105,15 +110,22 @@ class KernelBuilder:
     def feature_map(self, position: int, image: Index) -> FeatureMap:
         """The parameter at ``position`` as the feature map of one image of the batch.
 
-        Five-dimensional parameters are ``NCHW[x]c``, four-dimensional ones NCHW.
+        Five-dimensional parameters are ``NCHW[x]c``, four-dimensional ones NCHW. Of one with a
+        window it is that: some blocks of channels, or rows.
         """
         shape = [int(extent) for extent in self.buffers[position].shape[1:]]
         lanes = shape[3] if len(shape) == 4 else 1
         channels, height, width = shape[:3]
         plane = height * width * lanes
+        offset = image * (channels * plane)
+        number = position % len(self.buffers)
+        if number in self._windows:
+            self._seen.add(number)
+            _, (block, _), (row, last), *_ = self._windows[number]
+            offset, height = offset + (block * plane + row * width * lanes), last - row
         return FeatureMap(
             buffer=self.flat[position],
-            offset=image * (channels * plane),
+            offset=offset,
             block_stride=plane,
             row_stride=width * lanes,
             lanes=lanes,

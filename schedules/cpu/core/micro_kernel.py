@@ -91,6 +91,10 @@ class FeatureMap:
         """Elements from one pixel to the next."""
         return self.lanes if self.pixel_stride is None else self.pixel_stride
 
+    def is_apart(self, other: FeatureMap) -> bool:
+        """Return whether pixels of another map of as many lie at other places in its buffer."""
+        return (self.offset, self.block_stride) != (other.offset, other.block_stride)
+
     def at(self, block: Index, row: Index, column: Index) -> Index:
         """Element offset of lane 0 of a pixel."""
         return (

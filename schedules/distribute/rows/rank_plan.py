@@ -2,7 +2,7 @@
 """Plan of a network over ranks, as a saved model holds it: functions, rows, exchanges, predictions.
 
 Read from JSON it is checked: every number is one, and every rank has its entry. Files of format 7
-know rows only.
+know rows only, and programs up to format 8 no exchange in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .row_plan import transfers
 
 EXCHANGE = "tvm_fusion.exchange_rows"
 """The packed function of an exchange: its number, the rank's own rows if it has some, the result of
-the exchange before it, and as its result the rows that it needs, or a byte if it needs none."""
+the exchange before it, and as its result the rows that it needs, or a byte: if it needs none, or if
+its own rows lie in a tensor of all that it needs, which then receives the others."""
 
 Range = tuple[int, int]
 

@@ -3,9 +3,10 @@
 
 A stage takes the longer of its arithmetic and the traffic of its images on the slowest rank
 (roofline), and the time to read its weights, which splitting its rows does not shorten; an exchange
-``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has itself, and
-a constant. Fewer exchanges recompute more rows; after the last one the first rank is alone. A rank
-that computes channels reads their weights only, and all rows of the image.
+``messages * latency + bytes / bandwidth`` (postal model), the copy of what the rank has itself and
+no convolution wrote, and a constant. Fewer exchanges recompute more rows; after the last one the
+first rank is alone. A rank that computes channels reads their weights only, and all rows of the
+image.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import numpy as np
 
 from ...errors import OpError
 from ..cost import CALL_SECONDS, Network, Processor
-from .row_plan import NetworkStage, RowPlacement, Rows, place, rows_needed
+from .row_plan import Needs, NetworkStage, RowPlacement, Rows, key_of, place, rows_needed
 
 CHOICES = ("auto", "always", "once")
 EXCHANGE_SECONDS = 3e-5
 """Time of an exchange on a rank beside its messages and copies, measured on Zen 4."""
 
 _ROUNDS = 3
+_MOST_KEPT = 16  # placements, which are large where there are many ranks
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,8 @@ def row_cost(
     """
     ranks = len(placement.computed[0])
     compute, exchange = np.zeros((2, len(stages), ranks))
-    for index, stage in enumerate(stages):
-        if index in placement.by_channels:
-            compute[index] = _channel_seconds(stages, index, placement, processor)
-        elif not stage.is_input:
-            compute[index] = _stage_seconds(stages, stage, placement.computed[index], processor)
+    for index in range(len(stages)):
+        compute[index] = _compute_seconds(stages, index, placement, processor)
     for index in placement.exchanged:
         exchange[index] = _exchange_seconds(stages, index, placement, network, processor)
     return RowCost(compute, exchange)
@@ -111,13 +110,8 @@ def choose_exchanges(
     if choice == "once":
         return _without_silent(stages, ranks, candidates[-1:])
 
-    def seconds(choice: _Choice) -> float:
-        if choice not in known:
-            placement = place(stages, ranks, *choice)
-            known[choice] = row_cost(stages, placement, network, processor).seconds
-        return known[choice]
-
-    known: dict[_Choice, float] = {}
+    search = _Search(stages, ranks, network, processor)
+    seconds = search.seconds
     nothing: frozenset[int] = frozenset()
     prefixes = [frozenset(candidates[:count]) for count in range(len(candidates) + 1)]
     lasts = [frozenset([candidate]) for candidate in candidates]
@@ -130,7 +124,7 @@ def choose_exchanges(
         for candidate in reversed(candidates):
             best = min(best, (best[0] ^ {candidate}, *best[1:]), key=seconds)
         for index in reversed(range(len(stages))):
-            if index in best[2] or _gains_by_channels(stages, index, best, ranks, processor):
+            if index in best[2] or search.gains_by_channels(index, best):
                 best = min(best, _toggle_channels(stages, index, best, candidates), key=seconds)
         if best == before:
             break
@@ -142,18 +136,61 @@ _Choice = tuple[frozenset[int], frozenset[int], frozenset[int]]
 are computed."""
 
 
-def _gains_by_channels(
-    stages: Sequence[NetworkStage], index: int, choice: _Choice, ranks: int, processor: Processor
-) -> bool:
-    """True if a stage by itself takes less time split by channels than as it is placed."""
-    if stages[index].blocks < 2:
-        return False
-    exchanged, aligned, by_channels = choice
-    rows = place(stages, ranks, *choice)
-    channels = place(stages, ranks, exchanged, aligned, by_channels | {index})
-    after = _channel_seconds(stages, index, channels, processor)
-    before = _stage_seconds(stages, stages[index], rows.computed[index], processor)
-    return bool(after.max() < before.max())
+class _Search:
+    """Predicted times of choices, most of whose stages are placed as in others before."""
+
+    def __init__(
+        self,
+        stages: Sequence[NetworkStage],
+        ranks: int,
+        network: Network,
+        processor: Processor,
+    ) -> None:
+        self._stages, self._ranks = stages, ranks
+        self._network, self._processor = network, processor
+        self._needs: Needs = {}
+        self._placements: dict[_Choice, RowPlacement] = {}
+        self._seconds: dict[_Choice, float] = {}
+        self._parts: dict[tuple[int, bool, bool, bytes], float] = {}
+
+    def seconds(self, choice: _Choice) -> float:
+        """Predicted time of a run."""
+        if choice not in self._seconds:
+            placement = self._place(choice)
+            stages = range(len(self._stages))
+            found = sum(self._part(placement, stage, False) for stage in stages)
+            found += sum(self._part(placement, stage, True) for stage in placement.exchanged)
+            self._seconds[choice] = found
+        return self._seconds[choice]
+
+    def gains_by_channels(self, index: int, choice: _Choice) -> bool:
+        """True if a stage by itself takes less time split by channels than as it is placed."""
+        if self._stages[index].blocks < 2:
+            return False
+        exchanged, aligned, by_channels = choice
+        channels = self._place((exchanged, aligned, by_channels | {index}))
+        return self._part(channels, index, False) < self._part(self._place(choice), index, False)
+
+    def _place(self, choice: _Choice) -> RowPlacement:
+        if choice not in self._placements:
+            if len(self._placements) >= _MOST_KEPT:
+                self._placements.clear()
+            placement = place(self._stages, self._ranks, *choice, known=self._needs)
+            self._placements[choice] = placement
+        return self._placements[choice]
+
+    def _part(self, placement: RowPlacement, index: int, is_exchange: bool) -> float:
+        """Time of a stage, or of the exchange after it, on the slowest rank."""
+        rows = [placement.computed[index], *([placement.held[index]] if is_exchange else [])]
+        key = index, index in placement.by_channels, is_exchange, key_of(*rows)
+        if key not in self._parts:
+            every = self._stages, index, placement
+            if is_exchange:
+                seconds = _exchange_seconds(*every, self._network, self._processor)
+            else:
+                seconds = _compute_seconds(*every, self._processor)
+            self._parts[key] = float(seconds.max())
+        return self._parts[key]
 
 
 def _toggle_channels(
@@ -212,6 +249,17 @@ def _nothing_to_split(stages: Sequence[NetworkStage]) -> str:
     )
 
 
+def _compute_seconds(
+    stages: Sequence[NetworkStage], index: int, placement: RowPlacement, processor: Processor
+) -> np.ndarray:
+    if index in placement.by_channels:
+        return _channel_seconds(stages, index, placement, processor)
+    rows = placement.computed[index]
+    if stages[index].is_input:
+        return np.zeros(len(rows))
+    return _stage_seconds(stages, stages[index], rows, processor)
+
+
 def _stage_seconds(
     stages: Sequence[NetworkStage], stage: NetworkStage, rows: Rows, processor: Processor
 ) -> np.ndarray:
@@ -261,7 +309,8 @@ def _exchange_seconds(
         kept = (held[:, 1] - held[:, 0]) * (placement.blocks(stages, index) / stage.blocks)
     else:
         kept = np.minimum(held[:, 1], own[:, 1]) - np.maximum(held[:, 0], own[:, 0])
-    copied = np.where(size > 0, 2.0 * stage.row_bytes * np.maximum(kept, 0), 0.0)
+    is_copied = (size > 0) & (stage.flops == 0)  # convolutions write where the rest arrives
+    copied = np.where(is_copied, 2.0 * stage.row_bytes * np.maximum(kept, 0), 0.0)
     calls = np.where(messages > 0, EXCHANGE_SECONDS, 0.0)
     sent = messages * network.latency + size / network.bandwidth
     return calls + sent + copied / processor.bandwidth

@@ -13,6 +13,7 @@ the weights. It reads all rows of its image, and its result is exchanged.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -199,6 +200,7 @@ def place(
     exchanged: Iterable[int],
     aligned: Collection[int] = (),
     by_channels: Collection[int] = (),
+    known: Needs | None = None,
 ) -> RowPlacement:
     """Give every rank its rows of every stage.
 
@@ -214,7 +216,10 @@ def place(
         Numbers of rows; shares of stages of so many rows have the greatest grain of those.
     by_channels : Collection[int]
         Stages of which each rank computes an equal share of channels.
+    known : Needs, optional
+        What stages need, of other placements of the same network; it is added to.
     """
+    known = {} if known is None else known
     shared = frozenset(exchanged)
     grains = {
         rows: max(stage.grain for stage in stages if stage.rows == rows and stage.is_split)
@@ -232,16 +237,35 @@ def place(
         else:
             rows = _whole_grains(stage, held[index])
         computed[index] = rows
-        for operand in stage.operands:
-            source, read = stages[operand.stage], operand
-            if index in by_channels:
-                if operand.maps == () and operand.stage in by_channels:
-                    continue
-                read = StageOperand(operand.stage, None)
-            needed = rows_needed(source, read, rows)
-            held[operand.stage] = _hulls(held[operand.stage], needed)
+        key = index, index in by_channels, key_of(rows)
+        if key not in known:
+            known[key] = [_needed(stages, operand, rows, key[1]) for operand in stage.operands]
+        for operand, needed in zip(stage.operands, known[key], strict=True):
+            if key[1] and operand.maps == () and operand.stage in by_channels:
+                continue
+            before = held[operand.stage]
+            held[operand.stage] = _hulls(before, needed) if before.any() else needed
     exchanged = tuple(sorted(shared.union(by_channels)))
     return RowPlacement(exchanged, tuple(computed), tuple(held), frozenset(by_channels))
+
+
+Needs: TypeAlias = dict[tuple[int, bool, bytes], list[Rows]]
+"""Rows of the operands that stages need, for rows, or all rows of channels, that ranks compute."""
+
+_LONG = 1024  # bytes
+
+
+def key_of(*rows: Rows) -> bytes:
+    """Key for some rows, of which there may be many."""
+    text = b"".join(each.tobytes() for each in rows)
+    return text if len(text) < _LONG else hashlib.sha256(text).digest()
+
+
+def _needed(
+    stages: Sequence[NetworkStage], operand: StageOperand, rows: Rows, by_channels: bool
+) -> Rows:
+    read = StageOperand(operand.stage, None) if by_channels else operand
+    return rows_needed(stages[operand.stage], read, rows)
 
 
 def rows_needed(source: NetworkStage, operand: StageOperand, rows: Rows) -> Rows:

@@ -18,7 +18,9 @@ from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from relay_passes.distribute.distribute_rows import PLAN, DistributeRows
+from relay_passes.distribute.exchange_in_place import ExchangeInPlace
 from relay_passes.distribute.row_stages import read_stages
+from relay_passes.distribute.separate_pairs import SeparatePairs
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import Segment, plan_from_json
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
@@ -94,7 +96,8 @@ def compile_network(
     )
     figures = network or Network(), processor or estimated_processor(resolved)
     split = DistributeRows(ranks, *figures, exchange)
-    whole, rest = _phases(resolved, options)
+    whole, rest = _phases(resolved, options, ranks)
+    rest["lower"] = [*rest["lower"], ExchangeInPlace()]
     phases = {**whole, "distribute": [split], **rest}
     tell = announcer(progress, len(phases) + 2)
     tell("import")
@@ -163,6 +166,7 @@ def read_network(
     shapes: Mapping[str, Any] | None = None,
     fuse: str | Callable[..., Any] = "auto",
     winograd: str = "auto",
+    ranks: int = 2,
 ) -> list[NetworkStage]:
     """Stages of a model, whose kernels are chosen and not compiled.
 
@@ -172,6 +176,8 @@ def read_network(
         As for :func:`tvm_fusion.compile`.
     target : Target
         A result of :func:`resolve_ranks`.
+    ranks : int
+        One, or several, for all numbers of which the stages are the same.
 
     Raises
     ------
@@ -180,7 +186,7 @@ def read_network(
     OpError
         If a size is only known at run time.
     """
-    whole, _ = _phases(target, pipeline.Options(fuse=fuse, winograd=winograd))
+    whole, _ = _phases(target, pipeline.Options(fuse=fuse, winograd=winograd), ranks)
     mod = pipeline.run_phases(import_model(model, shapes).mod, target, whole)
     return [bound.stage for bound in read_stages(mod["main"])]
 
@@ -203,17 +209,19 @@ def explain_network(
     Parameters and errors are those of :func:`compile_network`.
     """
     resolved = resolve_ranks(ranks, target, threads)
-    stages = read_network(model, resolved, shapes, fuse, winograd)
+    stages = read_network(model, resolved, shapes, fuse, winograd, ranks)
     figures = network or Network(), processor or estimated_processor(resolved)
     placement = choose_exchanges(stages, ranks, *figures, exchange)
     return segments(stages, placement, row_cost(stages, placement, *figures))
 
 
 def _phases(
-    target: Target, options: pipeline.Options
+    target: Target, options: pipeline.Options, ranks: int
 ) -> tuple[dict[str, list[Pass]], dict[str, list[Pass]]]:
     """Phases that choose kernels and layouts of the whole model, and those after them."""
     phases = pipeline.phases(target, options)
     names = list(phases)
     split = names.index(_LAYOUTS) + 1
+    if ranks > 1:
+        phases[_LAYOUTS] = [*phases[_LAYOUTS], SeparatePairs()]
     return {n: phases[n] for n in names[:split]}, {n: phases[n] for n in names[split:]}

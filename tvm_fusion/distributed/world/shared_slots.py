@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-MOST_BYTES = 128 * 1024
+MOST_BYTES = 256 * 1024
 """Of a parcel that goes through a slot; both sides have to choose alike."""
 
 _LEAST_ROOM = 1024  # bytes
-_ARENA = 1 << 20  # bytes for all that a rank sends on its node
+_ARENA = 1 << 23  # bytes for all that a rank sends on its node
 _LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
 _HEADER = 2 * _LINE
 _SENT, _SIZE, _TAKEN = 0, 8, _LINE  # places in the header

@@ -141,7 +141,8 @@ class _TaskNest:
         self.kernel, self.knobs, self.layer = kernel, knobs, kernel.layers[0]
         self.source = builder.feature_map(0, 0)
         self.output = builder.feature_map(-1, 0)
-        self.residual = builder.flat[-2] if kernel.residual else None
+        self.residual = builder.feature_map(-2, 0) if kernel.residual else None
+        self.blocks = [int(builder.buffers[position].shape[1]) for position in (0, -2, -1)]
         self.weight, self.bias = builder.flat[1:3]
         self.size, self.count = kernel.winograd, kernel.winograd + TAPS - 1
         self.out_blocks, self.in_blocks = (int(extent) for extent in builder.buffers[1].shape[1:3])
@@ -193,7 +194,7 @@ class _TaskNest:
         with loop(0, self.in_blocks) as block, loop(0, self.knobs.group) as tile:
             self._prefetch_weights(block * self.knobs.group + tile, *span)
             place = self._place(tirx.min(first_tile + tile, self.tiles - 1))
-            plane = (place.image * self.in_blocks + block) * self.source.block_stride
+            plane = _plane(self.source, self.blocks[0], place, block)
             for first, stop, inside in classes:
                 here = tirx.all(place.column >= first, place.column < stop)
                 with when(True if len(classes) == 1 else here):
@@ -310,26 +311,44 @@ class _TaskNest:
                         half.row(r), transform_inverse(self.size, row), strict=True
                     ):
                         self._store(*at, value)
-                plane = (place.image * self.out_blocks + block) * self.output.block_stride
+                plane = added = _plane(self.output, self.blocks[-1], place, block)
+                if self.residual is not None and self.residual.is_apart(self.output):
+                    added = _plane(self.residual, self.blocks[-2], place, block)
                 for c, vectors in half.columns(count):
                     values = [self._load(*at) for at in vectors]
                     column = place.column * self.size + c
                     with when(self.output.width % self.size == 0 or column < self.output.width):
-                        self._finish(plane + column * lanes, place.row * self.size, values, bias)
+                        start = plane + column * lanes
+                        also = start if added is plane else added + column * lanes
+                        self._finish(start, also, place.row * self.size, values, bias)
 
     def _finish(
-        self, column: Index, first_row: Index, values: Sequence[tirx.Expr], bias: tirx.Expr
+        self,
+        column: Index,
+        added: Index,
+        first_row: Index,
+        values: Sequence[tirx.Expr],
+        bias: tirx.Expr,
     ) -> None:
-        """Write one column of an output tile; ``column`` is the begin of the image's column."""
+        """Write one column of an output tile.
+
+        ``column`` is the begin of the image's column, ``added`` that of the residual's.
+        """
         for r, value in enumerate(transform_inverse(self.size, values)):
             row = first_row + r
             with when(self.output.height % self.size == 0 or row < self.output.height):
                 offset = column + row * self.output.row_stride
                 value = value + bias
                 if self.residual is not None:
-                    value = value + self._load(self.residual, offset)
+                    other = added + row * self.residual.row_stride
+                    value = value + self._load(self.residual.buffer, other)
                 value = activate(value, self.layer.activation, self.kernel.dtype)
                 self._store(self.output.buffer, offset, value)
+
+
+def _plane(image: FeatureMap, blocks: int, place: _TilePlace, block: Index) -> Index:
+    """Begin of a block of channels, of which the tensor has so many."""
+    return (place.image * blocks + block) * image.block_stride + image.offset
 
 
 def winograd_template(

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules.distribute.cost import CALL_SECONDS, Network, Processor
+from schedules.distribute.rows import row_cost as row_cost_module
 from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange, plan_from_json
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
 from schedules.distribute.rows.row_plan import (
     Enlargement,
     NetworkStage,
+    RowPlacement,
     RowWindow,
     StageOperand,
     place,
@@ -225,6 +227,32 @@ def test_the_choice_follows_the_network() -> None:
     assert choose_exchanges(stages, 4, FAST, PROCESSOR).exchanged == (1, 2, 3)
     assert choose_exchanges(stages, 4, Network(2e-4, 1e9), PROCESSOR).exchanged == (3,)
     assert choose_exchanges(stages, 4, SLOW, PROCESSOR).exchanged == ()
+
+
+def test_each_stage_is_predicted_once_for_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search places the network hundreds of times, mostly as before."""
+    seen: list[tuple[int, bool, bytes]] = []
+    predict = row_cost_module._compute_seconds
+
+    def noted(stages: Any, index: int, placement: RowPlacement, processor: Processor) -> Any:
+        rows = placement.computed[index].tobytes()
+        seen.append((index, index in placement.by_channels, rows))
+        return predict(stages, index, placement, processor)
+
+    monkeypatch.setattr(row_cost_module, "_compute_seconds", noted)
+    stages = [replace(stage, blocks=4) if stage.flops else stage for stage in chain(8)]
+    choose_exchanges(stages, 3, FAST, PROCESSOR)
+    assert len(seen) == len(set(seen)) > len(stages)
+
+
+def test_what_convolutions_write_is_not_copied() -> None:
+    stages = chain()
+    plain = [replace(stage, flops=0.0) for stage in stages]
+    seconds = [
+        row_cost(each, place(each, 2, [1]), FAST, PROCESSOR).exchange[1].max()
+        for each in (stages, plain)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(2 * 32 * 400 / 1e10)
 
 
 def test_shares_are_cut_between_tiles_where_that_gains() -> None:

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``ExchangeInPlace``: what becomes of exchanges, slices, and readers of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from relay_passes import DistributeRows, ExchangeInPlace, LegalizeCalls, op
+from relay_passes.distribute.distribute_rows import PLAN
+from relay_passes.op.legalizations import shared_legalizations
+from schedules.distribute.cost import Network, Processor
+from schedules.tir.parameter_windows import windows_of
+
+FIGURES = Network(1e-7, 1e11), Processor(1e9, 1e10)
+PACKED = {"out_layout": "NCHW4c", "in_channels": 4, "out_channels": 4}
+
+
+def weight(*shape: int) -> relax.Expr:
+    return relax.const(np.ones(shape, np.float32))
+
+
+def packed(
+    data: relax.Expr, residual: relax.Expr | None = None, size: int = 3, **attrs: object
+) -> relax.Call:
+    """A convolution of four channels in one block."""
+    padding = [size // 2] * 4
+    operands = weight(1, 1, size, size, 4, 4), weight(1, 4), residual
+    return op.conv2d(data, *operands, padding=padding, data_layout="NCHW4c", **PACKED, **attrs)
+
+
+def distributed(build: Callable[..., relax.Expr], ranks: int = 2) -> tvm.IRModule:
+    """Legalized programs of ranks, each of whose convolutions are exchanged."""
+    x = relax.Var("x", relax.TensorType((1, 1, 8, 8, 4), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(build(builder, x))
+        builder.emit_func_output(result)
+    mod = DistributeRows(ranks, *FIGURES, "always")(builder.get())
+    return LegalizeCalls(shared_legalizations())(mod)
+
+
+def calls(mod: tvm.IRModule, name: str) -> dict[str, relax.Call]:
+    """Calls of a program, by the names of their results."""
+    bindings = [b for block in mod[name].body.blocks for b in block.bindings]
+    return {b.var.name: b.value for b in bindings if isinstance(b.value, relax.Call)}
+
+
+def windows(mod: tvm.IRModule, call: relax.Call) -> dict[int, tuple[int, int]]:
+    """Rows of the windows of a call's parameters."""
+    return {at: window[2] for at, window in windows_of(mod[call.args[0]]).items()}
+
+
+def shape(call: relax.Call) -> list[int]:
+    return [int(extent) for extent in call.ty.shape.values]
+
+
+def residual_block(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+    first = builder.emit(packed(x), "first")
+    return packed(first, first)
+
+
+def test_results_and_residuals_in_place() -> None:
+    before = distributed(residual_block)
+    after = ExchangeInPlace()(before)
+    for rank, rows in ((0, (0, 4)), (1, (1, 5))):
+        name = f"part_{rank}"
+        assert windows(before, calls(before, name)["first"]) == {}
+        found = calls(after, name)
+        first, second = (call for call in found.values() if call.op.name == "relax.call_tir")
+        assert shape(first) == [1, 1, 5, 8, 4] and windows(after, first) == {3: rows}
+        assert windows(after, second)[3] == rows and second.args[1].fields[0].same_as(
+            second.args[1].fields[3]
+        )
+        exchanged = [call for call in found.values() if call.op.name == "relax.call_dps_packed"]
+        assert shape(exchanged[0]) == [1]
+        results = after[name].body.blocks[-1].bindings[-1].value.fields
+        assert len(results) == (2 if rank == 0 else 1)  # the last exchange is not dropped
+    tvm.ir.assert_structural_equal(ExchangeInPlace()(after), after)
+
+
+def test_slices_are_read_where_they_lie() -> None:
+    """The stride of 2 reads seven of a rank's eight rows."""
+
+    def build(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        first = builder.emit(packed(x), "first")
+        second = builder.emit(packed(first, size=1, strides=[2, 2]), "second")
+        return packed(first, second, strides=[2, 2])
+
+    before = distributed(build)
+    assert "strided_slice" in before.script()
+    after = ExchangeInPlace()(before)
+    assert "strided_slice" not in after.script()
+    tvm.ir.assert_structural_equal(ExchangeInPlace()(after), after)
+
+
+def test_what_other_kernels_write_or_read_stays() -> None:
+    def written_by_another(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        return packed(builder.emit(relax.op.nn.relu(x), "first"))
+
+    def read_by_another(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        first = builder.emit(packed(x), "first")
+        second = builder.emit(packed(first), "second")
+        return relax.op.add(first, second)
+
+    for build in (written_by_another, read_by_another):
+        mod = ExchangeInPlace()(distributed(build))
+        inner = [call for call in calls(mod, "part_1").values() if call.ty.ndim == 5]
+        first = next(call for call in inner if call.op.name == "relax.call_dps_packed")
+        assert shape(first)[2] == 5
+
+
+def test_ranks_with_one_program_and_different_places() -> None:
+    """Programs that are shared stay where their rows lie differently."""
+    mod = distributed(residual_block)
+    plan = json.loads(str(mod.attrs[PLAN]))
+    plan["parts"][1]["function"] = "part_0"
+    after = ExchangeInPlace()(mod.with_attr(PLAN, json.dumps(plan)))
+    first = calls(after, "part_0")["first"]
+    assert windows(after, first) == {}
+
+
+def test_modules_without_ranks_stay() -> None:
+    mod = distributed(residual_block).without_attr(PLAN)
+    assert ExchangeInPlace()(mod).same_as(mod)
