@@ -11,7 +11,7 @@ from tvm import IRModule, relax
 from tvm.ir import GenericConst
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.gpu.core.workspace_slot import is_workspace
+from schedules.workload.workspace_layout import is_workspace
 
 from .sole_kernel import sole_kernel
 

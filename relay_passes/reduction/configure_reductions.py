@@ -14,8 +14,8 @@ from tvm.target import Target
 
 from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import gpu_target
-from schedules.gpu.core.workspace_slot import MARK
 from schedules.tuning.records import Records
+from schedules.workload.workspace_layout import MARK
 
 from ..core.expressions import op_name
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from schedules.gpu.core.workspace_slot import FAILED, WATCHED, is_workspace
+from schedules.workload.workspace_layout import FAILED, WATCHED, is_workspace
 
 from ..errors import TargetError
 from .memory import download, upload

@@ -102,12 +102,8 @@ __forceinline__ __device__ long long tvm_fusion_launch() {
 """
 
 _FAIL = """
-extern "C" __device__ void __assertfail(
-    const char*, const char*, unsigned int, const char*, size_t);
 __forceinline__ __device__ void tvm_fusion_fail() {
-  __assertfail("a reduction found no free slot of its workspace, or no results of its other blocks:"
-               " too many streams run it at once, or something wrote to its memory; start the"
-               " process again", "tvm_fusion", 0, "reduction", 1);
+  asm volatile("trap;");
   __builtin_unreachable();  // so that no registers are kept for what follows
 }
 """
@@ -300,7 +296,7 @@ def wait_a_moment(
     """Emit a pause on CUDA, short in the first turns; and from some turn on, the end of waiting.
 
     That is turn :data:`LAST_TURN`, or any one after another thread has waited so long. On CUDA it
-    is an error that ends the process's use of the GPU, unless the host reads the notes.
+    is a trap, which ends the process's use of the GPU, unless the host reads the notes.
 
     Parameters
     ----------

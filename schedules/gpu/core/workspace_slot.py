@@ -15,8 +15,8 @@ has a slot.
 Who waits for about half a minute gives up: it notes that in the header, then goes on with anything,
 so that the kernel ends. Its outputs, and slots and tickets, are then worth nothing; the host sees
 the note and sets the workspace to zero (:mod:`tvm_fusion.runtime.workspaces`). Unless the header
-says that the host looks for the note, the kernel fails instead, on CUDA, and with it all later
-ones of the process.
+says that the host looks for the note, the kernel ends in a trap instead, on CUDA, and with it
+all later ones of the process.
 
 The next use of a slot is ordered after all previous accesses to it: releasing, claiming and finding
 it each have a fence. On OpenCL the device needs ``cl_khr_int64_base_atomics``.
@@ -30,23 +30,28 @@ those of the launch before have the other tag, and words that were never stored 
 words and tickets of the launch before are older, since the slot is given back, by a release, only
 after all words were seen, and by the block that drew the last ticket.
 
-The header of a workspace has three lines of the cache: the names, of two words each; the lock, and
-behind it the note that a thread has given up; the number of finished tiles of each slot. All are
-zero between calls. The tickets follow, one for each tile of outputs in every slot, then the tagged
-words.
+Header, tickets and words of a workspace lie as in :mod:`schedules.workload.workspace_layout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.workload.workspace_layout import (
+    FAILED,
+    FINISHED,
+    HEADER_WORDS,
+    LOCK,
+    PLACES,
+    WATCHED,
+    ticket_stride,
+)
 
 from .intrinsics import (
     acquire,
@@ -61,36 +66,9 @@ from .intrinsics import (
 )
 from .machine import GPUInfo
 
-# More than the priorities of streams: grids of one priority start one after the other, so that one
-# of those that have a slot has started all its blocks, and ends.
-PLACES = 8
-LINE_WORDS = 32
 # Odd, and far from any ratio of addresses, so that different launches have different names.
 _STREAM_FACTOR = 0x61C8864680B583EB
 _LAUNCH_FACTOR = 0x2545F4914F6CDD1D
-LOCK = LINE_WORDS
-FAILED = LOCK + 2
-WATCHED = FAILED + 2
-_FINISHED = 2 * LINE_WORDS
-HEADER_WORDS = 3 * LINE_WORDS
-MARK = 0x510750
-"""Last word of a workspace before it is used: the tag of a word, and that of no launch."""
-
-
-def ticket_stride(tiles: int) -> int:
-    """Words between the tickets of two slots, which do not share a line of the cache."""
-    return -(-tiles // LINE_WORDS) * LINE_WORDS
-
-
-def first_word(tiles: int) -> int:
-    """Number of 32-bit words of the header and the tickets, behind which tagged words begin."""
-    return HEADER_WORDS + PLACES * ticket_stride(tiles)
-
-
-def is_workspace(content: np.ndarray) -> bool:
-    """Return whether this is the content of a workspace that was not used yet."""
-    is_row = content.dtype == np.int32 and content.ndim == 1 and content.size > HEADER_WORDS
-    return is_row and content[-1] == MARK and not content[:HEADER_WORDS].any()
 
 
 class LaunchPlace:
@@ -220,7 +198,7 @@ class LaunchPlace:
         if self._tiles == 1:
             self._free()
             return
-        counter = T.address_of(self._words[i64(_FINISHED) + self.number])
+        counter = T.address_of(self._words[i64(FINISHED) + self.number])
         finished = draw_ticket(self._gpu, counter, self._tiles, is_ordered=True)
         with when(tirx.EQ(finished, tirx.const(self._tiles - 1, "int32"))):
             self._free()

@@ -22,7 +22,9 @@ from schedules.gpu.core import intrinsics, workspace_slot
 from schedules.gpu.core.intrinsics import LAST_TURN, current_stream
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.tagged_words import BUSY_TURNS
-from schedules.gpu.core.workspace_slot import (
+from schedules.gpu.reduce.kernel import group_kernel
+from schedules.gpu.reduce.plan.config import tiles
+from schedules.workload.workspace_layout import (
     FAILED,
     HEADER_WORDS,
     LINE_WORDS,
@@ -32,8 +34,6 @@ from schedules.gpu.core.workspace_slot import (
     first_word,
     ticket_stride,
 )
-from schedules.gpu.reduce.kernel import group_kernel
-from schedules.gpu.reduce.plan.config import tiles
 from tests.selection import in_turns
 
 op = relax.op
@@ -245,7 +245,7 @@ def test_waiting_has_an_end() -> None:
     assert count(opcodes(code), "NANOSLEEP") == 2
     assert source.count(f"workspace_ptr)[{WATCHED // 2}])), 0) == (int64_t)0)") == 2
     assert source.count("tvm_fusion_fail();") == 2  # where no host looks for the note
-    assert count(opcodes(code), "CALL")
+    assert count(opcodes(code), "BPT.TRAP") and not count(opcodes(code), "CALL")
 
 
 @pytest.mark.parametrize(("form", "spoilt"), in_turns(SHAPES, ["slots", "tickets"]))

@@ -17,7 +17,7 @@ from small_onnx import small_model
 from tvm.target import Target
 
 import tvm_fusion
-from schedules.gpu.core.workspace_slot import PLACES
+from schedules.workload.workspace_layout import PLACES
 from tvm_fusion.codegen.nvrtc import tvm_compiler
 from tvm_fusion.errors import TargetError
 from tvm_fusion.runtime.device import device_of, find_device

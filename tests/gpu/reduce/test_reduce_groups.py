@@ -14,9 +14,9 @@ from tvm import relax, tirx
 
 from relay_passes.op import coalesced_reduce
 from schedules.gpu import CoalescedReduce
-from schedules.gpu.core.workspace_slot import first_word
 from schedules.gpu.reduce.plan.config import tiles
 from schedules.workload.reduce import CanonicalLoops
+from schedules.workload.workspace_layout import first_word
 from tests.selection import in_turns
 
 op = relax.op

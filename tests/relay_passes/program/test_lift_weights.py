@@ -10,7 +10,7 @@ from tvm import relax
 
 from relay_passes import LiftWeights
 from relay_passes.program.lift_weights import LEAST_BYTES, WEIGHTS
-from schedules.gpu.core.workspace_slot import HEADER_WORDS, MARK
+from schedules.workload.workspace_layout import HEADER_WORDS, MARK
 
 
 def weight(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> tvm.runtime.Tensor:

@@ -16,9 +16,9 @@ from tvm.target import Target
 import relay_passes
 from relay_passes import ApplyRules, ConfigureReductions
 from schedules import gpu
-from schedules.gpu.core.workspace_slot import is_workspace
 from schedules.gpu.reduce.plan.configure import CONFIG
 from schedules.tir.expression_walk import nodes
+from schedules.workload.workspace_layout import is_workspace
 
 T4 = Target({"kind": "cuda", "arch": "sm_75"}, host="llvm")  # has no clusters
 LONG = (3, 300_000)

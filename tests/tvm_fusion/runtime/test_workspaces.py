@@ -14,7 +14,7 @@ from gpu_onnx import long_sums
 from relax_models import assert_dense, dense
 
 import tvm_fusion
-from schedules.gpu.core.workspace_slot import FAILED, HEADER_WORDS, WATCHED, is_workspace
+from schedules.workload.workspace_layout import FAILED, HEADER_WORDS, WATCHED, is_workspace
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.runtime import artifact, compiled_model, workspaces

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schedules.gpu.core.tagged_words import word_count
-from schedules.gpu.core.workspace_slot import PLACES, first_word
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
+from schedules.workload.workspace_layout import PLACES, first_word
 
 from .config import ReduceConfig, fields_of, tiles
 
