@@ -92,10 +92,10 @@ class _Program:
         self._mod, self._func = mod, func
         self._bindings = [b for block in func.body.blocks for b in block.bindings]
         self._values = {binding.var: binding.value for binding in self._bindings}
-        self._readers: dict[relax.Var, list[relax.Expr]] = {}
+        self._readers: dict[relax.Var, list[relax.VarBinding]] = {}
         for binding in self._bindings:
             for operand in set(operands(binding.value)):
-                self._readers.setdefault(operand, []).append(binding.value)
+                self._readers.setdefault(operand, []).append(binding)
         self.views: dict[relax.Var, _View] = {}
         self._larger: dict[relax.Var, relax.TensorType] = {}  # types of results in place
         self._silent: dict[relax.Var, relax.Var] = {}  # exchanges in place, and what they fill
@@ -113,9 +113,9 @@ class _Program:
             own = fields[1]
             if not _is_inside(window, _shape(binding.var.ty)):
                 continue
-            others = [reader for reader in self._readers[own] if not reader.same_as(call)]
+            others = [each for each in self._readers[own] if not each.var.same_as(binding.var)]
             produced = self._convolution(self._values.get(own)) is not None
-            if produced and all(self._reads_images(reader, own) for reader in others):
+            if produced and all(map(self._reads_images, others)):
                 self.views[own] = _View(own, window)
                 self._larger[own] = binding.var.ty
                 self._silent[binding.var] = own
@@ -171,7 +171,7 @@ class _Program:
             new[var] = inner.emit(call, var.name)
             return
         if not _is_exchange(value):  # after one, only others read what it returns
-            value = _replaced(value, {done: own for done, own in self._silent.items()})
+            value = _replaced(value, self._silent)
         new[var] = inner.emit(_replaced(value, new), var.name)
 
     def _windowed(
@@ -202,20 +202,15 @@ class _Program:
         is_packed = isinstance(value.ty, relax.TensorType) and value.ty.ndim == _PACKED
         return func if is_packed and WORKLOAD in func.attrs else None
 
-    def _reads_images(self, reader: relax.Expr, var: relax.Var) -> bool:
-        """True if a reader takes a variable as an image, or slices it for one that does."""
-        if self._convolution(reader) is not None:
+    def _reads_images(self, reader: relax.VarBinding) -> bool:
+        """True if a reader takes what it reads as an image, or slices it for one that does."""
+        if self._convolution(reader.value) is not None:
             return True
-        if self._slice(reader) is None:
-            return False
-        return any(
-            value.same_as(reader) and self._is_image_alone(bound)
-            for bound, value in self._values.items()
-        )
+        return self._slice(reader.value) is not None and self._is_image_alone(reader.var)
 
     def _is_image_alone(self, var: relax.Var) -> bool:
         readers = self._readers.get(var, [])
-        return bool(readers) and all(self._convolution(each) is not None for each in readers)
+        return bool(readers) and all(self._convolution(each.value) is not None for each in readers)
 
     def _slice(self, value: relax.Expr) -> Window | None:
         """The region of which a call of TensorIR is a copy."""
