@@ -19,7 +19,6 @@ from ..core.tensor_core import CHUNK, MATRIX_TYPES
 from ..gemm.implicit_gemm import Index
 from ..gemm.matmul.tensor_core_tile import (
     DTYPES,
-    LINE,
     MOST_STAGES,
     TILES,
     SharedTile,
@@ -174,7 +173,7 @@ def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None
 def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     """All tiles, without stages."""
     kind = MATRIX_TYPES[pair.dtype]
-    sized = [replace(tile, depth=LINE // kind.itemsize, type=kind) for tile in (*TILES, NARROW)]
+    sized = [tile.of_type(kind) for tile in (*TILES, NARROW)]
     found = []
     for first, second in itertools.product(sized, repeat=2):
         if first.threads != second.threads:
@@ -227,7 +226,7 @@ def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
     stages = min(MOST_STAGES, room // second_stage_bytes(tile.second))
     first = tile.first
     if first is not None:
-        first = replace(first, stages=min(MOST_STAGES, room // first.stage_bytes))
+        first = first.with_stages(room)
         if first.stages < _LEAST_STAGES:
             return None
     if stages < _LEAST_STAGES:
@@ -282,9 +281,8 @@ def _layer_cycles(
         work = elements * _depthwise_instructions(layer) / (_LANES * gpu.multiprocessors)
         return max(transfer, work) + COSTS.block_latency
     kind = MATRIX_TYPES[dtype]
-    tile = tile_of_sizes(images, layer.out_channels, pixels, gpu)
-    tile = replace(tile, depth=LINE // kind.itemsize, type=kind)
-    tile = replace(tile, stages=min(MOST_STAGES, gpu.shared_bytes // tile.stage_bytes))
+    tile = tile_of_sizes(images, layer.out_channels, pixels, gpu).of_type(kind)
+    tile = tile.with_stages(gpu.shared_bytes)
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
     block = _product(layer, tile, tile.rows + tile.columns, tile.columns * _GATHER)

@@ -127,6 +127,14 @@ class TensorTile:
     stages: int = 3
     type: MatrixType = MATRIX_TYPES["float16"]
 
+    def of_type(self, kind: MatrixType) -> TensorTile:
+        """The same partition for factors of a type."""
+        return replace(self, depth=LINE // kind.itemsize, type=kind)
+
+    def with_stages(self, room: int) -> TensorTile:
+        """The same partition with as many stages as fit some bytes of shared memory."""
+        return replace(self, stages=min(MOST_STAGES, room // self.stage_bytes))
+
     def shared(self, extent: int, operand: Operand, is_left: bool) -> SharedTile:
         """The tile of a factor of ``extent`` rows in shared memory."""
         turned = operand.rows_first and not self.type.transposes
@@ -183,11 +191,10 @@ def choose_tensor_tile(
     if matmul.left.shift is not None and (found.name != "tf32" or not _is_whole(matmul.left)):
         return None
     batches, m, n = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n))
-    chosen = tile_of_sizes(batches, m, n, gpu)
+    chosen = tile_of_sizes(batches, m, n, gpu).of_type(found)
     values = () if matmul.statistics is None else matmul.statistics.names
     room = gpu.shared_bytes - chosen.rows * sum(DataType(v.ty.dtype).bits // 8 for v in values)
-    stages = min(MOST_STAGES, room // chosen.stage_bytes)
-    return replace(chosen, stages=stages, depth=LINE // found.itemsize, type=found)
+    return chosen.with_stages(room)
 
 
 def tile_of_sizes(batches: int, m: int, n: int, gpu: GPUInfo) -> TensorTile:
