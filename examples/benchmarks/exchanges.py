@@ -5,10 +5,12 @@
 
 Bare are persistent requests of as many bytes between contiguous arrays, started and waited for by
 mpi4py, without a copy, a deadline or a check. By hand are the same between the arrays that hold the
-halos, with a copy to and from the contiguous ones by numpy where halos are not contiguous. What is
-sent is written anew before each exchange, as a kernel does: else the other core would have it in
-its cache. They take turns in one job of two processes; each time is that of the slower rank, from a
-barrier on. Prints a table and writes results/CPU/exchanges.json.
+halos, with a copy to and from the contiguous ones by numpy where halos are not contiguous. Single
+are persistent requests of one element each, as transfers are before they are packed, for the halo
+of many elements that do not lie side by side. What is sent is written anew before each exchange, as a
+kernel does: else the other core would have it in its cache. They take turns in one job of two
+processes; each time is that of the slower rank, from a barrier on. Prints a table and writes
+results/CPU/exchanges.json.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ CASES = {
     "3 pieces of 100 KB": Case((3, 64, 25600), 1, 1),
 }
 _SECONDS = 0.2  # of each turn
-_KEYS = ("ours_us", "bare_us", "hand_us")
+_SINGLE = "16384 pieces of 4 B"  # 64 KB, also sent element by element
+_KEYS = ("ours_us", "bare_us", "hand_us", "single_us")
 _FEWEST, _MOST = 20, 2000  # exchanges of a turn
 
 
@@ -100,6 +103,8 @@ def serve(names: Sequence[str], rounds: int) -> None:
             ours, views = _ours(world, CASES[name], number)
             bare = _bare(world, CASES[name])
             sides = {"ours_us": ours, "bare_us": bare, "hand_us": _by_hand(world, views, ours)}
+            if name == _SINGLE:
+                sides["single_us"] = _single(world, views, ours)
             turns: dict[str, list[float]] = {key: [] for key in sides}
             for _ in range(rounds):
                 for key, side in sides.items():
@@ -191,6 +196,22 @@ def _by_hand(world: distributed.World, views: Views, ours: Side) -> Side:
     return Side(ours.renew, run)
 
 
+def _single(world: distributed.World, views: Views, ours: Side) -> Side:
+    """A message an element, from and to where it lies."""
+    from mpi4py import MPI
+
+    comm, peer = MPI.COMM_WORLD, 1 - world.rank
+    (sent,), (received,) = ([view.reshape(-1, 1) for view in way] for way in views)
+    requests = [comm.Recv_init(one, peer, 9) for one in received]
+    requests += [comm.Send_init(one, peer, 9) for one in sent]
+
+    def run() -> None:
+        MPI.Prequest.Startall(requests)
+        MPI.Request.Waitall(requests)
+
+    return Side(ours.renew, run)
+
+
 def _pieces(array: np.ndarray, views: list[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Parts of an array, one behind the other, each with its view."""
     parts = np.split(array, np.cumsum([view.size for view in views])[:-1])
@@ -221,14 +242,19 @@ def _microseconds(world: distributed.World, side: Side) -> float:
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     """One row a case."""
     table = Table(title="Exchanges between two ranks, medians in us")
-    headings = ("halo", "bytes", "ours", "bare", "by hand", "ours to bare", "ours to by hand")
+    headings = ("halo", "bytes", "ours", "bare", "by hand", "single")
+    headings += ("ours to bare", "ours to by hand", "single to ours")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left")
     for name, result in results.items():
-        ours, bare, hand = (statistics.median(result[key]) for key in _KEYS)
-        times = [f"{time:.1f}" for time in (ours, bare, hand)]
-        ratios = [f"{ours / other:.2f}" for other in (bare, hand)]
-        table.add_row(name, str(result["bytes"]), *times, *ratios)
+        ours, bare, hand, single = (statistics.median(result.get(key, [0.0])) for key in _KEYS)
+        cells = [f"{time:.1f}" if time else "" for time in (ours, bare, hand, single)]
+        cells += [
+            f"{ours / bare:.2f}",
+            f"{ours / hand:.2f}",
+            f"{single / ours:.0f}" if single else "",
+        ]
+        table.add_row(name, str(result["bytes"]), *cells)
     return table
 
 
@@ -251,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         aside.write_text(json_text({"machine": host_info(), "date": date, "results": results}))
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(results))
-    for key, what in zip(_KEYS[1:], ("bare", "by hand"), strict=True):
+    for key, what in (("bare_us", "bare"), ("hand_us", "by hand")):
         ratios = [
             statistics.median(one["ours_us"]) / statistics.median(one[key])
             for one in results.values()
