@@ -15,6 +15,7 @@ from tvm.target import Target
 from schedules.cpu.cost.fused_conv2d_limits import unsupported
 from schedules.errors import OpError
 from schedules.gpu.core.machine import KINDS
+from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as TENSOR_DTYPES
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
@@ -56,8 +57,8 @@ class FuseConv2D:
     with the pointwise one after it before any other pair. Left alone: pairs whose intermediate has
     a second consumer or leaves its dataflow block, a first convolution that ends with a residual
     addition, symbolic heights and widths, pairs that the schedule of fused kernels does not
-    support, and all that ``FuseEpilogue`` leaves alone but, on a GPU, convolutions of float16 whose
-    results are rounded to it. Every candidate is recorded with its
+    support, and all that ``FuseEpilogue`` leaves alone but, on a GPU, convolutions of float16 or
+    bfloat16 whose results are rounded to it. Every candidate is recorded with its
     decision and the reason in the module's attribute ``tvm_fusion.fusion_report``, a JSON list;
     where the batch is symbolic, its numbers are those of one image.
 
@@ -104,7 +105,7 @@ class FuseConv2D:
         entries: list[Entry] = []
 
         judge = _Judge(self.fuse, target, self.winograd != "never", self.records, self.tf32)
-        dtypes = ("float32", "float16") if target.kind.name in KINDS else ("float32",)
+        dtypes = ("float32", *TENSOR_DTYPES) if target.kind.name in KINDS else ("float32",)
 
         def plan(name: str, block: relax.DataflowBlock) -> Rewrites:
             pairs = [pair for dtype in dtypes for pair in _pairs(block, dtype)]

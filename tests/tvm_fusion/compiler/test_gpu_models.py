@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -159,18 +160,23 @@ def test_winograd_is_refused() -> None:
         pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL), options)
 
 
-def half_model(nodes: list[onnx.NodeProto], shape: list[int], **weights: tuple[int, ...]) -> Any:
-    """A model of float16 from ``x`` to ``y``, of one shape."""
+def half_model(
+    nodes: list[onnx.NodeProto],
+    shape: list[int],
+    dtype: type = np.float16,
+    **weights: tuple[int, ...],
+) -> Any:
+    """A model of 16-bit floats from ``x`` to ``y``, of one shape."""
     rng = np.random.default_rng()
     tensors = [
-        onnx.numpy_helper.from_array(rng.standard_normal(size).astype("float16"), name)
+        onnx.numpy_helper.from_array(rng.uniform(0.5, 2, size).astype(dtype), name)
         for name, size in weights.items()
     ]
-    half = onnx.TensorProto.FLOAT16
+    half = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     ends = [onnx.helper.make_tensor_value_info(name, half, shape) for name in "xy"]
     graph = onnx.helper.make_graph(nodes, "half", ends[:1], ends[1:], tensors)
-    opsets = [onnx.helper.make_opsetid("", 17)]
-    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    opsets = [onnx.helper.make_opsetid("", 22)]  # the first with convolutions of bfloat16
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def test_layers_of_float16_run_on_tensor_cores() -> None:
@@ -199,6 +205,31 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
         kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
         assert len(kernels) == count, fuse
         assert all("mma_sync_aligned" in kernel for kernel in kernels)
+
+
+def test_a_pair_of_bfloat16_is_one_kernel_on_tensor_cores() -> None:
+    """With the norm and the bounds that PyTorch's models have."""
+    node = onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w1"], ["a"], kernel_shape=[3, 3], pads=[1] * 4),
+        node("BatchNormalization", ["a", "scale", "shift", "mean", "variance"], ["b"]),
+        node("Relu", ["b"], ["c"]),
+        node("Conv", ["c", "w2", "shift"], ["d"], kernel_shape=[1, 1]),
+        node("Add", ["d", "x"], ["e"]),
+        node("Clip", ["e", "low", "high"], ["y"]),
+    ]
+    norm = dict.fromkeys(("scale", "shift", "mean", "variance"), (64,))
+    weights = {"w1": (64, 64, 3, 3), "w2": (64, 64, 1, 1), **norm}
+    model = half_model(nodes, [8, 64, 28, 28], ml_dtypes.bfloat16, **weights)
+    bounds = {"low": 0, "high": 6}
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.array(value, ml_dtypes.bfloat16), name)
+        for name, value in bounds.items()
+    )
+    compiled = tvm_fusion.compile(model, "cuda -arch=sm_90")
+    (text,) = cuda_texts(compiled._executable)
+    kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
+    assert len(kernels) == 1 and "row_col_f32_bf16_bf16_f32" in kernels[0]
 
 
 def test_fast_math_is_for_cuda() -> None:
