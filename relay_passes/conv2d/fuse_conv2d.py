@@ -77,7 +77,7 @@ class FuseConv2D:
         Winners of tuning jobs, which ``auto`` follows before all predictions. Where all pairs of a
         chain have records, those are fused that together save the most measured time.
     tf32 : bool
-        Whether, on a GPU, separate convolutions of float32 may run on tensor cores; pairs do not.
+        Whether, on a GPU, convolutions and pairs of float32 may run on tensor cores.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class _Judge:
 
     def __call__(self, pair: _Pair) -> _Candidate:
         workload = pair.workload()
-        obstacle = _obstacle(pair, workload, self.target)
+        obstacle = _obstacle(pair, workload, self.target, self.tf32)
         if workload is None or obstacle:
             refusal = Decision(False, obstacle or "height or width is symbolic")
             return _Candidate(pair, None, refusal)
@@ -275,12 +275,14 @@ class _Judge:
         return first, second
 
 
-def _obstacle(pair: _Pair, workload: FusedConv2DWorkload | None, target: Target) -> str | None:
+def _obstacle(
+    pair: _Pair, workload: FusedConv2DWorkload | None, target: Target, tf32: bool
+) -> str | None:
     """Reason why no kernel can take the pair, or None."""
     if pair.first.residual is not None:
         return "the first convolution ends with a residual addition"
     if target.kind.name in KINDS:
-        return None if workload is None else gpu_obstacle(workload, target)
+        return None if workload is None else gpu_obstacle(workload, target, tf32)
     if target.kind.name != "llvm":
         return f"no fused convolution kernel for target kind {target.kind.name!r}"
     return unsupported(pair.second.layer)

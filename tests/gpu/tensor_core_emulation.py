@@ -122,11 +122,15 @@ class EmulatedTensorCore:
     def _bits(self, value: tirx.Expr) -> tirx.Expr:
         if self.type.name == "tf32":  # to the nearest, ties away from zero
             return ((T.reinterpret("uint32", value) + 0x1000) >> 13) << 13
+        if self.type.name == "bf16":  # TVM reinterprets none on OpenCL
+            return T.reinterpret("uint32", value.astype("float32")) >> 16
         return T.reinterpret(f"uint{8 * self.type.itemsize}", value).astype("uint32")
 
     def _element(self, word: tirx.Expr, e: int) -> tirx.Expr:
         size = 8 * self.type.itemsize
         bits = word if size == 32 else ((word >> (size * e)) & ((1 << size) - 1))
+        if self.type.name == "bf16":
+            return T.reinterpret("float32", bits << 16)
         value = T.reinterpret(self.type.dtype, bits.astype(f"uint{size}"))
         return value.astype(self.type.sums)
 

@@ -122,6 +122,8 @@ class TensorCore:
 
     def store(self, place: tirx.Expr, registers: tirx.Buffer, first: int) -> None:
         """Store 16 bytes of registers to a byte of shared memory."""
+        if self.type.itemsize == 4:  # nvcc splits such a store unless it sees the alignment
+            place = T.bind(place // CHUNK) * CHUNK
         store_vector_at(self.shared, T.bind(place // self.type.itemsize), registers, first)
 
     def commit(self) -> None:
