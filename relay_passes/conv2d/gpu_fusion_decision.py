@@ -71,7 +71,10 @@ def gpu_obstacle(workload: FusedConv2DWorkload, target: Target, tf32: bool = Fal
     if choose_pair_tile(workload, gpu, tf32) is not None:
         return None
     is_float32 = workload.dtype == "float32"
-    reason = unsupported(*layers) if is_float32 else tensor_core_pair_tile.unsupported(*layers)
+    if is_float32:
+        reason = unsupported(*layers)
+    else:
+        reason = tensor_core_pair_tile.unsupported(*layers, workload.dtype)
     if reason is not None:
         return reason
     if not is_float32 and not gpu.has_tensor_cores:

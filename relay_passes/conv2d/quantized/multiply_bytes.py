@@ -12,6 +12,7 @@ from tvm.ir import GenericConst, IRModule
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.gpu.core.machine import KINDS, GPUInfo
 from schedules.workload.conv2d import ConvLayer
 
 from ...core.constants import constant, numbers, tensor_constant
@@ -59,9 +60,9 @@ class MultiplyBytes:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI). Products with constant matrices are those of pixels;
-    depthwise convolutions read bytes, and multiply floats; maxima are taken of bytes; other readers
-    get floats again. Where zero bytes stand for another number than zero, they are padded
+    For CPUs that multiply bytes (VNNI), and GPUs with tensor cores that do, the latter for dense
+    convolutions only. Products with constant matrices are those of pixels; depthwise convolutions
+    read bytes, and multiply floats; maxima are taken of bytes; other readers get floats again. Where zero bytes stand for another number than zero, they are padded
     explicitly. Left alone: tensors whose limits are more than 255 apart, convolutions of other
     groups, weights whose output channels are no multiples of integers of 8 bits, and sums that
     32 bits may not hold.
@@ -77,12 +78,14 @@ class MultiplyBytes:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        cpu = CPUInfo.from_target(pass_target(self.target, "MultiplyBytes"))
-        if not cpu.multiplies_bytes:
+        target = pass_target(self.target, "MultiplyBytes")
+        on_gpu = target.kind.name in KINDS
+        machine = (GPUInfo if on_gpu else CPUInfo).from_target(target)
+        if not (machine.has_tensor_cores if on_gpu else machine.multiplies_bytes):
             return mod
         result = mod.clone()
         for name, graph in function_graphs(mod):
-            rules = _Rules()
+            rules = _Rules(only_dense=on_gpu)
             graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
             graph.settle({ROUND_CLIP: [rules.store_bytes]})
             changed = graph.settle(
@@ -101,9 +104,10 @@ class MultiplyBytes:
 
 
 class _Rules:
-    """Rules of one function."""
+    """Rules of one function, for all products or only for dense convolutions."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_dense: bool) -> None:
+        self._only_dense = only_dense
         self._roundings: set[relax.Var] = set()  # whose results become bytes
         self._weights: dict[GenericConst, IntegerWeights | None] = {}
 
@@ -183,6 +187,8 @@ class _Rules:
         weight = call.args[1]
         if not isinstance(weight, GenericConst):
             return None
+        if self._only_dense and call.op.name == _MATMUL:
+            return None
         if call.op.name == _MATMUL:
             if str(call.ty.dtype) != "float32" or weight.ty.ndim != 2 or call.args[0].ty.ndim < 2:
                 return None
@@ -191,7 +197,7 @@ class _Rules:
         else:
             layer = read_convolution(relax.VarBinding(graph.current, call))
         if layer is None or layer.is_depthwise:
-            return layer
+            return None if self._only_dense else layer
         products = layer.in_channels * math.prod(layer.kernel)
         fits = layer.groups == 1 and products <= MOST_PRODUCTS
         return layer if fits and self._integers(call) is not None else None

@@ -271,7 +271,7 @@ class _ThreadPart:
     ):
         self.pair, self.tile, self.workload, self.views = pair, tile, workload, views
         self.batch, self.column, self.thread = batch, column, thread
-        self.core = TensorCore(tile.second.type.dtype, tile.mid_bytes + tile.stages_bytes)
+        self.core = TensorCore(tile.second.type, tile.mid_bytes + tile.stages_bytes)
 
     def write(self) -> None:
         """Emit the whole part."""
@@ -301,7 +301,7 @@ class _ThreadPart:
             sync()
             row = T.bind(number * i64(tile.first.rows))
             place = self.views, self.batch, (row, self.column), self.thread
-            part = _FirstPart(first, tile.first, *place, self.core, tile.mid_bytes)
+            part = self._first_part(first, *place)
             part.accumulate()
 
             def at(line: Index, first: Index, turn: int) -> Index:
@@ -311,13 +311,20 @@ class _ThreadPart:
 
             part.keep(at)
 
+    def _first_part(self, first: MatmulFunction, *place: Any) -> _FirstPart:
+        """One thread's part of a tile of the first product."""
+        tile = self.tile.first
+        assert tile is not None, "a dense layer has a tile"
+        return _FirstPart(first, tile, *place, self.core.of_type(tile.type), self.tile.mid_bytes)
+
     def _multiply_with_halo(self, first: MatmulFunction) -> tirx.Expr:
         """Emit the first layer for the block's pixels and a halo; returns the pixels before."""
         tile, mid = self.tile, self.tile.mid
         before, _ = halo(self.workload.layer2, self.workload.mid_size[1])
         begin = tirx.max(self.column - i64(before), i64(0))
         begin = T.bind(begin // i64(mid.chunk) * i64(mid.chunk))
-        zeros = hold([tirx.const(0, tile.second.type.dtype)] * mid.chunk, tile.second.type.dtype)
+        dtype = tile.second.type.right
+        zeros = hold([tirx.const(0, dtype)] * mid.chunk, dtype)
         with when(self.thread < ZEROS // CHUNK):
             self.core.store(mid.nbytes + self.thread * CHUNK, zeros, 0)
         self._multiply_pixels(first, begin, starts_anywhere=True)
@@ -335,7 +342,7 @@ class _ThreadPart:
             row, column = T.bind(down * tile.first.rows), T.bind(across * tile.first.columns)
             corner = T.bind(begin + i64(row)), T.bind(i64(column))
             place = self.views, self.batch, corner, self.thread
-            part = _FirstPart(first, tile.first, *place, self.core, tile.mid_bytes)
+            part = self._first_part(first, *place)
             part.left.starts_anywhere = starts_anywhere
             part.accumulate()
 

@@ -15,10 +15,11 @@ from schedules.workload.conv2d import ITEM_BYTES, ConvLayer, FusedConv2DWorkload
 
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
-from ..core.tensor_core import CHUNK, MATRIX_TYPES
+from ..core.tensor_core import CHUNK, MATRIX_TYPES, MatrixType
 from ..gemm.implicit_gemm import Index
 from ..gemm.matmul.tensor_core_tile import (
     ELEMENTS,
+    LINE,
     MOST_STAGES,
     TILES,
     SharedTile,
@@ -27,18 +28,26 @@ from ..gemm.matmul.tensor_core_tile import (
 )
 
 _LEAST_STAGES = 2
+_GATHERED_STAGES = 3
+"""Most stages of windows gathered along the channels: the loads of more, before the loop, spill."""
 _PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
 _GATHER = 14.0  # instructions for each element of a window, as compiled for 3x3
 _GATHER_WEIGHT = 3.0  # the same of weights by taps
 _TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as compiled for 3x3
 _DEPTHWISE_REGISTERS = 168
-_REGISTERS_OF_GATHERED = {4: 128, 8: 168, 16: 224}
+_REGISTERS_OF_GATHERED = {8: 168, 16: 224}
 """By elements of a thread in a step. With less, these and the last one, some kernels spill."""
+_REGISTERS_OF_TURNED = {4: 128, 8: 128, 16: 128, 32: 224}
+"""The same of elements that are gathered along the channels."""
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
 PANEL = 4
 """Chunks of a line of a panel, and of a stage."""
-PAIR_DTYPES = ("float16", "bfloat16", "float32")
-"""Element types of pairs on tensor cores, the last one rounded to TF32."""
+PAIR_TYPES = {
+    **{dtype: MATRIX_TYPES[dtype] for dtype in ("float16", "bfloat16", "float32")},
+    "uint8": MatrixType("int8", "uint8"),
+}
+"""Types of the second product, by that of the data: float32 is rounded to TF32, bytes have weights
+of int8."""
 NARROW = TensorTile(64, 32, 16, 32)
 """A tile of few pixels, for many channels between the layers."""
 
@@ -144,16 +153,17 @@ def second_stage_bytes(tile: TensorTile) -> int:
     return tile.rows * tile.depth * tile.type.itemsize
 
 
-def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
+def unsupported(layer1: ConvLayer, layer2: ConvLayer, dtype: str = "float16") -> str | None:
     """Reason why tensor cores take no such pair, whatever its sizes; None if they may."""
+    least = max(32, LINE // ITEM_BYTES[dtype])  # a step has channels of one tap
     if layer2.groups != 1:
         return "the second layer has groups; the kernel reduces over all its input channels"
     if not layer2.is_pointwise:
         reach = (layer2.kernel[1] - 1) * layer2.dilation[1]
         if layer2.strides != (1, 1) or layer2.padding[1] + layer2.padding[3] != reach:
             return "the second layer changes the width of the image; on tensor cores it must not"
-        if layer2.in_channels % 32:
-            return "the second layer is not pointwise, and its inputs are no multiple of 32"
+        if layer2.in_channels % least:
+            return f"the second layer is not pointwise, and its inputs are no multiple of {least}"
         if layer1.is_depthwise:
             return "the first layer is depthwise; on tensor cores the second has to be pointwise"
     if layer1.groups != 1 and not layer1.is_depthwise:
@@ -171,13 +181,13 @@ def choose_pair_tile(
 
     They take one of float32 only if its factors may be rounded to TF32 (``tf32``).
     """
-    if not gpu.has_tensor_cores or pair.dtype not in PAIR_DTYPES:
+    if not gpu.has_tensor_cores or pair.dtype not in PAIR_TYPES:
         return None
     if pair.dtype == "float32" and not tf32:
         return None
     if min(math.prod(pair.mid_size), math.prod(pair.out_size)) < 2:  # products of vectors
         return None
-    if unsupported(pair.layer1, pair.layer2) is not None:
+    if unsupported(pair.layer1, pair.layer2, pair.dtype) is not None:
         return None
     tiles = [tile for each in candidates(pair) if (tile := _with_stages(each, gpu)) is not None]
     return min(tiles, key=lambda tile: fused_product_cycles(pair, tile, gpu), default=None)
@@ -185,7 +195,7 @@ def choose_pair_tile(
 
 def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     """All tiles, without stages."""
-    kind = MATRIX_TYPES[pair.dtype]
+    kind = PAIR_TYPES[pair.dtype]
     sized = [tile.of_type(kind) for tile in (*TILES, NARROW)]
     by_pixels = not (pair.layer2.is_pointwise and kind.transposes)
     found = []
@@ -212,10 +222,13 @@ def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
         return _DEPTHWISE_REGISTERS
     if first is None:
         return max(_REGISTERS_OF_GATHERED.values())
+    # Then windows of 16-bit floats lie as fragments do, along the pixels.
     is_even = layer.strides == (1, 1) and math.prod(pair.mid_size) % 8 == 0
-    if is_even or layer.is_pointwise:
+    if first.type.transposes and (is_even or layer.is_pointwise):
         return 0
     gathered = (first.rows if tile.pixels else first.columns) * first.depth // first.threads
+    if not first.type.transposes:
+        return _REGISTERS_OF_TURNED[gathered]
     return _REGISTERS_OF_GATHERED.get(gathered, max(_REGISTERS_OF_GATHERED.values()))
 
 
@@ -234,7 +247,8 @@ def _with_halo(pair: FusedConv2DWorkload, first: TensorTile, second: TensorTile)
     pixels = second.columns
     if not pair.layer2.is_pointwise:  # the first pixel is rounded down to a whole chunk
         pixels += sum(halo(pair.layer2, pair.mid_size[1])) + second.type.chunk - 1
-    channels = _rounded(pair.layer1.out_channels, first.columns)
+    first = first.of_type(first.type.exchanged)
+    channels = _rounded(pair.layer1.out_channels, max(first.columns, second.depth))
     return PairTile(first, second, channels, _rounded(pixels, first.rows))
 
 
@@ -245,6 +259,8 @@ def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
     first = tile.first
     if first is not None:
         first = first.with_stages(room)
+        if not first.type.transposes:
+            first = replace(first, stages=min(_GATHERED_STAGES, first.stages))
         if first.stages < _LEAST_STAGES:
             return None
     if stages < _LEAST_STAGES:
@@ -298,7 +314,7 @@ def _layer_cycles(
         elements = images * layer.out_channels * pixels
         work = elements * _depthwise_instructions(layer) / (_LANES * gpu.multiprocessors)
         return max(transfer, work) + COSTS.block_latency
-    kind = MATRIX_TYPES[dtype]
+    kind = PAIR_TYPES[dtype]
     tile = tile_of_sizes(images, layer.out_channels, pixels, gpu).of_type(kind)
     tile = tile.with_stages(gpu.shared_bytes)
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)

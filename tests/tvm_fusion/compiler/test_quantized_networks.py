@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from gpu_onnx import bottlenecks
 from onnx_reference import run_onnx
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -14,11 +15,17 @@ from onnxruntime.quantization import (
     quantize_dynamic,
     quantize_static,
 )
+from relax_on_opencl import RelaxOnOpenCL
 from small_onnx import dense_model, small_model
+from tensor_core_emulation import emulate_tensor_cores
 from tvm.target import Target
 
 import tvm_fusion
 from relay_passes import FuseEpilogue, MultiplyBytes, SimplifyInference
+from tvm_fusion.codegen.device_code import cuda_texts
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.pipeline import Options
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 VNNI = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
@@ -65,6 +72,51 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert text.count('activation="round_clip"') == text.count("tvm_fusion.conv2d")
     bytes_ = str(FuseEpilogue()(MultiplyBytes(VNNI)(SimplifyInference()(import_onnx(model).mod))))
     assert "tvm_fusion.quantized_conv2d" in bytes_ and "nn.matmul" not in bytes_
+
+
+@pytest.mark.parametrize("fuse", ["all", "none"])
+def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch):
+    """By emulation; the depthwise one stays in float32, so there is one pair of bytes."""
+    emulate_tensor_cores(monkeypatch)
+    model = quantized(bottlenecks(size=6, width=8), tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    x = next(iter(Images(model).get_next().values()))
+    (wanted,) = run_onnx(model, {model.graph.input[0].name: x})
+    target = resolve("opencl")
+    mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse=fuse))
+    assert mod.script().count("def fused_quantized_conv2d") == (fuse == "all")
+    (found,) = RelaxOnOpenCL(mod, target)(x)
+    step = np.diff(np.unique(wanted)).min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
+
+
+def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
+    model = quantized(dense_pair(), tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    compiled = tvm_fusion.compile(model, "cuda -arch=sm_80")
+    (text,) = cuda_texts(compiled._executable)
+    kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
+    products = [kernel for kernel in kernels if "row_col_s32_u8_s8_s32" in kernel]
+    assert len(products) == 1 and "row_col_s32_s8_u8_s32" in products[0]
+    assert len(kernels) == 3  # rounding and padding before, and a scale behind
+
+
+def dense_pair() -> onnx.ModelProto:
+    """Conv 3x3, ReLU, Conv 1x1, ReLU."""
+    rng, node = np.random.default_rng(4), onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w1"], ["a"], kernel_shape=[3, 3], pads=[1] * 4),
+        node("Relu", ["a"], ["b"]),
+        node("Conv", ["b", "w2"], ["c"], kernel_shape=[1, 1]),
+        node("Relu", ["c"], ["y"]),
+    ]
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
+        for name, shape in (("w1", (64, 64, 3, 3)), ("w2", (64, 64, 1, 1)))
+    ]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [8, 64, 28, 28]) for name in "xy"]
+    graph = onnx.helper.make_graph(nodes, "pair", ends[:1], ends[1:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
 def test_products_quantised_at_run_time(tmp_path):
