@@ -31,6 +31,7 @@ from .round_clip import check_bytes
 
 FUSED_QUANTIZED_CONV2D = ConvOp("relax.tvm_fusion.fused_quantized_conv2d", ("1", "2"), ())
 _NAME = FUSED_QUANTIZED_CONV2D.name
+_FIXED = {"groups1": 1, "groups2": 1, "data_layout": "NCHW", "out_layout": "NCHW"}
 _PARAMETERS = {"weight": "int8", "bias": "float32", "scale": "float32"}
 
 
@@ -81,27 +82,24 @@ def fused_quantized_conv2d(
     OpError
         If operands and attributes do not fit together, or a sum may not fit in an int32.
     """
-    given = {
+    given = _FIXED | {
         "strides1": strides1,
         "padding1": padding1,
         "dilation1": dilation1,
-        "groups1": 1,
         "activation1": activation1,
         "low1": low1,
         "high1": high1,
         "strides2": strides2,
         "padding2": padding2,
         "dilation2": dilation2,
-        "groups2": 1,
         "activation2": activation2,
         "low2": low2,
         "high2": high2,
-        "data_layout": "NCHW",
-        "out_layout": "NCHW",
         "out_dtype": out_dtype,
     }
     operands = [data, weight1, bias1, scale1, weight2, bias2, scale2]
-    attrs = checked_attrs(FUSED_QUANTIZED_CONV2D, given)
+    checked = checked_attrs(FUSED_QUANTIZED_CONV2D, given)
+    attrs = {name: value for name, value in checked.items() if name not in _FIXED}
     call = relax.Call(FUSED_QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
@@ -137,7 +135,8 @@ def _read_layer(call: relax.Call, suffix: str, place: int) -> ConvLayer:
     weight = constant_shape(call.args[place], "weight" + suffix, _NAME)
     if len(weight) != 4:
         raise OpError(f"{_NAME}: weight{suffix} has rank {len(weight)}; expected 4 (OIHW)")
-    layer = ConvLayer.from_attrs(call.attrs, weight[1], weight[0], (weight[2], weight[3]), suffix)
+    attrs = dict(call.attrs.items()) | _FIXED
+    layer = ConvLayer.from_attrs(attrs, weight[1], weight[0], (weight[2], weight[3]), suffix)
     check_layer(layer, suffix, _NAME)
     for argument, name in zip(call.args[place + 1 : place + 3], ("bias", "scale"), strict=True):
         found = constant_shape(argument, name + suffix, _NAME)
