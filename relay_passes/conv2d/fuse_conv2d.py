@@ -56,12 +56,12 @@ class FuseConv2D:
         )
 
     Pairs of ``R.tvm_fusion.quantized_conv2d`` become ``R.tvm_fusion.fused_quantized_conv2d`` on a
-    GPU. Of three convolutions in a row two are fused: those of the greatest predicted gain, depthwise
-    with the pointwise one after it before any other pair. Left alone: pairs whose intermediate has
-    a second consumer or leaves its dataflow block, a first convolution that ends with a residual
-    addition, symbolic heights and widths, pairs that the schedule of fused kernels does not
-    support, and all that ``FuseEpilogue`` leaves alone but, on a GPU, convolutions of float16 or
-    bfloat16 whose results are rounded to it. Every candidate is recorded with its
+    GPU. Of three convolutions in a row two are fused: those of the greatest predicted gain,
+    depthwise with the pointwise one after it before any other pair. Left alone: pairs whose
+    intermediate has a second consumer or leaves its dataflow block, a first convolution that ends
+    with a residual addition, symbolic heights and widths, pairs that the schedule of fused kernels
+    does not support, and all that ``FuseEpilogue`` leaves alone but, on a GPU, convolutions of
+    float16 or bfloat16 whose results are rounded to it. Every candidate is recorded with its
     decision and the reason in the module's attribute ``tvm_fusion.fusion_report``, a JSON list;
     where the batch is symbolic, its numbers are those of one image.
 

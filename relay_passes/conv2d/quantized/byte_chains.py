@@ -12,9 +12,7 @@ from ..conv_chain import ConvChain
 
 def find_byte_chains(block: relax.DataflowBlock) -> list[ConvChain]:
     """All convolutions of bytes in NCHW of a block, as chains of one line."""
-    return [
-        chain for binding in block.bindings for chain in [_match(binding)] if chain is not None
-    ]
+    return [chain for binding in block.bindings for chain in [_match(binding)] if chain is not None]
 
 
 def _match(binding: relax.Binding) -> ConvChain | None:

@@ -62,10 +62,10 @@ class MultiplyBytes:
 
     For CPUs that multiply bytes (VNNI), and GPUs with tensor cores that do, the latter for dense
     convolutions only. Products with constant matrices are those of pixels; depthwise convolutions
-    read bytes, and multiply floats; maxima are taken of bytes; other readers get floats again. Where zero bytes stand for another number than zero, they are padded
-    explicitly. Left alone: tensors whose limits are more than 255 apart, convolutions of other
-    groups, weights whose output channels are no multiples of integers of 8 bits, and sums that
-    32 bits may not hold.
+    read bytes, and multiply floats; maxima are taken of bytes; other readers get floats again.
+    Where zero bytes stand for another number than zero, they are padded explicitly. Left alone:
+    tensors whose limits are more than 255 apart, convolutions of other groups, weights whose output
+    channels are no multiples of integers of 8 bits, and sums that 32 bits may not hold.
 
     Parameters
     ----------

@@ -3,9 +3,9 @@
 
 One product has 16 rows, 8 columns and 32 bytes of the reduced axis: 16 elements of float16 or
 bfloat16, 8 of float32 rounded to the 10 bits of TF32, all summed in float32, or 32 of int8 or
-uint8, in any combination, summed in int32. Its operands come from shared memory as matrices of eight rows of 16 bytes,
-whatever their elements are. The layouts of the fragments are those of the PTX manual, sections
-``mma.m16n8k8``, ``mma.m16n8k16``, ``mma.m16n8k32`` and ``ldmatrix``.
+uint8, in any combination, summed in int32. Its operands come from shared memory as matrices of
+eight rows of 16 bytes, whatever their elements are. The layouts of the fragments are those of the
+PTX manual, sections ``mma.m16n8k8``, ``mma.m16n8k16``, ``mma.m16n8k32`` and ``ldmatrix``.
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ def layer_of(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, **more
 
 def kernel_of(layers: tuple[ConvLayer, ...], size: tuple[int, int, int]) -> Conv2DKernel:
     is_bytes = layers[-1].activation.kind == "round_clip"
-    return Conv2DKernel(
-        layers, *size, dtype="uint8", out_dtype="uint8" if is_bytes else "float32"
-    )
+    return Conv2DKernel(layers, *size, dtype="uint8", out_dtype="uint8" if is_bytes else "float32")
 
 
 def function(kernel: Conv2DKernel) -> tirx.PrimFunc:

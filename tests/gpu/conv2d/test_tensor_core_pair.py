@@ -11,8 +11,8 @@ import opencl
 import pytest
 from conv2d.test_tensor_core_conv2d import OPENCL, convolve
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
-from gpu_conv_cases import dense, depthwise
 from gemm.matmul.test_tensor_cores import rounded_to_tf32
+from gpu_conv_cases import dense, depthwise
 from graph_cases import numpy_dtype
 from opencl import compile_opencl
 from tensor_core_emulation import emulate_tensor_cores

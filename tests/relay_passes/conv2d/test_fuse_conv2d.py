@@ -120,7 +120,9 @@ def test_float16_of_sums_in_float32_is_fused_for_tensor_cores():
 
 def test_bytes_are_fused_for_tensor_cores():
     rng = np.random.default_rng(6)
-    w1, w2 = (rng.integers(-9, 9, shape).astype("int8") for shape in ((32, 32, 3, 3), (8, 32, 1, 1)))
+    w1, w2 = (
+        rng.integers(-9, 9, shape).astype("int8") for shape in ((32, 32, 3, 3), (8, 32, 1, 1))
+    )
     b1, b2 = (rng.standard_normal(count, np.float32) for count in (32, 8))
 
     @I.ir_module
@@ -153,7 +155,9 @@ def test_bytes_are_fused_for_tensor_cores():
                 R.output(lv1)
             return lv1
 
-    assert_functions_equal(FuseConv2D("all", Target({"kind": "cuda", "arch": "sm_80"}))(Bytes), BytesFused)
+    assert_functions_equal(
+        FuseConv2D("all", Target({"kind": "cuda", "arch": "sm_80"}))(Bytes), BytesFused
+    )
     for target in (TARGET, Target({"kind": "cuda", "arch": "sm_75"})):
         assert_functions_equal(FuseConv2D("all", target)(Bytes), Bytes)
 

@@ -52,6 +52,12 @@ def operands(**others: relax.Var) -> list[relax.Var]:
     return list((given | others).values())
 
 
+DEEP = {
+    "data": var("x", (1, 9000, 6, 6), "uint8"),
+    "weight1": var("w", (8, 9000, 3, 3), "int8"),
+}
+
+
 def test_script_reads_what_it_prints():
     tvm.ir.assert_structural_equal(tvm.script.from_source(Module.script()), Module)
 
@@ -59,9 +65,8 @@ def test_script_reads_what_it_prints():
 def test_types_of_bytes_and_with_an_open_batch():
     batch = tvm.tirx.Var("n", "int64")
     data = var("x", (batch, 3, 7, 7), "uint8")
-    call = fused_quantized_conv2d(
-        *operands(data=data), strides1=(2, 2), activation2="round_clip", high2=255, out_dtype="uint8"
-    )
+    rounding = {"activation2": "round_clip", "high2": 255, "out_dtype": "uint8"}
+    call = fused_quantized_conv2d(*operands(data=data), strides1=(2, 2), **rounding)
     expected = relax.TensorType((batch, 5, 3, 3), "uint8")
     tvm.ir.assert_structural_equal(relax.BlockBuilder().normalize(call).ty, expected)
 
@@ -78,11 +83,7 @@ def test_types_of_bytes_and_with_an_open_batch():
         ({}, {"out_dtype": "uint8"}, "out_dtype is 'uint8' after none"),
         ({}, {"padding2": (-1, 0, 0, 0)}, "padding2 is"),
         ({}, {"dilation1": (6, 6)}, "expected the padded input to hold the kernel"),
-        (
-            {"data": var("x", (1, 9000, 6, 6), "uint8"), "weight1": var("w", (8, 9000, 3, 3), "int8")},
-            {},
-            "9000 x 9 products a sum; expected at most 65793",
-        ),
+        (DEEP, {}, "9000 x 9 products a sum; expected at most 65793"),
     ],
 )  # fmt: skip
 def test_what_is_refused(others, attrs, text):

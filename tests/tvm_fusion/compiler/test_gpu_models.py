@@ -233,8 +233,7 @@ def test_a_pair_is_one_kernel_on_tensor_cores(
     model = float_model(nodes, [8, 64, 28, 28], dtype, **weights)
     bounds = {"low": 0, "high": 6}
     model.graph.initializer.extend(
-        onnx.numpy_helper.from_array(np.array(value, dtype), name)
-        for name, value in bounds.items()
+        onnx.numpy_helper.from_array(np.array(value, dtype), name) for name, value in bounds.items()
     )
     compiled = tvm_fusion.compile(model, "cuda -arch=sm_90", **options)
     (text,) = cuda_texts(compiled._executable)
