@@ -60,12 +60,14 @@ class MultiplyBytes:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI), and GPUs with tensor cores that do, the latter for dense
-    convolutions only. Products with constant matrices are those of pixels; depthwise convolutions
-    read bytes, and multiply floats; maxima are taken of bytes; other readers get floats again.
-    Where zero bytes stand for another number than zero, they are padded explicitly. Left alone:
-    tensors whose limits are more than 255 apart, convolutions of other groups, weights whose output
-    channels are no multiples of integers of 8 bits, and sums that 32 bits may not hold.
+    For CPUs that multiply bytes (VNNI), and GPUs with tensor cores that do, the latter for
+    convolutions only, in functions whose convolutions have no groups: others are in float32 and
+    another layout there. Products with constant matrices are those of pixels; depthwise
+    convolutions read bytes, and multiply floats; maxima are taken of bytes; other readers get
+    floats again. Where zero bytes stand for another number than zero, they are padded explicitly.
+    Left alone: tensors whose limits are more than 255 apart, convolutions of other groups, weights
+    whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
+    hold.
 
     Parameters
     ----------
@@ -86,6 +88,9 @@ class MultiplyBytes:
         result = mod.clone()
         for name, graph in function_graphs(mod):
             rules = _Rules(only_dense=on_gpu)
+            graph.sweep({_CONV2D: [rules.find_groups]})
+            if on_gpu and rules.has_groups:
+                continue
             graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
             graph.settle({ROUND_CLIP: [rules.store_bytes]})
             changed = graph.settle(
@@ -108,8 +113,13 @@ class _Rules:
 
     def __init__(self, only_dense: bool) -> None:
         self._only_dense = only_dense
+        self.has_groups = False
         self._roundings: set[relax.Var] = set()  # whose results become bytes
         self._weights: dict[GenericConst, IntegerWeights | None] = {}
+
+    def find_groups(self, graph: Graph, call: relax.Call) -> None:
+        """Note whether there are convolutions with groups."""
+        self.has_groups |= int(call.attrs.groups) != 1
 
     def find_rounding(self, graph: Graph, call: relax.Call) -> None:
         """Note the rounded numbers that a product reads."""

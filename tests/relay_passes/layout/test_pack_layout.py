@@ -403,6 +403,22 @@ def test_pairs_of_tensor_cores_stay_plain_for_tf32():
         assert "NCHW4c" in other(Module).script()
 
 
+def test_convolutions_of_bytes_stay_plain_on_a_gpu():
+    w, b = relax.const(np.ones((8, 8, 1, 1), "int8")), const(8)
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 8, 8, 8), "uint8")):
+            with R.dataflow():
+                gv = R.tvm_fusion.quantized_conv2d(x, w, b, b)
+                R.output(gv)
+            return gv
+
+    tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
+    assert "NCHW16c" in PackLayout(block=16)(Module).script()
+
+
 def test_convolutions_of_float16_stay_plain_on_a_gpu():
     w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((8, 8, 1, 1), (8,)))
 
