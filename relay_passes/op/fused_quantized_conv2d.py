@@ -155,7 +155,10 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
 
 
 def _compute(kernel: Conv2DKernel, operands: Sequence[te.Tensor], _: None) -> te.Tensor:
-    return compute(*operands, *kernel.layers, str(kernel.out_dtype))
+    data, weight1, bias1, scale1, weight2, bias2, scale2 = operands
+    first, second = (weight1, bias1, scale1), (weight2, bias2, scale2)
+    layer1, layer2 = kernel.layers
+    return compute(data, *first, *second, layer1, layer2, str(kernel.out_dtype))
 
 
 def legalize(

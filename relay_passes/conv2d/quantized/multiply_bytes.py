@@ -82,8 +82,11 @@ class MultiplyBytes:
         """Rewrite every Relax function of ``mod``."""
         target = pass_target(self.target, "MultiplyBytes")
         on_gpu = target.kind.name in KINDS
-        machine = (GPUInfo if on_gpu else CPUInfo).from_target(target)
-        if not (machine.has_tensor_cores if on_gpu else machine.multiplies_bytes):
+        if on_gpu:
+            multiplies = GPUInfo.from_target(target).has_tensor_cores
+        else:
+            multiplies = CPUInfo.from_target(target).multiplies_bytes
+        if not multiplies:
             return mod
         result = mod.clone()
         for name, graph in function_graphs(mod):

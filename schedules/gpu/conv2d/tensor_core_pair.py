@@ -300,8 +300,7 @@ class _ThreadPart:
         with T.serial(i64(0), ceildiv(first.m, tile.first.rows)) as number:
             sync()
             row = T.bind(number * i64(tile.first.rows))
-            place = self.views, self.batch, (row, self.column), self.thread
-            part = self._first_part(first, *place)
+            part = self._first_part(first, (row, self.column))
             part.accumulate()
 
             def at(line: Index, first: Index, turn: int) -> Index:
@@ -311,10 +310,11 @@ class _ThreadPart:
 
             part.keep(at)
 
-    def _first_part(self, first: MatmulFunction, *place: Any) -> _FirstPart:
-        """One thread's part of a tile of the first product."""
+    def _first_part(self, first: MatmulFunction, corner: tuple[tirx.Expr, tirx.Expr]) -> _FirstPart:
+        """One thread's part of the tile of the first product with a first row and column."""
         tile = self.tile.first
         assert tile is not None, "a dense layer has a tile"
+        place = self.views, self.batch, corner, self.thread
         return _FirstPart(first, tile, *place, self.core.of_type(tile.type), self.tile.mid_bytes)
 
     def _multiply_with_halo(self, first: MatmulFunction) -> tirx.Expr:
@@ -341,8 +341,7 @@ class _ThreadPart:
             sync()
             row, column = T.bind(down * tile.first.rows), T.bind(across * tile.first.columns)
             corner = T.bind(begin + i64(row)), T.bind(i64(column))
-            place = self.views, self.batch, corner, self.thread
-            part = self._first_part(first, *place)
+            part = self._first_part(first, corner)
             part.left.starts_anywhere = starts_anywhere
             part.accumulate()
 
