@@ -37,7 +37,7 @@ _TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as c
 _DEPTHWISE_REGISTERS = 168
 _REGISTERS_OF_GATHERED = {8: 168, 16: 224}
 """By elements of a thread in a step. With less, these and the last one, some kernels spill."""
-_REGISTERS_OF_TURNED = {4: 128, 8: 128, 16: 128, 32: 224}
+_REGISTERS_OF_TURNED = {4: 128, 8: 128, 16: 168, 32: 224}
 """The same of elements that are gathered along the channels."""
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
 PANEL = 4
@@ -222,9 +222,9 @@ def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
         return _DEPTHWISE_REGISTERS
     if first is None:
         return max(_REGISTERS_OF_GATHERED.values())
-    # Then windows of 16-bit floats lie as fragments do, along the pixels.
+    # Windows of neighbouring pixels then begin beside each other, which 16-bit floats are kept by.
     is_even = layer.strides == (1, 1) and math.prod(pair.mid_size) % 8 == 0
-    if first.type.transposes and (is_even or layer.is_pointwise):
+    if layer.is_pointwise or (is_even and first.type.transposes):
         return 0
     gathered = (first.rows if tile.pixels else first.columns) * first.depth // first.threads
     if not first.type.transposes:
