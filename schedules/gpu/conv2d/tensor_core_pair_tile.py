@@ -37,8 +37,9 @@ _TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as c
 _DEPTHWISE_REGISTERS = 168
 _REGISTERS_OF_GATHERED = {8: 168, 16: 224}
 """By elements of a thread in a step. With less, these and the last one, some kernels spill."""
-_REGISTERS_OF_TURNED = {4: 128, 8: 128, 16: 168, 32: 224}
-"""The same of elements that are gathered along the channels."""
+_MOST_TURNED = 16
+"""Elements of a thread in a step, gathered along the channels, for which the registers of the
+products suffice; of strided windows fewer."""
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
 PANEL = 4
 """Chunks of a line of a panel, and of a stage."""
@@ -227,8 +228,8 @@ def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
     if layer.is_pointwise or (is_even and first.type.transposes):
         return 0
     gathered = (first.rows if tile.pixels else first.columns) * first.depth // first.threads
-    if not first.type.transposes:
-        return _REGISTERS_OF_TURNED[gathered]
+    if not first.type.transposes and gathered < _MOST_TURNED + (layer.strides == (1, 1)):
+        return 0
     return _REGISTERS_OF_GATHERED.get(gathered, max(_REGISTERS_OF_GATHERED.values()))
 
 
