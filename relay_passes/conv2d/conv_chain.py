@@ -52,6 +52,8 @@ class ConvChain:
         The lines of the chain in order.
     out_dtype : str | None
         ``uint8`` where the activation gives bytes.
+    scale : relax.Expr | None
+        Of a convolution of bytes: what its sums are multiplied by, one number a channel.
     """
 
     layer: ConvLayer
@@ -61,6 +63,7 @@ class ConvChain:
     residual: relax.Expr | None
     bindings: tuple[relax.VarBinding, ...]
     out_dtype: str | None = None
+    scale: relax.Expr | None = None
 
     @property
     def dtype(self) -> str:

@@ -15,6 +15,7 @@ from tvm.target import Target
 from schedules.cpu.cost.fused_conv2d_limits import unsupported
 from schedules.errors import OpError
 from schedules.gpu.core.machine import KINDS
+from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as TENSOR_DTYPES
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
@@ -26,10 +27,12 @@ from .fusion_decision import decide, recorded_decision
 from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
 from .gpu_fusion_decision import gpu_obstacle
 from .pair_decision import Decision
+from .quantized.byte_chains import find_byte_chains
 from .winograd_decision import check_mode
 
 Chooser = Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 _MODES = ("auto", "all", "none")
+_BYTES = "uint8"
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseConv2D")
@@ -52,12 +55,13 @@ class FuseConv2D:
             padding1=[1, 1, 1, 1], groups1=32, activation1="relu",
         )
 
-    Of three convolutions in a row two are fused: those of the greatest predicted gain, depthwise
-    with the pointwise one after it before any other pair. Left alone: pairs whose intermediate has
-    a second consumer or leaves its dataflow block, a first convolution that ends with a residual
-    addition, symbolic heights and widths, pairs that the schedule of fused kernels does not
-    support, and all that ``FuseEpilogue`` leaves alone but, on a GPU, convolutions of float16 whose
-    results are rounded to it. Every candidate is recorded with its
+    Pairs of ``R.tvm_fusion.quantized_conv2d`` become ``R.tvm_fusion.fused_quantized_conv2d`` on a
+    GPU. Of three convolutions in a row two are fused: those of the greatest predicted gain,
+    depthwise with the pointwise one after it before any other pair. Left alone: pairs whose
+    intermediate has a second consumer or leaves its dataflow block, a first convolution that ends
+    with a residual addition, symbolic heights and widths, pairs that the schedule of fused kernels
+    does not support, and all that ``FuseEpilogue`` leaves alone but, on a GPU, convolutions of
+    float16 or bfloat16 whose results are rounded to it. Every candidate is recorded with its
     decision and the reason in the module's attribute ``tvm_fusion.fusion_report``, a JSON list;
     where the batch is symbolic, its numbers are those of one image.
 
@@ -76,7 +80,7 @@ class FuseConv2D:
         Winners of tuning jobs, which ``auto`` follows before all predictions. Where all pairs of a
         chain have records, those are fused that together save the most measured time.
     tf32 : bool
-        Whether, on a GPU, separate convolutions of float32 may run on tensor cores; pairs do not.
+        Whether, on a GPU, convolutions and pairs of float32 may run on tensor cores.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class FuseConv2D:
         entries: list[Entry] = []
 
         judge = _Judge(self.fuse, target, self.winograd != "never", self.records, self.tf32)
-        dtypes = ("float32", "float16") if target.kind.name in KINDS else ("float32",)
+        dtypes = ("float32", *TENSOR_DTYPES, _BYTES) if target.kind.name in KINDS else ("float32",)
 
         def plan(name: str, block: relax.DataflowBlock) -> Rewrites:
             pairs = [pair for dtype in dtypes for pair in _pairs(block, dtype)]
@@ -154,6 +158,8 @@ class _Pair:
     def to_call(self) -> relax.Call:
         """The pair as one call; OpError if the op rejects it."""
         first, second = self.first, self.second
+        if first.scale is not None:
+            return self._to_call_of_bytes()
         return ops.fused_conv2d(
             first.data,
             first.weight,
@@ -164,6 +170,16 @@ class _Pair:
             **first.layer.to_attrs("1"),
             **second.layer.to_attrs("2"),
         )
+
+    def _to_call_of_bytes(self) -> relax.Call:
+        first, second = self.first, self.second
+        operands = [
+            *(first.data, first.weight, first.bias, first.scale),
+            *(second.weight, second.bias, second.scale),
+        ]
+        attrs = first.layer.to_attrs("1") | second.layer.to_attrs("2")
+        del attrs["groups1"], attrs["groups2"]
+        return ops.fused_quantized_conv2d(*operands, **attrs, out_dtype=str(second.out_dtype))
 
 
 @dataclass(frozen=True)
@@ -199,7 +215,8 @@ class _Candidate:
 def _pairs(block: relax.DataflowBlock, dtype: str) -> Iterator[_Pair]:
     """All pairs of an element type in a block, in the order of their first convolutions."""
     users = find_users(block)
-    chains = find_chains(block, users, dtype)
+    is_bytes = dtype == _BYTES
+    chains = find_byte_chains(block) if is_bytes else find_chains(block, users, dtype)
     bound = {binding.var for binding in block.bindings}
     by_convolution = {chain.bindings[0].var: chain for chain in chains}
     for first in chains:
@@ -207,7 +224,7 @@ def _pairs(block: relax.DataflowBlock, dtype: str) -> Iterator[_Pair]:
         if not isinstance(first.output, relax.DataflowVar) or len(readers) != 1:
             continue  # the intermediate is needed elsewhere
         second = by_convolution.get(readers[0].var)
-        if second is None or second.out_dtype is not None:
+        if second is None or (second.out_dtype is not None and not is_bytes):
             continue
         if second.data.same_as(first.output):
             yield _Pair(first, second, first.data not in bound, _leaves(second.output, users))
@@ -233,7 +250,7 @@ class _Judge:
 
     def __call__(self, pair: _Pair) -> _Candidate:
         workload = pair.workload()
-        obstacle = _obstacle(pair, workload, self.target)
+        obstacle = _obstacle(pair, workload, self.target, self.tf32)
         if workload is None or obstacle:
             refusal = Decision(False, obstacle or "height or width is symbolic")
             return _Candidate(pair, None, refusal)
@@ -274,12 +291,14 @@ class _Judge:
         return first, second
 
 
-def _obstacle(pair: _Pair, workload: FusedConv2DWorkload | None, target: Target) -> str | None:
+def _obstacle(
+    pair: _Pair, workload: FusedConv2DWorkload | None, target: Target, tf32: bool
+) -> str | None:
     """Reason why no kernel can take the pair, or None."""
     if pair.first.residual is not None:
         return "the first convolution ends with a residual addition"
     if target.kind.name in KINDS:
-        return None if workload is None else gpu_obstacle(workload, target)
+        return None if workload is None else gpu_obstacle(workload, target, tf32)
     if target.kind.name != "llvm":
         return f"no fused convolution kernel for target kind {target.kind.name!r}"
     return unsupported(pair.second.layer)

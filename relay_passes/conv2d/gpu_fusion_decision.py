@@ -40,58 +40,64 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False
     target : Target
         A ``cuda`` or ``opencl`` target.
     tf32 : bool
-        Whether separate layers of float32 may run on tensor cores, rounded to TF32.
+        Whether pairs and separate layers of float32 may run on tensor cores, rounded to TF32.
 
     Returns
     -------
     Decision
         A function of the arguments alone.
     """
-    obstacle = gpu_obstacle(workload, target)
+    obstacle = gpu_obstacle(workload, target, tf32)
     if obstacle is not None:
         return Decision(False, obstacle)
-    separate, fused = _cycles(workload, GPUInfo.from_target(target), tf32)
+    gpu = GPUInfo.from_target(target)
+    separate, fused = _cycles(workload, gpu, tf32)
     gain = separate / fused - 1
     kib = workload.mid_bytes() / 1024
     if gain >= LEAST_GAIN:
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
     cause = "the first layer would be recomputed, or by too few blocks"
-    if workload.dtype != "float32" and workload.layer2.is_pointwise:
+    if choose_pair_tile(workload, gpu, tf32) and workload.layer2.is_pointwise:
         cause = "too few blocks"
         if not workload.layer1.is_depthwise:
             cause += ", or windows gathered for each of their tiles of channels"
     return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
 
 
-def gpu_obstacle(workload: FusedConv2DWorkload, target: Target) -> str | None:
-    """Reason why no kernel can take a pair on a GPU, or None."""
+def gpu_obstacle(workload: FusedConv2DWorkload, target: Target, tf32: bool = False) -> str | None:
+    """Reason why no kernel can take a pair on a GPU, or None; ``tf32`` as above."""
     gpu, layers = GPUInfo.from_target(target), (workload.layer1, workload.layer2)
+    if choose_pair_tile(workload, gpu, tf32) is not None:
+        return None
     is_float32 = workload.dtype == "float32"
-    reason = unsupported(*layers) if is_float32 else tensor_core_pair_tile.unsupported(*layers)
+    if is_float32:
+        reason = unsupported(*layers)
+    else:
+        reason = tensor_core_pair_tile.unsupported(*layers, workload.dtype)
     if reason is not None:
         return reason
     if not is_float32 and not gpu.has_tensor_cores:
         return f"the element type is {workload.dtype}; without tensor cores it must be float32"
-    tile = (
-        choose_fused_tile(_pair(workload), gpu) if is_float32 else choose_pair_tile(workload, gpu)
-    )
-    return None if tile else "no tile of the pair fits the shared memory and registers of a block"
+    if is_float32 and choose_fused_tile(_pair(workload), gpu) is not None:
+        return None
+    return "no tile of the pair fits the shared memory and registers of a block"
 
 
 def _cycles(workload: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool) -> tuple[float, float]:
     """Predicted cycles of two kernels and of one, which :func:`gpu_obstacle` allows."""
-    if workload.dtype != "float32":
-        tile = choose_pair_tile(workload, gpu)
-        assert tile is not None, "there is a tile"
-        return separate_product_cycles(workload, gpu), fused_product_cycles(workload, tile, gpu)
-    pair = _pair(workload)
-    fused, separate = fused_cycles(pair, gpu), separate_cycles(pair, gpu)
+    tile = choose_pair_tile(workload, gpu, tf32)
+    ways = []  # of separate kernels
+    if workload.dtype != "float32" or (tf32 and gpu.has_tensor_cores):
+        ways.append(separate_product_cycles(workload, gpu))
+    if workload.dtype == "float32":
+        ways.append(separate_cycles(_pair(workload), gpu))
+    if tile is not None:
+        return min(ways), fused_product_cycles(workload, tile, gpu)
+    fused = fused_cycles(_pair(workload), gpu)
     assert fused is not None, "there is a tile"
-    if tf32 and gpu.has_tensor_cores:  # in NCHW, so that data and result of the pair are repacked
-        separate = min(separate, separate_product_cycles(workload, gpu))
-        fused += 2 * COSTS.launch
-    return separate, fused
+    # Among layers of TF32, which are in NCHW, data and result of the pair are repacked.
+    return min(ways), fused + (2 * COSTS.launch if len(ways) > 1 else 0)
 
 
 def _pair(workload: FusedConv2DWorkload) -> ConvPair:

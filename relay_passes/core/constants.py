@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes  # noqa: F401  gives numpy the dtype "bfloat16"
 import numpy as np
 import tvm
 from tvm import relax
@@ -10,14 +11,15 @@ from tvm.ir import GenericConst
 
 from .expressions import Value, op_name
 
-FLOATS = ("float16", "float32", "float64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Types that rules compute with; all arithmetic is done in float64 and rounded once."""
 
 
 def array_of(expr: relax.Expr) -> np.ndarray:
     """The elements of a constant tensor; read-only, as they may be the tensor's own."""
     value = expr.value
-    return np.from_dlpack(value) if value.device.type == "cpu" else value.numpy()
+    shared = value.device.type == "cpu" and str(value.dtype) != "bfloat16"  # numpy refuses that
+    return np.from_dlpack(value) if shared else value.numpy()
 
 
 def tensor_constant(values: np.ndarray, dtype: object) -> relax.Expr:

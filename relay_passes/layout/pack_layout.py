@@ -14,7 +14,8 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.errors import OpError
-from schedules.gpu.core.machine import KINDS, gpu_target
+from schedules.gpu.conv2d.tensor_core_pair import takes_pair
+from schedules.gpu.core.machine import KINDS, GPUInfo, gpu_target
 from schedules.gpu.gemm.implicit_gemm import LANES
 from schedules.workload.conv2d import Conv2DKernel
 
@@ -62,8 +63,8 @@ class PackLayout:
     block : int | None
         The number of lanes, whatever the target.
     tf32 : bool
-        Whether, on a GPU, dense convolutions run on tensor cores, which take them in NCHW: then
-        they are left alone, and the depthwise ones, which are mostly between them.
+        Whether, on a GPU, dense convolutions and pairs run on tensor cores, which take them in
+        NCHW: then they are left alone, and the depthwise ones, which are mostly between them.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class PackLayout:
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
         lanes = self.block or _channel_lanes(pass_target(self.target, "PackLayout"))
-        on_gpu = partial(_takes_on_gpu, lanes=lanes, tf32=self.tf32)
-        packer = _Packer(mod, lanes, _takes_all if gpu_target(self.target) is None else on_gpu)
+        target, takes = gpu_target(self.target), _takes_all
+        if target is not None:
+            gpu = GPUInfo.from_target(target)
+            takes = partial(_takes_on_gpu, lanes=lanes, gpu=gpu, tf32=self.tf32)
+        packer = _Packer(mod, lanes, takes)
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function) and packer.is_concerned(func):
                 packer.builder_.update_func(name, packer.rewrite(func))
@@ -101,11 +105,13 @@ def _takes_all(_: Conv2DKernel) -> bool:
     return True
 
 
-def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, tf32: bool) -> bool:
+def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, gpu: GPUInfo, tf32: bool) -> bool:
     if kernel.dtype != "float32" or any(is_cut(layer, lanes) for layer in kernel.layers):
         return False
-    layer = kernel.layers[0]
-    return not tf32 or len(kernel.layers) > 1 or not (layer.groups == 1 or layer.is_depthwise)
+    if len(kernel.layers) > 1:
+        return not takes_pair(kernel, gpu, tf32)
+    [layer] = kernel.layers
+    return not tf32 or not (layer.groups == 1 or layer.is_depthwise)
 
 
 @relax.expr_functor.mutator

@@ -17,6 +17,7 @@ from .channel_slice import channel_slice
 from .coalesced_reduce import coalesced_reduce
 from .conv2d import conv2d
 from .fused_conv2d import fused_conv2d
+from .fused_quantized_conv2d import fused_quantized_conv2d
 from .hardswish import hardswish
 from .pack import pack, unpack
 from .quantized_conv2d import quantized_conv2d
@@ -31,6 +32,7 @@ __all__ = [
     "coalesced_reduce",
     "conv2d",
     "fused_conv2d",
+    "fused_quantized_conv2d",
     "hardswish",
     "pack",
     "quantized_conv2d",

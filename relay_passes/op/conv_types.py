@@ -25,7 +25,7 @@ from schedules.workload.reduce import constant
 from .conv_checks import check_layer, check_packable, check_parameters, check_sizes
 from .round_clip import check_bytes
 
-FLOAT_DTYPES = ("float32", "float64", "float16")
+FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
 _BLOCKED = re.compile(r"NCHW([1-9][0-9]*)c")
 
 

@@ -18,13 +18,13 @@ from tvm.ir import GenericConst, GlobalVar
 
 from schedules.errors import InvalidModelError
 
-from ..core.constants import array_of, tensor_constant
+from ..core.constants import FLOATS, array_of, tensor_constant
 from ..core.expressions import Value, op_name
 from ..core.graph import Graph
 from .remove_broadcast import is_broadcast_by_readers
 
 _SHAPE_OPS = ("relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape")
-_DTYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
+_DTYPES = (*FLOATS, "int8", "int32", "int64", "uint8", "bool")
 
 
 def _shape(call: relax.Call) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
     if not all(isinstance(extent, tirx.IntImm) for shape in shapes for extent in shape):
         return None
     dtype = str(call.ty.dtype)
-    if name == "relax.divide" and not dtype.startswith("float"):
+    if name == "relax.divide" and dtype not in FLOATS:
         return None  # integers are rounded differently
     if name in _QUANTIZING and not _is_quantizing(call):
         return None

@@ -45,7 +45,39 @@ def quantized_conv2d(
     te.Tensor
         The activated output in the layout of the data.
     """
-    image = padded(data, layer, "1")
+    return _layer(data, weight, bias, scale, layer, out_dtype, "1")
+
+
+def fused_quantized_conv2d(
+    data: te.Tensor,
+    weight1: te.Tensor,
+    bias1: te.Tensor,
+    scale1: te.Tensor,
+    weight2: te.Tensor,
+    bias2: te.Tensor,
+    scale2: te.Tensor,
+    layer1: ConvLayer,
+    layer2: ConvLayer,
+    out_dtype: str,
+) -> te.Tensor:
+    """Two convolutions of bytes in NCHW, the first of which gives bytes.
+
+    Parameters are those of :func:`quantized_conv2d`, numbered by layer.
+    """
+    mid = _layer(data, weight1, bias1, scale1, layer1, "uint8", "1")
+    return _layer(mid, weight2, bias2, scale2, layer2, out_dtype, "2")
+
+
+def _layer(
+    data: te.Tensor,
+    weight: te.Tensor,
+    bias: te.Tensor,
+    scale: te.Tensor,
+    layer: ConvLayer,
+    out_dtype: str,
+    suffix: str,
+) -> te.Tensor:
+    image = padded(data, layer, suffix)
     packed = len(data.shape) == 5
     kh, kw = taps(layer)
     channels = data.shape[1] * data.shape[4] if packed else data.shape[1]
@@ -64,11 +96,11 @@ def quantized_conv2d(
         left, right = (factor.astype("int32") for factor in factors)
         return te.sum(left * right, axis=[ic, kh, kw])
 
-    conv = te.compute(shape, product, name="conv1")
+    conv = te.compute(shape, product, name=f"conv{suffix}")
 
     def finish(*index: tirx.Var) -> tirx.Expr:
         channel = (index[1], index[4]) if packed else (index[1],)
         value = conv(*index).astype("float32") * scale(*channel) + bias(*channel)
         return finished(value, layer.activation, "float32", out_dtype)
 
-    return te.compute(shape, finish, name="layer1")
+    return te.compute(shape, finish, name=f"layer{suffix}")

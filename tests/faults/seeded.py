@@ -249,7 +249,7 @@ KERNELS = (
     Fault(
         "neighbouring panels of an intermediate have their lines in the same order",
         "schedules/gpu/conv2d/tensor_core_pair_tile.py",
-        "line ^ (chunk // _CHUNKS % 2)",
+        "line ^ (panel % 2)",
         "line",
         ("tests/gpu/conv2d/test_tensor_core_pair.py",),
     ),

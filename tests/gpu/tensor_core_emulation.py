@@ -13,7 +13,7 @@ from schedules.gpu.attention import tensor_core_attention
 from schedules.gpu.conv2d import tensor_core_pair
 from schedules.gpu.core.intrinsics import sync
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.core.tensor_core import MATRIX_TYPES
+from schedules.gpu.core.tensor_core import MatrixType, TensorCore
 from schedules.gpu.gemm.matmul import tensor_core_matmul
 
 
@@ -23,14 +23,16 @@ class EmulatedTensorCore:
     thread: tirx.Var
     threads: int
 
-    def __init__(self, dtype: str, shared_bytes: int):
-        self.type = MATRIX_TYPES[dtype]
+    def __init__(self, kind: MatrixType, shared_bytes: int):
+        self.type = kind
         size = shared_bytes // self.type.itemsize
-        self.shared = T.alloc_buffer((size,), dtype, scope="shared")
+        self.shared = T.alloc_buffer((size,), kind.dtype, scope="shared")
         self.words = [T.alloc_buffer((self.threads,), "int32", scope="shared") for _ in range(2)]
         values = self.threads // 32 * self.values
         self.factors = [T.alloc_buffer((values,), self.type.sums, scope="shared") for _ in range(2)]
         self.lane, self.first = self.thread % 32, self.thread // 32 * 32
+
+    of_type = TensorCore.of_type
 
     @property
     def values(self) -> int:
@@ -43,13 +45,16 @@ class EmulatedTensorCore:
         for k in range(self.type.chunk):
             value = source[index + tirx.const(k, "int64")]
             if exists is not None:
-                value = tirx.if_then_else(exists, value, tirx.const(0, self.type.dtype))
-            T.buffer_store(self.shared, value, [place // self.type.itemsize + k])
+                value = tirx.if_then_else(exists, value, tirx.const(0, value.ty.dtype))
+            self._put(value, [place // self.type.itemsize + k])
 
     def store(self, place: tirx.Expr, registers: tirx.Buffer, first: int) -> None:
-        for k in range(self.type.chunk):
+        for k in range(min(self.type.chunk, int(registers.shape[0]))):
             value = registers[first + k]
-            T.buffer_store(self.shared, value, [place // self.type.itemsize + k])
+            self._put(value, [place // self.type.itemsize + k])
+
+    def _put(self, value: tirx.Expr, place: list[tirx.Expr]) -> None:
+        T.buffer_store(self.shared, value.astype(self.shared.dtype), place)
 
     def commit(self) -> None:
         pass
@@ -92,11 +97,11 @@ class EmulatedTensorCore:
         for r, word in enumerate(left):
             for e in range(of_word):
                 at = (group + r % 2 * 8) * step + member * of_word + e + r // 2 * chunk
-                T.buffer_store(factors, self._element(word, e), [begin + at])
+                T.buffer_store(factors, self._element(word, e, self.type.dtype), [begin + at])
         for r, word in enumerate(right):
             for e in range(of_word):
                 at = 16 * step + (member * of_word + e + r * chunk) * 8 + group
-                T.buffer_store(factors, self._element(word, e), [begin + at])
+                T.buffer_store(factors, self._element(word, e, self.type.right), [begin + at])
         sync()
         with T.serial(0, step) as k:
             for r in range(4):
@@ -122,12 +127,16 @@ class EmulatedTensorCore:
     def _bits(self, value: tirx.Expr) -> tirx.Expr:
         if self.type.name == "tf32":  # to the nearest, ties away from zero
             return ((T.reinterpret("uint32", value) + 0x1000) >> 13) << 13
+        if self.type.name == "bf16":  # TVM reinterprets none on OpenCL
+            return T.reinterpret("uint32", value.astype("float32")) >> 16
         return T.reinterpret(f"uint{8 * self.type.itemsize}", value).astype("uint32")
 
-    def _element(self, word: tirx.Expr, e: int) -> tirx.Expr:
+    def _element(self, word: tirx.Expr, e: int, dtype: str) -> tirx.Expr:
         size = 8 * self.type.itemsize
         bits = word if size == 32 else ((word >> (size * e)) & ((1 << size) - 1))
-        value = T.reinterpret(self.type.dtype, bits.astype(f"uint{size}"))
+        if self.type.name == "bf16":
+            return T.reinterpret("float32", bits << 16)
+        value = T.reinterpret(dtype, bits.astype(f"uint{size}"))
         return value.astype(self.type.sums)
 
 

@@ -93,8 +93,7 @@ def compile(
         float32, on tensor cores where there are some; what lies between them is float16, too, but
         for norms and softmax. Inputs and outputs stay as they are. Values beyond 65504 overflow.
         ``"tf32"``, from sm_80 on, only rounds the factors of matrix products and of dense
-        convolutions to 10 bits behind the point, for tensor cores; fused convolutions and attention
-        stay float32.
+        convolutions to 10 bits behind the point, for tensor cores; attention stays float32.
     cuda_graph : bool
         For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
         the others, which saves the time of their launches. Those that read inputs or write outputs

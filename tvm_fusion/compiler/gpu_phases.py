@@ -27,6 +27,7 @@ from relay_passes import (
     FuseReductions,
     HalfPrecision,
     LegalizeCalls,
+    MultiplyBytes,
     PackLayout,
     ShortenNames,
     SimplifyInference,
@@ -84,6 +85,7 @@ def gpu_phases(
             DecomposeNormalization(),
         ],
         "fuse": [
+            MultiplyBytes(target),
             FuseConv2D(fuse=fuse, target=target, winograd="never", tf32=is_tf32),
             FuseEpilogue(),
         ],

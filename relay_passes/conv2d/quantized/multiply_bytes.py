@@ -12,6 +12,7 @@ from tvm.ir import GenericConst, IRModule
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.gpu.core.machine import KINDS, GPUInfo
 from schedules.workload.conv2d import ConvLayer
 
 from ...core.constants import constant, numbers, tensor_constant
@@ -59,12 +60,14 @@ class MultiplyBytes:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI). Products with constant matrices are those of pixels;
-    depthwise convolutions read bytes, and multiply floats; maxima are taken of bytes; other readers
-    get floats again. Where zero bytes stand for another number than zero, they are padded
-    explicitly. Left alone: tensors whose limits are more than 255 apart, convolutions of other
-    groups, weights whose output channels are no multiples of integers of 8 bits, and sums that
-    32 bits may not hold.
+    For CPUs that multiply bytes (VNNI), and GPUs with tensor cores that do, the latter for
+    convolutions only, in functions whose convolutions have no groups: others are in float32 and
+    another layout there. Products with constant matrices are those of pixels; depthwise
+    convolutions read bytes, and multiply floats; maxima are taken of bytes; other readers get
+    floats again. Where zero bytes stand for another number than zero, they are padded explicitly.
+    Left alone: tensors whose limits are more than 255 apart, convolutions of other groups, weights
+    whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
+    hold.
 
     Parameters
     ----------
@@ -77,12 +80,20 @@ class MultiplyBytes:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        cpu = CPUInfo.from_target(pass_target(self.target, "MultiplyBytes"))
-        if not cpu.multiplies_bytes:
+        target = pass_target(self.target, "MultiplyBytes")
+        on_gpu = target.kind.name in KINDS
+        if on_gpu:
+            multiplies = GPUInfo.from_target(target).has_tensor_cores
+        else:
+            multiplies = CPUInfo.from_target(target).multiplies_bytes
+        if not multiplies:
             return mod
         result = mod.clone()
         for name, graph in function_graphs(mod):
-            rules = _Rules()
+            rules = _Rules(only_dense=on_gpu)
+            graph.sweep({_CONV2D: [rules.find_groups]})
+            if on_gpu and rules.has_groups:
+                continue
             graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
             graph.settle({ROUND_CLIP: [rules.store_bytes]})
             changed = graph.settle(
@@ -101,11 +112,17 @@ class MultiplyBytes:
 
 
 class _Rules:
-    """Rules of one function."""
+    """Rules of one function, for all products or only for dense convolutions."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_dense: bool) -> None:
+        self._only_dense = only_dense
+        self.has_groups = False
         self._roundings: set[relax.Var] = set()  # whose results become bytes
         self._weights: dict[GenericConst, IntegerWeights | None] = {}
+
+    def find_groups(self, graph: Graph, call: relax.Call) -> None:
+        """Note whether there are convolutions with groups."""
+        self.has_groups |= int(call.attrs.groups) != 1
 
     def find_rounding(self, graph: Graph, call: relax.Call) -> None:
         """Note the rounded numbers that a product reads."""
@@ -183,6 +200,8 @@ class _Rules:
         weight = call.args[1]
         if not isinstance(weight, GenericConst):
             return None
+        if self._only_dense and call.op.name == _MATMUL:
+            return None
         if call.op.name == _MATMUL:
             if str(call.ty.dtype) != "float32" or weight.ty.ndim != 2 or call.args[0].ty.ndim < 2:
                 return None
@@ -191,7 +210,7 @@ class _Rules:
         else:
             layer = read_convolution(relax.VarBinding(graph.current, call))
         if layer is None or layer.is_depthwise:
-            return layer
+            return None if self._only_dense else layer
         products = layer.in_channels * math.prod(layer.kernel)
         fits = layer.groups == 1 and products <= MOST_PRODUCTS
         return layer if fits and self._integers(call) is not None else None

@@ -40,9 +40,12 @@ def read_convolution(call: relax.Call, block: int, takes: Takes) -> tuple[ConvLa
     name = call.op.name if isinstance(call.op, Op) else ""
     if name not in CONVOLUTION_RULES or str(call.attrs["out_layout"]) != "NCHW":
         return None
-    if name == QUANTIZED_CONV2D.name:
-        return None if block % WORD_BYTES else read_quantized(call).layers
-    kernel = read_kernel(call, _OPS[name])
+    if name != QUANTIZED_CONV2D.name:
+        kernel = read_kernel(call, _OPS[name])
+    elif block % WORD_BYTES:
+        return None
+    else:
+        kernel = read_quantized(call)
     return kernel.layers if takes(kernel) else None
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import ml_dtypes
 import numpy as np
 from tvm import relax
 
@@ -110,5 +111,5 @@ def _slope(graph: Graph, value: relax.Expr, data: relax.Expr) -> float:
 
 def _all_close(found: Sequence[float], expected: Sequence[float], data: relax.Expr) -> bool:
     """Return whether numbers are equal up to rounding in the type of ``data``."""
-    near = 4 * float(np.finfo(str(data.ty.dtype)).eps)
+    near = 4 * float(ml_dtypes.finfo(np.dtype(str(data.ty.dtype))).eps)
     return all(math.isclose(f, e, rel_tol=near) for f, e in zip(found, expected, strict=True))

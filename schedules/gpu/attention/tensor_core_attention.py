@@ -25,7 +25,7 @@ from schedules.workload.reduce import constant, unravel
 from ..core.intrinsics import sync
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
-from ..core.tensor_core import TensorCore
+from ..core.tensor_core import MATRIX_TYPES, TensorCore
 from ..gemm.matmul.matmul_pattern import divides
 from ..gemm.matmul.matmul_tile_sizes import assumed_size
 from ..gemm.matmul.tensor_core_matmul import Factor, store_products
@@ -152,7 +152,7 @@ class _ThreadPart:
         self.tiles = T.bind(attention.tiles(first, tile.rows, tile.keys))
         dtype = factor_dtype(attention.query)
         assert dtype is not None, "checked by the choice of the tile"
-        self.core = TensorCore(dtype, tile.shared_bytes)
+        self.core = TensorCore(MATRIX_TYPES[dtype], tile.shared_bytes)
         query, key, value = attention.query, attention.key, attention.value
         self.query = Factor.of(
             query,

@@ -11,10 +11,11 @@
             sums = product of the second layer's weights and what is in shared memory
             bias, residual, activation; store
 
-The results of the first layer are rounded as a kernel of its own would round them. Before a
-pointwise layer they are lines of pixels, for each channel. Before a wider one they are lines of
-channels, for each pixel of the block and of a halo around them, which is computed by several
-blocks: a tap is then a shift by some lines, or a line of zeros beyond the image.
+The results of the first layer are rounded as a kernel of its own would round them; those of
+float32 are factors of TF32 later. Before a pointwise layer of 16-bit floats they are lines of
+pixels, for each channel. Else they are lines of channels, for each pixel of the block and, before a
+wider layer, of a halo around them, which is computed by several blocks: a tap is then a shift by
+some lines, or a line of zeros beyond the image.
 
 The products are those of :mod:`schedules.gpu.gemm.matmul.tensor_core_matmul`. A depthwise first
 layer is computed by the ordinary cores, as the elements of the second product's factor.
@@ -43,11 +44,11 @@ from ..core.vector_loads import hold
 from ..gemm.implicit_gemm import Index
 from ..gemm.matmul.matmul_pattern import MatmulFunction, divides
 from ..gemm.matmul.tensor_core_matmul import QUAD, Factor, ThreadPart, row_vectors
-from ..gemm.matmul.tensor_core_tile import ELEMENTS, STEP
+from ..gemm.matmul.tensor_core_tile import ELEMENTS, STEP, allows_tf32
 from ..pointwise.coalescing import classify
 from ..pointwise.point_kernel import PointWriter, Views
 from .tensor_core_pair_pattern import PairFunction, read_pair
-from .tensor_core_pair_tile import ZEROS, PairTile, choose_pair_tile, halo
+from .tensor_core_pair_tile import PANEL, ZEROS, PairTile, choose_pair_tile, halo
 
 _ROLLED = {"disable_unroll": True}
 """Of loops that would load ahead, and spill, if they were unrolled."""
@@ -62,8 +63,8 @@ def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | N
     if kernel.height is None or kernel.width is None:
         return None
     workload = pair_workload(kernel)
-    tile = choose_pair_tile(workload, gpu)
-    pair = None if tile is None else read_pair(func, kernel)
+    tile = choose_pair_tile(workload, gpu, allows_tf32(func))
+    pair = None if tile is None else read_pair(func, kernel, by_pixels=tile.pixels > 0)
     if tile is None or pair is None:
         return None
     across = ceildiv(pair.second.n, tile.columns)
@@ -85,6 +86,13 @@ def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | N
     return write_kernels(func, body)
 
 
+def takes_pair(kernel: Conv2DKernel, gpu: GPUInfo, tf32: bool) -> bool:
+    """Return whether tensor cores take a pair in NCHW, one of float32 only as ``tf32``."""
+    if kernel.height is None or kernel.width is None:
+        return False
+    return choose_pair_tile(pair_workload(kernel), gpu, tf32) is not None
+
+
 def pair_workload(kernel: Conv2DKernel) -> FusedConv2DWorkload:
     """The shapes of a pair; those of one image where the batch is symbolic."""
     height, width = int(kernel.height or 0), int(kernel.width or 0)
@@ -101,6 +109,28 @@ class _Intermediate(Factor):
 
     def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
         """Do nothing: it is there."""
+
+
+class _Pixels(_Intermediate):
+    """The same with a line of channels for each pixel."""
+
+    def place(self, step: tirx.Expr, stage: Index) -> Index:
+        """The first channel of a step."""
+        return T.bind(step.astype("int32") * (PANEL * self.shared.chunk))
+
+    def load(
+        self,
+        core: TensorCore,
+        fragment: tirx.Buffer,
+        lane: tirx.Expr,
+        row: Index,
+        k: int,
+        at: Index,
+        shifts: tirx.Buffer | None = None,
+    ) -> None:
+        for number in range(int(fragment.shape[0]) // 4):
+            place = self.shared.fragment(lane, row + number * STEP, at + k)
+            core.load(fragment, 4 * number, T.bind(place), False)
 
 
 class _Windows(_Intermediate):
@@ -170,18 +200,21 @@ class _Windows(_Intermediate):
 class _FirstPart(ThreadPart):
     """One thread's part of a tile of the first product, which stays in shared memory."""
 
-    def keep(self, place: Callable[[Index, Index], Index]) -> None:
+    def keep(self, place: Callable[[Index, Index, int], Index]) -> None:
         """Emit the epilogue, and store its results.
 
-        ``place`` gives the lane's byte for the first of eight lines and of four chunks.
+        ``place`` gives the lane's byte for the first of eight lines and of 32 columns, in a turn.
         """
+        chunk = self.core.type.chunk
         for i in range(self.tile.warp_rows // STEP):
             sums = self.sums_of_rows(i)
             for half in range(2):
                 line = self.row + i * STEP + half * ELEMENTS
                 for group, values in row_vectors(self.core, self.lane, sums, half):
                     held = self._finished(line + self.lane // QUAD, group, values)
-                    self.core.store(place(line, self.column // ELEMENTS + group), held, 0)
+                    for turn in range(-(-ELEMENTS // chunk)):
+                        at = place(line, self.column + group * ELEMENTS, turn)
+                        self.core.store(at, held, turn * chunk)
 
     def _finished(self, row: Index, group: int, values: Sequence[tirx.Expr]) -> tirx.Buffer:
         """Registers with eight of the layer's results; zeros if there are no such channels."""
@@ -238,21 +271,23 @@ class _ThreadPart:
     ):
         self.pair, self.tile, self.workload, self.views = pair, tile, workload, views
         self.batch, self.column, self.thread = batch, column, thread
-        self.core = TensorCore(tile.second.type.dtype, tile.mid_bytes + tile.stages_bytes)
+        self.core = TensorCore(tile.second.type, tile.mid_bytes + tile.stages_bytes)
 
     def write(self) -> None:
         """Emit the whole part."""
         second, tile = self.pair.second, self.tile
         own = second.right, tile.mid, 0, tile.threads, self.views, [*self.batch, self.column]
-        right, kind = _Intermediate(*own), ThreadPart
+        right, kind = (_Pixels if tile.pixels else _Intermediate)(*own), ThreadPart
         if self.pair.first is None:
             self._fill()
-        elif tile.pixels:
+        elif not tile.pixels:
+            self._multiply_first(self.pair.first)
+        elif self.workload.layer2.is_pointwise:
+            self._multiply_pixels(self.pair.first, self.column)
+        else:
             skipped = self._multiply_with_halo(self.pair.first)
             first = T.bind(self.column.astype("int32"))
             right, kind = _Windows(self.workload, tile, first, skipped, *own), _SecondPart
-        else:
-            self._multiply_first(self.pair.first)
         with T.serial(i64(0), ceildiv(second.m, tile.second.rows)) as number:
             sync()  # the stages are used again
             row = T.bind(number * i64(tile.second.rows))
@@ -265,42 +300,55 @@ class _ThreadPart:
         with T.serial(i64(0), ceildiv(first.m, tile.first.rows)) as number:
             sync()
             row = T.bind(number * i64(tile.first.rows))
-            place = self.views, self.batch, (row, self.column), self.thread
-            part = _FirstPart(first, tile.first, *place, self.core, tile.mid_bytes)
+            part = self._first_part(first, (row, self.column))
             part.accumulate()
 
-            def at(line: Index, chunk: Index) -> Index:
+            def at(line: Index, first: Index, turn: int) -> Index:
                 line = T.bind(row.astype("int32") + line)
-                stored = mid.stored(part.lane, line % mid.depth, chunk)
+                stored = mid.stored(part.lane, line % mid.depth, first, turn)
                 return line // mid.depth * mid.nbytes + stored
 
             part.keep(at)
 
+    def _first_part(self, first: MatmulFunction, corner: tuple[tirx.Expr, tirx.Expr]) -> _FirstPart:
+        """One thread's part of the tile of the first product with a first row and column."""
+        tile = self.tile.first
+        assert tile is not None, "a dense layer has a tile"
+        place = self.views, self.batch, corner, self.thread
+        return _FirstPart(first, tile, *place, self.core.of_type(tile.type), self.tile.mid_bytes)
+
     def _multiply_with_halo(self, first: MatmulFunction) -> tirx.Expr:
         """Emit the first layer for the block's pixels and a halo; returns the pixels before."""
         tile, mid = self.tile, self.tile.mid
-        assert tile.first is not None, "a dense layer has a tile"
         before, _ = halo(self.workload.layer2, self.workload.mid_size[1])
         begin = tirx.max(self.column - i64(before), i64(0))
         begin = T.bind(begin // i64(mid.chunk) * i64(mid.chunk))
-        zeros = hold([tirx.const(0, tile.second.type.dtype)] * mid.chunk, tile.second.type.dtype)
+        dtype = tile.second.type.right
+        zeros = hold([tirx.const(0, dtype)] * mid.chunk, dtype)
         with when(self.thread < ZEROS // CHUNK):
             self.core.store(mid.nbytes + self.thread * CHUNK, zeros, 0)
+        self._multiply_pixels(first, begin, starts_anywhere=True)
+        return T.bind((self.column - begin).astype("int32"))
+
+    def _multiply_pixels(
+        self, first: MatmulFunction, begin: tirx.Expr, starts_anywhere: bool = False
+    ) -> None:
+        """Emit the first layer for the pixels from one on."""
+        tile, mid = self.tile, self.tile.mid
+        assert tile.first is not None, "a dense layer has a tile"
         extents = tile.pixels // tile.first.rows, tile.channels // tile.first.columns
         with T.grid(*extents) as (down, across):
             sync()
             row, column = T.bind(down * tile.first.rows), T.bind(across * tile.first.columns)
             corner = T.bind(begin + i64(row)), T.bind(i64(column))
-            place = self.views, self.batch, corner, self.thread
-            part = _FirstPart(first, tile.first, *place, self.core, tile.mid_bytes)
-            part.left.starts_anywhere = True
+            part = self._first_part(first, corner)
+            part.left.starts_anywhere = starts_anywhere
             part.accumulate()
 
-            def at(line: Index, chunk: Index) -> Index:
-                return mid.stored(part.lane, row + line, column // mid.chunk + chunk)
+            def at(line: Index, first: Index, turn: int) -> Index:
+                return mid.stored(part.lane, row + line, column + first, turn)
 
             part.keep(at)
-        return T.bind((self.column - begin).astype("int32"))
 
     def _fill(self) -> None:
         """Emit the computation of a depthwise first layer, a chunk of a thread after the other."""

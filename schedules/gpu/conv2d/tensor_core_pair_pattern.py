@@ -27,15 +27,20 @@ class PairFunction:
         The first product, which stores the intermediate; None for a depthwise layer.
     second : MatmulFunction
         The second product. Its right factor is the intermediate, or what computes a depthwise one.
-        Unless it is pointwise, the factors of the first are exchanged, and its weights are by taps.
+        Unless it is pointwise, its weights are by taps.
     """
 
     first: MatmulFunction | None
     second: MatmulFunction
 
 
-def read_pair(func: tirx.PrimFunc, kernel: Conv2DKernel) -> PairFunction | None:
-    """Read the products of a pair; None if the function is none of those of its op."""
+def read_pair(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, by_pixels: bool = False
+) -> PairFunction | None:
+    """Read the products of a pair; None if the function is none of those of its op.
+
+    With ``by_pixels`` the factors of the first are exchanged, so that its rows are pixels.
+    """
     stages = read_stages(func) or []
     names = [stage.name for stage in stages]
     if "layer1" not in names:
@@ -55,10 +60,9 @@ def read_pair(func: tirx.PrimFunc, kernel: Conv2DKernel) -> PairFunction | None:
     if first is None or second is None:
         return None
     layer = kernel.layers[1]
-    if layer.is_pointwise:
-        return PairFunction(first, second)
-    left = _by_taps(second.left, layer)
-    return PairFunction(_turned(first), replace(second, left=left))
+    if not layer.is_pointwise:
+        second = replace(second, left=_by_taps(second.left, layer))
+    return PairFunction(_turned(first) if by_pixels else first, second)
 
 
 def _turned(matmul: MatmulFunction) -> MatmulFunction:

@@ -15,10 +15,11 @@ from schedules.workload.conv2d import ITEM_BYTES, ConvLayer, FusedConv2DWorkload
 
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
-from ..core.tensor_core import CHUNK, MATRIX_TYPES
+from ..core.tensor_core import CHUNK, MATRIX_TYPES, MatrixType
 from ..gemm.implicit_gemm import Index
 from ..gemm.matmul.tensor_core_tile import (
-    DTYPES,
+    ELEMENTS,
+    LINE,
     MOST_STAGES,
     TILES,
     SharedTile,
@@ -27,6 +28,8 @@ from ..gemm.matmul.tensor_core_tile import (
 )
 
 _LEAST_STAGES = 2
+_GATHERED_STAGES = 3
+"""Most stages of windows gathered along the channels: the loads of more, before the loop, spill."""
 _PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
 _GATHER = 14.0  # instructions for each element of a window, as compiled for 3x3
 _GATHER_WEIGHT = 3.0  # the same of weights by taps
@@ -34,10 +37,18 @@ _TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as c
 _DEPTHWISE_REGISTERS = 168
 _REGISTERS_OF_GATHERED = {8: 168, 16: 224}
 """By elements of a thread in a step. With less, these and the last one, some kernels spill."""
+_MOST_TURNED = 16
+"""Elements of a thread in a step, gathered along the channels, for which the registers of the
+products suffice; of strided windows fewer."""
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
-_CHUNKS = 4  # of a line of a panel
-
-
+PANEL = 4
+"""Chunks of a line of a panel, and of a stage."""
+PAIR_TYPES = {
+    **{dtype: MATRIX_TYPES[dtype] for dtype in ("float16", "bfloat16", "float32")},
+    "uint8": MatrixType("int8", "uint8"),
+}
+"""Types of the second product, by that of the data: float32 is rounded to TF32, bytes have weights
+of int8."""
 NARROW = TensorTile(64, 32, 16, 32)
 """A tile of few pixels, for many channels between the layers."""
 
@@ -50,28 +61,36 @@ ZEROS = 128
 class PanelTile(SharedTile):
     """Lines of which four chunks, a panel, lie beside each other.
 
-    So eight lanes that store four chunks each of two neighbouring lines touch all banks, and so do
-    those that store eight chunks of one line, since panels swap the two lines in turn.
+    Each phase of a store touches all banks: four lanes with eight elements each of a line, which
+    are four chunks of 16-bit floats, eight of float32 stored in two turns, or two of bytes, and the
+    lanes with the next lines. So do copies of eight chunks of one line. For that, panels swap
+    neighbouring lines in turn, and chunks by twos before single ones.
     """
 
     def place(self, line: Index, chunk: Index) -> Index:
         """Byte of a chunk."""
-        panel, line = chunk // _CHUNKS, line ^ (chunk // _CHUNKS % 2)
-        mixed = chunk % _CHUNKS ^ (line // 2 % _CHUNKS)
-        return ((panel * self.lines + line) * _CHUNKS + mixed) * CHUNK
+        panel = chunk // PANEL
+        odd, line = panel % 2, line ^ (panel % 2)
+        mixed = chunk % PANEL ^ (line & 2) ^ (line // 4 % 2) ^ odd
+        return ((panel * self.lines + line) * PANEL + mixed) * CHUNK
 
-    def stored(self, lane: Index, line: Index, chunk: Index) -> Index:
-        """Byte of the chunk that a lane stores: a warp has eight lines and four chunks."""
-        return self.place(line + lane // 4, chunk + lane % 4)
+    def stored(self, lane: Index, line: Index, first: Index, turn: int = 0) -> Index:
+        """Byte of what a lane stores in a turn.
+
+        A warp has eight lines and 32 elements of each from ``first`` on; a lane has eight of them.
+        """
+        own = lane % 4 * ELEMENTS
+        chunk = first // self.chunk + own // self.chunk + turn
+        return self.place(line + lane // 4, chunk) + own % self.chunk * (CHUNK // self.chunk)
 
 
 @dataclass(frozen=True)
 class PairTile:
     """Partition of a pair: a block has all channels of some pixels.
 
-    Before a pointwise layer the rows of the first product are channels, and its columns the block's
-    pixels. Before a wider one its rows are these pixels and those around them, and its columns
-    channels.
+    Before a pointwise layer of 16-bit floats the rows of the first product are channels, and its
+    columns the block's pixels. For other types, whose matrices cannot be transposed, and before a
+    wider layer its rows are these pixels and those around them, and its columns channels.
 
     Parameters
     ----------
@@ -82,7 +101,7 @@ class PairTile:
     channels : int
         Channels between the layers, rounded up.
     pixels : int
-        Pixels of the intermediate, rounded up, if the second layer is not pointwise; else 0.
+        Pixels of the intermediate, rounded up, if it has a line of channels for each; else 0.
     reserved : int
         Registers of a thread while it computes or gathers the first layer's elements.
     """
@@ -105,12 +124,9 @@ class PairTile:
 
     @property
     def mid(self) -> PanelTile:
-        """A step of the second product's right factor, of which there are several.
-
-        Or all of it, with lines along the channels, if the second layer is not pointwise.
-        """
+        """A step of the second product's right factor, or all of it if lines are pixels."""
         if self.pixels:
-            return PanelTile(self.pixels, self.channels, False, False, self.second.type.chunk)
+            return PanelTile(self.pixels, self.channels, False, False, self.second.type.chunk, True)
         return PanelTile(self.columns, self.second.depth, True, False, self.second.type.chunk)
 
     @property
@@ -138,16 +154,17 @@ def second_stage_bytes(tile: TensorTile) -> int:
     return tile.rows * tile.depth * tile.type.itemsize
 
 
-def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
+def unsupported(layer1: ConvLayer, layer2: ConvLayer, dtype: str = "float16") -> str | None:
     """Reason why tensor cores take no such pair, whatever its sizes; None if they may."""
+    least = max(32, LINE // ITEM_BYTES[dtype])  # a step has channels of one tap
     if layer2.groups != 1:
         return "the second layer has groups; the kernel reduces over all its input channels"
     if not layer2.is_pointwise:
         reach = (layer2.kernel[1] - 1) * layer2.dilation[1]
         if layer2.strides != (1, 1) or layer2.padding[1] + layer2.padding[3] != reach:
             return "the second layer changes the width of the image; on tensor cores it must not"
-        if layer2.in_channels % 32:
-            return "the second layer is not pointwise, and its inputs are no multiple of 32"
+        if layer2.in_channels % least:
+            return f"the second layer is not pointwise, and its inputs are no multiple of {least}"
         if layer1.is_depthwise:
             return "the first layer is depthwise; on tensor cores the second has to be pointwise"
     if layer1.groups != 1 and not layer1.is_depthwise:
@@ -158,13 +175,20 @@ def unsupported(layer1: ConvLayer, layer2: ConvLayer) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None:
-    """The tile with the least predicted time; None if tensor cores do not take the pair."""
-    if not gpu.has_tensor_cores or pair.dtype not in DTYPES:
+def choose_pair_tile(
+    pair: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool = False
+) -> PairTile | None:
+    """The tile with the least predicted time; None if tensor cores do not take the pair.
+
+    They take one of float32 only if its factors may be rounded to TF32 (``tf32``).
+    """
+    if not gpu.has_tensor_cores or pair.dtype not in PAIR_TYPES:
+        return None
+    if pair.dtype == "float32" and not tf32:
         return None
     if min(math.prod(pair.mid_size), math.prod(pair.out_size)) < 2:  # products of vectors
         return None
-    if unsupported(pair.layer1, pair.layer2) is not None:
+    if unsupported(pair.layer1, pair.layer2, pair.dtype) is not None:
         return None
     tiles = [tile for each in candidates(pair) if (tile := _with_stages(each, gpu)) is not None]
     return min(tiles, key=lambda tile: fused_product_cycles(pair, tile, gpu), default=None)
@@ -172,18 +196,22 @@ def choose_pair_tile(pair: FusedConv2DWorkload, gpu: GPUInfo) -> PairTile | None
 
 def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     """All tiles, without stages."""
-    kind = MATRIX_TYPES[pair.dtype]
+    kind = PAIR_TYPES[pair.dtype]
     sized = [tile.of_type(kind) for tile in (*TILES, NARROW)]
+    by_pixels = not (pair.layer2.is_pointwise and kind.transposes)
     found = []
     for first, second in itertools.product(sized, repeat=2):
         if first.threads != second.threads:
             continue
-        if not pair.layer2.is_pointwise:
-            found.append(_with_halo(pair, first, second))
-        elif pair.layer1.is_depthwise and first is second:
-            channels = _rounded(pair.layer1.out_channels, second.depth)
-            found.append(PairTile(None, second, channels))
-        elif not pair.layer1.is_depthwise and first.columns == second.columns:
+        if pair.layer1.is_depthwise:
+            if first is second:
+                channels = _rounded(pair.layer1.out_channels, second.depth)
+                found.append(PairTile(None, second, channels, by_pixels * second.columns))
+        elif by_pixels:
+            # Blocks without a halo do not overlap.
+            if not pair.layer2.is_pointwise or second.columns % first.rows == 0:
+                found.append(_with_halo(pair, first, second))
+        elif first.columns == second.columns:
             found.append(PairTile(first, second, _rounded(pair.layer1.out_channels, first.rows)))
     return [replace(tile, reserved=_reserved(pair, tile)) for tile in found]
 
@@ -195,10 +223,13 @@ def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
         return _DEPTHWISE_REGISTERS
     if first is None:
         return max(_REGISTERS_OF_GATHERED.values())
+    # Windows of neighbouring pixels then begin beside each other, which 16-bit floats are kept by.
     is_even = layer.strides == (1, 1) and math.prod(pair.mid_size) % 8 == 0
-    if is_even or layer.is_pointwise:
+    if layer.is_pointwise or (is_even and first.type.transposes):
         return 0
     gathered = (first.rows if tile.pixels else first.columns) * first.depth // first.threads
+    if not first.type.transposes and gathered < _MOST_TURNED + (layer.strides == (1, 1)):
+        return 0
     return _REGISTERS_OF_GATHERED.get(gathered, max(_REGISTERS_OF_GATHERED.values()))
 
 
@@ -214,9 +245,11 @@ def halo(layer: ConvLayer, width: int) -> tuple[int, int]:
 
 
 def _with_halo(pair: FusedConv2DWorkload, first: TensorTile, second: TensorTile) -> PairTile:
-    # The first pixel is rounded down to a whole chunk.
-    pixels = second.columns + sum(halo(pair.layer2, pair.mid_size[1])) + second.type.chunk - 1
-    channels = _rounded(pair.layer1.out_channels, first.columns)
+    pixels = second.columns
+    if not pair.layer2.is_pointwise:  # the first pixel is rounded down to a whole chunk
+        pixels += sum(halo(pair.layer2, pair.mid_size[1])) + second.type.chunk - 1
+    first = first.of_type(first.type.exchanged)
+    channels = _rounded(pair.layer1.out_channels, max(first.columns, second.depth))
     return PairTile(first, second, channels, _rounded(pixels, first.rows))
 
 
@@ -227,6 +260,8 @@ def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
     first = tile.first
     if first is not None:
         first = first.with_stages(room)
+        if not first.type.transposes:
+            first = replace(first, stages=min(_GATHERED_STAGES, first.stages))
         if first.stages < _LEAST_STAGES:
             return None
     if stages < _LEAST_STAGES:
@@ -280,7 +315,7 @@ def _layer_cycles(
         elements = images * layer.out_channels * pixels
         work = elements * _depthwise_instructions(layer) / (_LANES * gpu.multiprocessors)
         return max(transfer, work) + COSTS.block_latency
-    kind = MATRIX_TYPES[dtype]
+    kind = PAIR_TYPES[dtype]
     tile = tile_of_sizes(images, layer.out_channels, pixels, gpu).of_type(kind)
     tile = tile.with_stages(gpu.shared_bytes)
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)

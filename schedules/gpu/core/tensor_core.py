@@ -3,14 +3,15 @@
 
 One product has 16 rows, 8 columns and 32 bytes of the reduced axis: 16 elements of float16 or
 bfloat16, 8 of float32 rounded to the 10 bits of TF32, all summed in float32, or 32 of int8 or
-uint8, summed in int32. Its operands come from shared memory as matrices of eight rows of 16 bytes,
-whatever their elements are. The layouts of the fragments are those of the PTX manual, sections
-``mma.m16n8k8``, ``mma.m16n8k16``, ``mma.m16n8k32`` and ``ldmatrix``.
+uint8, in any combination, summed in int32. Its operands come from shared memory as matrices of
+eight rows of 16 bytes, whatever their elements are. The layouts of the fragments are those of the
+PTX manual, sections ``mma.m16n8k8``, ``mma.m16n8k16``, ``mma.m16n8k32`` and ``ldmatrix``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from tvm import DataType, tirx
@@ -24,21 +25,28 @@ CHUNK = 16
 
 @dataclass(frozen=True)
 class MatrixType:
-    """Element type of the factors of a product.
+    """Element types of the factors of a product.
 
     Parameters
     ----------
     dtype : str
-        Of the elements in memory.
-    name : str
-        In the instruction.
-    sums : str
-        Type of the sums.
+        Of the left factor in memory.
+    right : str
+        Of the right one; other than ``dtype`` only if both are bytes.
     """
 
     dtype: str
-    name: str
-    sums: str = "float32"
+    right: str
+
+    @property
+    def name(self) -> str:
+        """Name of ``dtype`` in instructions."""
+        return _NAMES[self.dtype]
+
+    @property
+    def sums(self) -> str:
+        """Type of the sums."""
+        return "int32" if self.itemsize == 1 else "float32"
 
     @property
     def itemsize(self) -> int:
@@ -65,17 +73,30 @@ class MatrixType:
         """Return whether ``ldmatrix`` can transpose its matrices."""
         return self.itemsize == 2
 
+    @property
+    def exchanged(self) -> MatrixType:
+        """The type of the product with its factors exchanged."""
+        return MatrixType(self.right, self.dtype)
 
-MATRIX_TYPES = {
-    each.dtype: each
-    for each in (
-        MatrixType("float16", "f16"),
-        MatrixType("bfloat16", "bf16"),
-        MatrixType("float32", "tf32"),
-        MatrixType("int8", "s8", "int32"),
-        MatrixType("uint8", "u8", "int32"),
-    )
-}
+    @property
+    def instruction(self) -> str:
+        """The product's instruction."""
+        shape, total = f"m16n8k{self.step}.row.col", _SUMS[self.sums]
+        return f"mma.sync.aligned.{shape}.{total}.{self.name}.{_NAMES[self.right]}.{total}"
+
+
+_NAMES = {"float16": "f16", "bfloat16": "bf16", "float32": "tf32", "int8": "s8", "uint8": "u8"}
+_BYTES = ("int8", "uint8")
+MATRIX_TYPES = {dtype: MatrixType(dtype, dtype) for dtype in _NAMES}
+
+
+def product_type(left: str, right: str) -> MatrixType | None:
+    """The type of a product of factors of two element types, if tensor cores have it."""
+    if left != right and not (left in _BYTES and right in _BYTES):
+        return None
+    return MatrixType(left, right) if left in _NAMES else None
+
+
 _SUMS = {"float32": "f32", "int32": "s32"}
 _ADDRESS = "uint32"
 _PACK = """
@@ -99,18 +120,24 @@ class TensorCore:
 
     Parameters
     ----------
-    dtype : str
+    kind : MatrixType
         Of the factors.
     shared_bytes : int
         Shared memory for them.
     """
 
-    def __init__(self, dtype: str, shared_bytes: int):
-        self.type = MATRIX_TYPES[dtype]
+    def __init__(self, kind: MatrixType, shared_bytes: int):
+        self.type = kind
         size = shared_bytes // self.type.itemsize
-        self.shared = T.alloc_buffer((size,), dtype, scope="shared")
+        self.shared = T.alloc_buffer((size,), kind.dtype, scope="shared")
         # As a number: TVM would put barriers between accesses of the buffer.
         self._base = T.bind(T.cuda.cvta_generic_to_shared(self.shared.data))
+
+    def of_type(self, kind: MatrixType) -> TensorCore:
+        """The instructions for factors of a type of the same size, in the same memory."""
+        other = copy(self)
+        other.type = kind
+        return other
 
     def copy(
         self, place: tirx.Expr, source: tirx.Buffer, index: tirx.Expr, exists: tirx.Expr | None
@@ -121,8 +148,13 @@ class TensorCore:
         T.evaluate(copy(self._at(place), T.address_of(source[index]), CHUNK, *size))
 
     def store(self, place: tirx.Expr, registers: tirx.Buffer, first: int) -> None:
-        """Store 16 bytes of registers to a byte of shared memory."""
-        store_vector_at(self.shared, T.bind(place // self.type.itemsize), registers, first)
+        """Store 16 bytes of registers, or all if there are fewer, to a byte of shared memory."""
+        if self.type.itemsize == 4:  # nvcc splits such a store unless it sees the alignment
+            place = T.bind(place // CHUNK) * CHUNK
+        shared = self.shared
+        if registers.dtype != shared.dtype:  # bytes of the other factor
+            shared = T.decl_buffer(shared.shape, registers.dtype, data=shared.data, scope="shared")
+        store_vector_at(shared, T.bind(place // self.type.itemsize), registers, first)
 
     def commit(self) -> None:
         """End a group of copies."""
@@ -163,9 +195,7 @@ class TensorCore:
         self, sums: tirx.Buffer, first: int, left: list[tirx.Expr], right: list[tirx.Expr]
     ) -> None:
         """Add the product of four registers of rows and two of columns to four sums."""
-        name, total = self.type.name, _SUMS[self.type.sums]
-        shape = f"m16n8k{self.type.step}.row.col"
-        multiply = T.ptx[f"mma.sync.aligned.{shape}.{total}.{name}.{name}.{total}"]
+        multiply = T.ptx[self.type.instruction]
         own = [sums[first + k] for k in range(4)]
         T.evaluate(multiply(*own, *left, *right, *own))
 
@@ -190,8 +220,9 @@ class TensorCore:
 def store_vector_at(
     shared: tirx.Buffer, place: tirx.Expr, registers: tirx.Buffer, first: int
 ) -> None:
-    """Emit one store of 16 bytes."""
-    with T.vectorized(0, CHUNK // (DataType(str(shared.dtype)).bits // 8)) as k:
+    """Emit one store of 16 bytes, or of all registers if there are fewer."""
+    count = CHUNK // (DataType(str(shared.dtype)).bits // 8)
+    with T.vectorized(0, min(count, int(registers.shape[0]))) as k:
         T.buffer_store(shared, registers[first + k], [place + k])
 
 

@@ -182,6 +182,7 @@ def test_machine_code_of_tf32(name: str, arch: str) -> None:
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
     names = opcodes(code)
     assert count(names, "HMMA.1688.F32.TF32") and count(names, "LDSM") and used.registers <= 128
+    assert count(names, "STS") == count(names, "STS.128")  # others meet banks four times
 
 
 def test_groups_stay_on_the_ordinary_cores() -> None:

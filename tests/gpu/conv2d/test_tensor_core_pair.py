@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused pairs of 16-bit floats on tensor cores: numbers by emulation, banks, machine code."""
+"""Fused pairs on tensor cores: numbers by emulation, banks, machine code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import opencl
 import pytest
 from conv2d.test_tensor_core_conv2d import OPENCL, convolve
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from gemm.matmul.test_tensor_cores import rounded_to_tf32
 from gpu_conv_cases import dense, depthwise
+from graph_cases import numpy_dtype
 from opencl import compile_opencl
 from tensor_core_emulation import emulate_tensor_cores
 from tvm import te, tirx
@@ -27,12 +29,15 @@ from schedules.gpu.conv2d.tensor_core_pair_tile import (
     PanelTile,
     choose_pair_tile,
 )
+from schedules.gpu.core.bfloat16_bits import convert_by_bits
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm.matmul.tensor_core_tile import TILES, TensorTile
+from schedules.gpu.gemm.matmul.tensor_core_tile import TF32, TILES, TensorTile
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, FusedConv2DWorkload, to_json
 from tests.selection import in_turns
 
 Size = tuple[int, int, int]
+UNITS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-11}
+"""Differences of numbers from one on; of float32, those that results of TF32 may have."""
 
 
 def kernel_of(
@@ -64,7 +69,7 @@ def function(kernel: Conv2DKernel, batch: tirx.Var | None = None) -> tirx.PrimFu
     output = fused_conv2d(*tensors[:5], residual, first, second)
     func = te.create_prim_func([*tensors, output], "int64")
     marked = kernel if batch is None else replace(kernel, batch=None)
-    return func.with_attr("tvm_fusion.workload", to_json(marked))
+    return func.with_attrs({"tvm_fusion.workload": to_json(marked), TF32: True})
 
 
 def scheduled(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
@@ -80,17 +85,26 @@ def activated(values: np.ndarray, layer: ConvLayer) -> np.ndarray:
 
 def reference(kernel: Conv2DKernel, arrays: list[np.ndarray]) -> np.ndarray:
     """The pair in float64, with the intermediate rounded as two kernels would round it."""
-    data, weight1, bias1, weight2, bias2, *residual = (a.astype("float64") for a in arrays)
+
+    def factor(values: np.ndarray) -> np.ndarray:
+        """The values as factors of a product."""
+        values = values.astype(numpy_dtype(kernel.dtype))
+        return (rounded_to_tf32(values) if is_tf32 else values).astype("float64")
+
+    is_tf32 = kernel.dtype == "float32"
+    _, _, bias1, _, bias2, *residual = (a.astype("float64") for a in arrays)
+    weight2 = factor(arrays[3])
     first, second = kernel.layers
-    if first.is_depthwise:
+    if first.is_depthwise:  # by the ordinary cores
+        data, weight1 = (array.astype("float64") for array in arrays[:2])
         each = [
             convolve(data[:, c : c + 1], weight1[c : c + 1], first)
             for c in range(first.in_channels)
         ]
         mid = np.concatenate(each, 1)
     else:
-        mid = convolve(data, weight1, first)
-    mid = activated(mid + bias1[:, None, None], first).astype("float16").astype("float64")
+        mid = convolve(factor(arrays[0]), factor(arrays[1]), first)
+    mid = factor(activated(mid + bias1[:, None, None], first))
     reach = [(k - 1) * d + 1 for k, d in zip(second.kernel, second.dilation, strict=True)]
     spread = np.zeros((*weight2.shape[:2], *reach))
     spread[:, :, :: second.dilation[0], :: second.dilation[1]] = weight2
@@ -100,22 +114,24 @@ def reference(kernel: Conv2DKernel, arrays: list[np.ndarray]) -> np.ndarray:
 
 def check(kernel: Conv2DKernel, func: tirx.PrimFunc) -> None:
     """Run a scheduled function in OpenCL into a poisoned output."""
-    rng = np.random.default_rng()
+    rng, dtype = np.random.default_rng(), numpy_dtype(kernel.dtype)
     shapes = [[int(extent) for extent in param.shape] for param in function(kernel).params]
-    arrays = [rng.standard_normal(shape).astype("float16") for shape in shapes[:-1]]
+    arrays = [rng.standard_normal(shape) for shape in shapes[:-1]]
     for place in (1, 3):
-        arrays[place] = arrays[place] / np.float16(np.sqrt(np.prod(shapes[place][1:])))
+        arrays[place] /= np.sqrt(np.prod(shapes[place][1:]))
+    arrays = [array.astype(dtype) for array in arrays]
     expected = reference(kernel, arrays)
-    found = np.full(expected.shape, np.nan, "float16")
-    compile_opencl(func, OPENCL).run(*arrays, found)
-    np.testing.assert_allclose(found.astype("float64"), expected, rtol=0, atol=2e-2)
-    assert np.abs(found - expected).mean() < 1e-3
+    found = np.full(expected.shape, np.nan, dtype)
+    compile_opencl(convert_by_bits(func), OPENCL).run(*arrays, found)
+    errors, unit = np.abs(found.astype("float64") - expected), UNITS[kernel.dtype]
+    assert errors.max() < 20 * unit and errors.mean() < unit
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     emulate_tensor_cores(monkeypatch)
     monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
+    monkeypatch.setattr(GPUInfo, "has_bfloat16", True)
     return monkeypatch
 
 
@@ -140,44 +156,57 @@ CASES = {
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("name", CASES)
-def test_numbers(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_turns(CASES, UNITS))
+def test_numbers(name: str, dtype: str) -> None:
     layers, size, residual = CASES[name]
-    kernel = kernel_of(layers, size, residual)
+    kernel = kernel_of(layers, size, residual, dtype)
     check(kernel, scheduled(function(kernel), OPENCL))
+
+
+def touches_all_banks(places: list[int], width: int = 16) -> bool:
+    """Return whether each phase, lanes that move 128 bytes, touches each bank once."""
+    lanes = 128 // width
+    phases = (places[first : first + lanes] for first in range(0, len(places), lanes))
+    return all(len({place // width % lanes for place in phase}) == lanes for phase in phases)
 
 
 @pytest.mark.parametrize("columns", [32, 64, 128])
 def test_no_bank_conflicts(columns: int) -> None:
-    """Each phase of eight lanes touches each bank once: loads, stores of results, and copies."""
+    """Lines of pixels: loads, stores of results, and elements of a depthwise layer."""
     shared = PanelTile(columns, 32, True, False)
-    lines = PanelTile(columns + 40, 64, False, False)
-    windows = [
-        [
-            lines.place(first + lane // 16 * 8 + lane % 8, chunk + lane // 8 % 2)
-            for lane in range(32)
-        ]
-        for first, chunk in itertools.product(range(columns + 24), range(0, 8, 2))
-    ]
     loads = [
         [shared.fragment(lane, row, depth) for lane in range(32)]
         for row, depth in itertools.product(range(0, columns, 16), (0, 16))
     ]
     stores = [
-        [shared.stored(lane, line, chunk) for lane in range(32)]
-        for line, chunk in itertools.product(range(0, 32, 8), range(0, columns // 8, 4))
+        [shared.stored(lane, line, first) for lane in range(32)]
+        for line, first in itertools.product(range(0, 32, 8), range(0, columns, 32))
     ]
     copied = [shared.copied(number)[2] for number in range(shared.lines * shared.chunks)]
-    stores += [
-        [lines.stored(lane, line, chunk) for lane in range(32)]
-        for line, chunk in itertools.product(range(0, columns + 40, 8), range(0, 8, 4))
+    assert all(map(touches_all_banks, [*loads, *stores, copied]))
+    assert sorted(copied) == sorted(sum(stores, [])) == list(range(0, shared.nbytes, 16))
+
+
+@pytest.mark.parametrize("chunk", [4, 8, 16])
+@pytest.mark.parametrize("columns", [32, 104])
+def test_no_bank_conflicts_of_lines_of_channels(chunk: int, columns: int) -> None:
+    """Loads of windows that begin at any pixel, and stores of elements of 4, 2 and 1 bytes."""
+    lines = PanelTile(columns, 128, False, False, chunk, True)
+    loads = [
+        [lines.fragment(lane, row, depth) for lane in range(32)]
+        for row, depth in itertools.product(range(columns - 15), range(0, 128, 2 * chunk))
     ]
-    for places in (*loads, *windows, *stores, copied):
-        for phase in range(0, len(places), 8):
-            assert len({place // 16 % 8 for place in places[phase : phase + 8]}) == 8
-    assert sorted(copied) == list(range(0, shared.nbytes, 16))
-    assert sorted(sum(stores[: columns // 8], [])) == list(range(0, shared.nbytes, 16))
-    assert sorted(sum(stores[columns // 8 :], [])) == list(range(0, lines.nbytes, 16))
+    turns, width = -(-8 // chunk), min(16, 128 // chunk)
+    stores = [
+        [lines.stored(lane, line, first, turn) for lane in range(32)]
+        for line, first in itertools.product(range(0, columns, 8), range(0, 128, 32))
+        for turn in range(turns)
+    ]
+    copied = [lines.copied(number)[2] for number in range(lines.lines * lines.chunks)]
+    assert all(map(touches_all_banks, [*loads, copied]))
+    assert all(touches_all_banks(places, width) for places in stores)
+    assert sorted(copied) == list(range(0, lines.nbytes, 16))
+    assert sorted(sum(stores, [])) == list(range(0, lines.nbytes, width))
 
 
 LARGE, WIDE, SQUARE, SMALL = TILES
@@ -230,21 +259,26 @@ PAIRS = {
         True,
     ),
     "pointwise": ((dense(64, 96, activation="relu"), dense(96, 64)), (4, 28, 28), False),
-    "halo": ((dense(64, 64, 1, "relu"), dense(64, 64, 3, "relu")), (8, 56, 56), False),
+    "halo": ((dense(64, 64, 1, "relu"), dense(64, 64, 3, "relu")), (8, 28, 28), False),
     "halo_of_windows": ((dense(32, 32, 3, "relu"), dense(32, 96, 3)), (8, 28, 28), True),
     "mobilenet_2": ((depthwise(96), dense(96, 24)), (8, 56, 56), False),
     "mobilenet_4": ((depthwise(384), dense(384, 64)), (8, 14, 14), False),
 }
 
 
-@pytest.mark.parametrize(("name", "arch"), in_turns(PAIRS, ["sm_90", "sm_80"], every=4))
-def test_machine_code(name: str, arch: str) -> None:
+PRODUCTS = {"float16": "HMMA.16816.F32", "bfloat16": "HMMA.16816.F32.BF16"}
+PRODUCTS["float32"] = "HMMA.1688.F32.TF32"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "arch"), in_turns(PAIRS, PRODUCTS, ["sm_90", "sm_80"], every=6)
+)
+def test_machine_code(name: str, dtype: str, arch: str) -> None:
     """Both products are on tensor cores; as many blocks at once as asked for, without spills."""
     layers, size, residual = PAIRS[name]
-    dtype = "bfloat16" if name in ("resnet_3", "mobilenet_4") else "float16"
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
     kernel = kernel_of(layers, size, residual, dtype)
-    tile = choose_pair_tile(pair_workload(kernel), GPUInfo.from_target(target))
+    tile = choose_pair_tile(pair_workload(kernel), GPUInfo.from_target(target), tf32=True)
     assert tile is not None
     source = cuda_source(scheduled(function(kernel), target), arch)
     [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
@@ -255,7 +289,7 @@ def test_machine_code(name: str, arch: str) -> None:
     assert tile.mid_bytes + tile.stages_bytes <= used.shared <= 48 * 1024
     names, products = opcodes(code), [tile.second, *([tile.first] if tile.first else [])]
     each = sum(part.sums // 4 * part.depth // part.type.step for part in products)
-    assert count(names, "HMMA") >= each  # short loops are unrolled
+    assert count(names, PRODUCTS[dtype]) >= each  # short loops are unrolled
     assert count(names, "LDSM")
     # Weights of a second layer that is not pointwise are gathered, by taps.
     assert count(names, "LDGSTS.E.BYPASS.128") or name.startswith("halo")
@@ -272,6 +306,9 @@ def test_refuses_what_tensor_cores_do_not_take() -> None:
     )
     assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_80))
     assert choose_pair_tile(pair_workload(fine), GPUInfo.from_target(sm_75)) is None
+    single = replace(pair_workload(fine), dtype="float32")
+    assert choose_pair_tile(single, GPUInfo.from_target(sm_80)) is None
+    assert choose_pair_tile(single, GPUInfo.from_target(sm_80), tf32=True)
     assert FusedConv2D().apply(function(fine), sm_75, False) is None
     wide = kernel_of((dense(64, 1024, 3), dense(1024, 64)), (1, 14, 14))
     assert choose_pair_tile(pair_workload(wide), GPUInfo.from_target(sm_80)) is None

@@ -118,6 +118,50 @@ def test_float16_of_sums_in_float32_is_fused_for_tensor_cores():
         assert not any(entry["fused"] for entry in report_of(result))
 
 
+def test_bytes_are_fused_for_tensor_cores():
+    rng = np.random.default_rng(6)
+    w1, w2 = (
+        rng.integers(-9, 9, shape).astype("int8") for shape in ((32, 32, 3, 3), (8, 32, 1, 1))
+    )
+    b1, b2 = (rng.standard_normal(count, np.float32) for count in (32, 8))
+
+    @I.ir_module
+    class Bytes:
+        @R.function
+        def main(x: R.Tensor((8, 32, 28, 28), "uint8")) -> R.Tensor((8, 8, 28, 28), "float32"):
+            R.func_attr({"num_input": 1})
+            with R.dataflow():
+                lv0 = R.tvm_fusion.quantized_conv2d(
+                    x, relax.const(w1), relax.const(b1), relax.const(b1), padding=[1] * 4,
+                    activation="round_clip", low=0.0, high=255.0, out_dtype="uint8",
+                )  # fmt: skip
+                lv1 = R.tvm_fusion.quantized_conv2d(
+                    lv0, relax.const(w2), relax.const(b2), relax.const(b2), activation="relu"
+                )
+                R.output(lv1)
+            return lv1
+
+    @I.ir_module
+    class BytesFused:
+        @R.function
+        def main(x: R.Tensor((8, 32, 28, 28), "uint8")) -> R.Tensor((8, 8, 28, 28), "float32"):
+            R.func_attr({"num_input": 1})
+            with R.dataflow():
+                lv1 = R.tvm_fusion.fused_quantized_conv2d(
+                    x, relax.const(w1), relax.const(b1), relax.const(b1),
+                    relax.const(w2), relax.const(b2), relax.const(b2),
+                    padding1=[1] * 4, activation2="relu",
+                )  # fmt: skip
+                R.output(lv1)
+            return lv1
+
+    assert_functions_equal(
+        FuseConv2D("all", Target({"kind": "cuda", "arch": "sm_80"}))(Bytes), BytesFused
+    )
+    for target in (TARGET, Target({"kind": "cuda", "arch": "sm_75"})):
+        assert_functions_equal(FuseConv2D("all", target)(Bytes), Bytes)
+
+
 def test_float32_of_float16_factors_is_left_alone():
     """Sums that are not rounded before they are read."""
 

@@ -61,10 +61,21 @@ def test_pairs_of_tensor_cores_gain_where_there_are_enough_blocks() -> None:
 
 
 def test_tensor_cores_for_separate_layers_count() -> None:
-    """A pair of float32 that gains on the ordinary cores loses against layers of TF32."""
-    dense_pair = pair(56, dense(64, 64, 3), dense(64, 64), 8)
-    gains = [decide_gpu(dense_pair, CUDA, tf32).gain for tf32 in (False, True)]
-    assert gains[1] < gains[0] and gains[1] < 0
+    """A pair that only the ordinary cores take loses more against layers of TF32."""
+    strided = replace(dense(64, 64, 3), strides=(2, 2))
+    gains = [
+        decide_gpu(pair(56, dense(64, 64, 3), strided, 8), CUDA, tf32).gain
+        for tf32 in (False, True)
+    ]
+    assert gains[1] < gains[0] < 0
+
+
+def test_pairs_of_tf32_gain_on_tensor_cores() -> None:
+    """Where those of the ordinary cores lose; windows that both gather are left alone."""
+    early = pair(56, dense(64, 64, 3), dense(64, 256), 8)
+    late = pair(28, dense(128, 128, 3), dense(128, 512), 8)
+    fused = [[decide_gpu(each, CUDA, tf32).fuse for each in (early, late)] for tf32 in (0, 1)]
+    assert fused == [[False, False], [True, False]]
 
 
 def test_refusals_have_reasons() -> None:

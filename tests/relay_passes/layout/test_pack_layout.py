@@ -385,6 +385,40 @@ def test_dense_and_depthwise_layers_stay_plain_for_tf32():
     tvm.ir.assert_structural_equal(layout(Before), Expected, map_free_vars=True)
 
 
+def test_pairs_of_tensor_cores_stay_plain_for_tf32():
+    w, b = const(32, 32, 1, 1), const(32)
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 32, 8, 8), "float32")):
+            with R.dataflow():
+                gv = R.tvm_fusion.fused_conv2d(x, w, b, w, b)
+                R.output(gv)
+            return gv
+
+    sm_80, sm_75 = (Target({"kind": "cuda", "arch": arch}) for arch in ("sm_80", "sm_75"))
+    tvm.ir.assert_structural_equal(PackLayout(sm_80, tf32=True)(Module), Module)
+    for other in (PackLayout(sm_80), PackLayout(sm_75, tf32=True)):
+        assert "NCHW4c" in other(Module).script()
+
+
+def test_convolutions_of_bytes_stay_plain_on_a_gpu():
+    w, b = relax.const(np.ones((8, 8, 1, 1), "int8")), const(8)
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 8, 8, 8), "uint8")):
+            with R.dataflow():
+                gv = R.tvm_fusion.quantized_conv2d(x, w, b, b)
+                R.output(gv)
+            return gv
+
+    tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
+    assert "NCHW16c" in PackLayout(block=16)(Module).script()
+
+
 def test_convolutions_of_float16_stay_plain_on_a_gpu():
     w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((8, 8, 1, 1), (8,)))
 

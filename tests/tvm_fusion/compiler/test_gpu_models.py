@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -159,18 +160,23 @@ def test_winograd_is_refused() -> None:
         pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL), options)
 
 
-def half_model(nodes: list[onnx.NodeProto], shape: list[int], **weights: tuple[int, ...]) -> Any:
-    """A model of float16 from ``x`` to ``y``, of one shape."""
+def float_model(
+    nodes: list[onnx.NodeProto],
+    shape: list[int],
+    dtype: type = np.float16,
+    **weights: tuple[int, ...],
+) -> Any:
+    """A model of one type from ``x`` to ``y``, of one shape."""
     rng = np.random.default_rng()
     tensors = [
-        onnx.numpy_helper.from_array(rng.standard_normal(size).astype("float16"), name)
+        onnx.numpy_helper.from_array(rng.uniform(0.5, 2, size).astype(dtype), name)
         for name, size in weights.items()
     ]
-    half = onnx.TensorProto.FLOAT16
-    ends = [onnx.helper.make_tensor_value_info(name, half, shape) for name in "xy"]
-    graph = onnx.helper.make_graph(nodes, "half", ends[:1], ends[1:], tensors)
-    opsets = [onnx.helper.make_opsetid("", 17)]
-    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    ends = [onnx.helper.make_tensor_value_info(name, kind, shape) for name in "xy"]
+    graph = onnx.helper.make_graph(nodes, "floats", ends[:1], ends[1:], tensors)
+    opsets = [onnx.helper.make_opsetid("", 22)]  # the first with convolutions of bfloat16
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def test_layers_of_float16_run_on_tensor_cores() -> None:
@@ -187,8 +193,8 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
         node("MatMul", ["b", "w2"], ["c"]),
         node("Add", ["c", "x"], ["y"]),
     ]
-    convolutions = half_model(residual, [1, 64, 28, 28], w1=(64, 64, 3, 3), w2=(64, 64, 1, 1))
-    products = half_model(feed_forward, [1, 127, 768], w1=(768, 3072), w2=(3072, 768))
+    convolutions = float_model(residual, [1, 64, 28, 28], w1=(64, 64, 3, 3), w2=(64, 64, 1, 1))
+    products = float_model(feed_forward, [1, 127, 768], w1=(768, 3072), w2=(3072, 768))
     for model, fuse, count in (
         (convolutions, "auto", 1),  # of both layers
         (convolutions, "none", 2),
@@ -199,6 +205,40 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
         kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
         assert len(kernels) == count, fuse
         assert all("mma_sync_aligned" in kernel for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "product"),
+    [
+        (ml_dtypes.bfloat16, {}, "f32_bf16_bf16_f32"),
+        (np.float32, {"precision": "tf32"}, "f32_tf32_tf32_f32"),
+    ],
+    ids=["bfloat16", "tf32"],
+)
+def test_a_pair_is_one_kernel_on_tensor_cores(
+    dtype: type, options: dict[str, str], product: str
+) -> None:
+    """With the norm and the bounds that PyTorch's models have."""
+    node = onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w1"], ["a"], kernel_shape=[3, 3], pads=[1] * 4),
+        node("BatchNormalization", ["a", "scale", "shift", "mean", "variance"], ["b"]),
+        node("Relu", ["b"], ["c"]),
+        node("Conv", ["c", "w2", "shift"], ["d"], kernel_shape=[1, 1]),
+        node("Add", ["d", "x"], ["e"]),
+        node("Clip", ["e", "low", "high"], ["y"]),
+    ]
+    norm = dict.fromkeys(("scale", "shift", "mean", "variance"), (64,))
+    weights = {"w1": (64, 64, 3, 3), "w2": (64, 64, 1, 1), **norm}
+    model = float_model(nodes, [8, 64, 28, 28], dtype, **weights)
+    bounds = {"low": 0, "high": 6}
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.array(value, dtype), name) for name, value in bounds.items()
+    )
+    compiled = tvm_fusion.compile(model, "cuda -arch=sm_90", **options)
+    (text,) = cuda_texts(compiled._executable)
+    kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
+    assert len(kernels) == 1 and f"row_col_{product}" in kernels[0]
 
 
 def test_fast_math_is_for_cuda() -> None:

@@ -129,15 +129,14 @@ def test_convolutions_of_a_model_are_tf32() -> None:
 def test_numbers_of_convolutions_on_tensor_cores(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By emulation; in float16 every pair that can be is one kernel."""
-    is_half = precision == "fp16"
+    """By emulation; every pair that can be is one kernel."""
     emulate_tensor_cores(monkeypatch)
     monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
     model, target = bottlenecks(), resolve(OPENCL)
-    options = Options(fuse="all" if is_half else "none", precision=precision)
+    options = Options(fuse="all", precision=precision)
     mod = pipeline.optimize(import_onnx(model).mod, target, options)
     rules = [use.rule for use in kernel_uses(mod)]
-    assert rules.count("FusedConv2D") == (2 if is_half else 0), rules
+    assert rules.count("FusedConv2D") == 2, rules
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
     [expected] = run_onnx(model, feed)
     [actual] = RelaxOnOpenCL(mod, target)(*feed.values())

@@ -14,11 +14,18 @@ from onnxruntime.quantization import (
     quantize_dynamic,
     quantize_static,
 )
+from relax_on_opencl import RelaxOnOpenCL
 from small_onnx import dense_model, small_model
+from tensor_core_emulation import emulate_tensor_cores
 from tvm.target import Target
 
 import tvm_fusion
 from relay_passes import FuseEpilogue, MultiplyBytes, SimplifyInference
+from tvm_fusion.codegen.device_code import cuda_texts
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.pipeline import Options
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 VNNI = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
@@ -65,6 +72,61 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert text.count('activation="round_clip"') == text.count("tvm_fusion.conv2d")
     bytes_ = str(FuseEpilogue()(MultiplyBytes(VNNI)(SimplifyInference()(import_onnx(model).mod))))
     assert "tvm_fusion.quantized_conv2d" in bytes_ and "nn.matmul" not in bytes_
+
+
+@pytest.mark.parametrize("fuse", ["all", "none"])
+def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch):
+    """By emulation."""
+    emulate_tensor_cores(monkeypatch)
+    block = dense_block(batch=1, size=6, width=16)
+    model = quantized(block, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    x = next(iter(Images(model).get_next().values()))
+    (wanted,) = run_onnx(model, {model.graph.input[0].name: x})
+    target = resolve("opencl")
+    mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse=fuse))
+    rules = [use.rule for use in kernel_uses(mod)]
+    products = [rules.count("FusedConv2D"), rules.count("AnyConv2D")]
+    assert products == ([1, 1] if fuse == "all" else [0, 3])
+    (found,) = RelaxOnOpenCL(mod, target)(x)
+    step = np.diff(np.unique(wanted)).min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
+
+
+def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
+    block = dense_block(batch=8, size=28, width=64)
+    model = quantized(block, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    compiled = tvm_fusion.compile(model, "cuda -arch=sm_80")
+    (text,) = cuda_texts(compiled._executable)
+    kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
+    products = [kernel for kernel in kernels if "row_col_s32_s8_u8_s32" in kernel]
+    pairs = [kernel for kernel in products if "row_col_s32_u8_s8_s32" in kernel]
+    assert (len(products), len(pairs)) == (2, 1)
+
+
+def dense_block(batch: int, size: int, width: int) -> onnx.ModelProto:
+    """A block of ResNet-50."""
+    rng, node = np.random.default_rng(4), onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w1"], ["a"], kernel_shape=[1, 1]),
+        node("Relu", ["a"], ["b"]),
+        node("Conv", ["b", "w2"], ["c"], kernel_shape=[3, 3], pads=[1] * 4),
+        node("Relu", ["c"], ["d"]),
+        node("Conv", ["d", "w3"], ["e"], kernel_shape=[1, 1]),
+        node("Add", ["e", "x"], ["f"]),
+        node("Relu", ["f"], ["y"]),
+    ]
+    outer = 2 * width
+    shapes = {"w1": (width, outer, 1, 1), "w2": (width, width, 3, 3), "w3": (outer, width, 1, 1)}
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    shape = [batch, outer, size, size]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, shape) for name in "xy"]
+    graph = onnx.helper.make_graph(nodes, "block", ends[:1], ends[1:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
 def test_products_quantised_at_run_time(tmp_path):

@@ -308,7 +308,7 @@ class ThreadPart:
         warp = thread // COSTS.warp
         self.row = warp // tile.warps_across * tile.warp_rows
         self.column = warp % tile.warps_across * tile.warp_columns
-        self.core = core or TensorCore(tile.type.dtype, tile.stages * tile.stage_bytes)
+        self.core = core or TensorCore(tile.type, tile.stages * tile.stage_bytes)
         self.begin = begin
         shared = tile.shared(tile.rows, matmul.left, True)
         where = tile.threads, views

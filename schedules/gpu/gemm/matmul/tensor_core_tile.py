@@ -11,7 +11,7 @@ from schedules.workload.reduce import constant
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
-from ...core.tensor_core import CHUNK, MATRIX_TYPES, MatrixType
+from ...core.tensor_core import CHUNK, MATRIX_TYPES, MatrixType, product_type
 from ...pointwise.coalescing import classify
 from ...pointwise.element_program import Read
 from ..implicit_gemm import Index
@@ -181,7 +181,7 @@ def choose_tensor_tile(
 ) -> TensorTile | None:
     """The largest tile that occupies the GPU; None if the product is not one of tensor cores.
 
-    They take factors of one of :data:`MATRIX_TYPES`, those of float32 only if they may be rounded
+    They take factors that have a :func:`product_type`, those of float32 only if they may be rounded
     to TF32 (``tf32``), with a known length of the sums. Values of rows are subtracted from factors
     that are copied as they lie, and from those of float32.
     """
@@ -213,9 +213,9 @@ def _is_whole(operand: Operand) -> bool:
 
 
 def matrix_type(matmul: MatmulFunction, tf32: bool) -> MatrixType | None:
-    """Type of both factors, if tensor cores take it and sum as the product does."""
-    dtypes = {str(element(operand).ty.dtype) for operand in (matmul.left, matmul.right)}
-    found = MATRIX_TYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+    """Types of both factors, if tensor cores take them and sum as the product does."""
+    left, right = (str(element(operand).ty.dtype) for operand in (matmul.left, matmul.right))
+    found = product_type(left, right)
     if found is None or found.sums != matmul.dtype or (found.name == "tf32" and not tf32):
         return None
     return found

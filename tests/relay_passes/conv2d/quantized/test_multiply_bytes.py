@@ -23,6 +23,8 @@ SCALES = 2.0 ** -np.arange(1, 9)
 WEIGHT = (INTEGERS * SCALES[:, None, None, None]).astype("float32")
 BIAS = RNG.standard_normal((1, 8, 1, 1)).astype("float32")
 
+DEPTHWISE = (RNG.integers(-127, 128, (8, 1, 3, 3)) / 4).astype("float32")
+
 Step = Callable[[relax.Expr], relax.Expr]
 
 
@@ -48,6 +50,10 @@ def convolved(weight=WEIGHT, **attrs) -> Step:
     return lambda x: relax.op.nn.conv2d(x, relax.const(weight), **attrs)
 
 
+def multiplied(x: relax.Expr) -> relax.Expr:
+    return relax.op.matmul(x, relax.const(np.full((4, 8), 3, "float32")))
+
+
 def plus(array) -> Step:
     return lambda x: relax.op.add(x, relax.const(np.asarray(array, "float32")))
 
@@ -66,6 +72,18 @@ def check_numbers(run_module, *steps: Step, shape=(1, 4, 6, 6), spread=300.0) ->
     x = ((RNG.random(shape) - 0.25) * spread).astype("float32")
     wanted, found = run_module(before, x), run_module(MultiplyBytes(VNNI)(before), x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_gpus_with_tensor_cores_multiply_in_dense_convolutions():
+    steps = [rounded(), convolved(padding=1)]
+    before, mixed = module(*steps), module(*steps, convolved(DEPTHWISE, groups=8))
+    sm_75, sm_80 = (Target({"kind": "cuda", "arch": arch}) for arch in ("sm_75", "sm_80"))
+    tvm.ir.assert_structural_equal(MultiplyBytes(sm_75)(before), before)
+    assert "R.tvm_fusion.quantized_conv2d(" in MultiplyBytes(sm_80)(before).script()
+    tvm.ir.assert_structural_equal(MultiplyBytes(sm_80)(mixed), mixed)
+    product = module(rounded(), multiplied, shape=(3, 4))
+    tvm.ir.assert_structural_equal(MultiplyBytes(sm_80)(product), product)
+    assert "quantized_conv2d" in MultiplyBytes(VNNI)(product).script()
 
 
 def test_a_convolution_with_its_epilogue():

@@ -70,13 +70,14 @@ def test_hardswish(build):
     tvm.ir.assert_structural_equal(simplify(activation(build)), expected)
 
 
-def test_hardswish_in_float16():
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_hardswish_in_16_bits(dtype):
     def build(emit, x):
-        divided = emit(relax.op.divide(gate(emit, x, dtype="float16"), const(6.0, "float16")))
+        divided = emit(relax.op.divide(gate(emit, x, dtype=dtype), const(6.0, dtype)))
         return relax.op.multiply(x, divided)
 
-    expected = activation(lambda _, x: hardswish(x), "float16")
-    tvm.ir.assert_structural_equal(simplify(activation(build, "float16")), expected)
+    expected = activation(lambda _, x: hardswish(x), dtype)
+    tvm.ir.assert_structural_equal(simplify(activation(build, dtype)), expected)
 
 
 def erf_gate(emit, x, slope=0.5**0.5, offset=1.0):
