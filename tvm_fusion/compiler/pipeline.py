@@ -58,7 +58,6 @@ from ..codegen.nvrtc import tvm_compiler
 from ..errors import CompilationError, TargetError, TVMFusionError
 from ..runtime.kernel_call import SoleKernelCall
 from .build_kernels import build_program, reason
-from .gpu_lowering import NAME as GPU_LOWERING
 from .gpu_phases import gpu_phases
 from .interrupts import interrupts_kept
 from .targets.gpu_target import check_machine
@@ -367,10 +366,8 @@ _EXTERNAL = ("external_mods", "const_name_to_constant")
 
 def _generate(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     """Code of a lowered module."""
-    if is_gpu(target) or (mod.attrs and any(name in mod.attrs for name in _EXTERNAL)):
-        lowering = GPU_LOWERING if is_gpu(target) else "default"
-        nothing = tvm.transform.Sequential([])
-        return tvm.compile(mod, target, relax_pipeline=nothing, tir_pipeline=lowering)
+    if mod.attrs and any(name in mod.attrs for name in _EXTERNAL):
+        return tvm.compile(mod, target, relax_pipeline=tvm.transform.Sequential([]))
     return build_program(mod, target)
 
 
