@@ -17,7 +17,7 @@ from ..core.rule import GPURule
 from .axis_order import spaces_of
 from .elementwise import write_spaces
 
-_LARGEST_WINDOW = 64
+_LARGEST_WINDOW = 72  # 8 x 8, or 3 x 3 of eight channels
 
 
 class Pooling(GPURule):

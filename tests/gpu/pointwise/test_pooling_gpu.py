@@ -117,14 +117,15 @@ DEPTHWISE: dict[str, tuple[tuple[int, int], tuple[int, int, int, int], int, int,
     "strided, two filters a channel": ((2, 1), (0, 2, 1, 1), 1, 1, 2, 5),
     "dilated": ((1, 1), (2, 2, 2, 2), 2, 1, 1, 3),
     "two channels a group": ((1, 2), (1, 1, 1, 1), 1, 2, 3, 3),
+    "eight channels a group": ((1, 1), (1, 1, 1, 1), 1, 8, 8, 3),
 }
 
 
 @pytest.mark.parametrize("name", DEPTHWISE)
 def test_depthwise_convolutions_of_float16(name: str, rng: np.random.Generator) -> None:
     (sh, sw), padding, dilation, channels, filters, size = DEPTHWISE[name]
-    groups = 6 // channels
-    x = rng.standard_normal((2, 6, 9, 12)).astype("float16")
+    groups = max(2, 6 // channels)
+    x = rng.standard_normal((2, groups * channels, 9, 12)).astype("float16")
     w = rng.standard_normal((groups * filters, channels, size, size)).astype("float16")
 
     def build(x: relax.Expr, w: relax.Expr) -> relax.Expr:
@@ -171,7 +172,7 @@ def test_sums_of_rows_are_left_alone() -> None:
     k = te.reduce_axis((0, 8))
     func = te.create_prim_func([x, te.compute((8,), lambda i: te.sum(x[i, k], k))])
     assert Pooling().apply(func, CUDA, False) is None
-    wide = te.reduce_axis((0, 70))
+    wide = te.reduce_axis((0, 80))
     long = te.placeholder((200,), F32, name="long")
     func = te.create_prim_func([long, te.compute((100,), lambda i: te.sum(long[i + wide], wide))])
     assert Pooling().apply(func, CUDA, False) is None
