@@ -45,21 +45,31 @@ def _is_window(stage: Stage) -> bool:
     """Return whether a reduction is small and slides over one tensor, with weights or without."""
     extents = [constant(axis.dom.extent) for axis in stage.reduced]
     known = [extent for extent in extents if extent is not None]
-    if len(known) < len(extents) or math.prod(known) > _LARGEST_WINDOW:
-        return False
+    return (
+        len(known) == len(extents)
+        and math.prod(known) <= _LARGEST_WINDOW
+        and slid_tensor(stage) is not None
+    )
+
+
+def slid_tensor(stage: Stage) -> tirx.Buffer | None:
+    """Return the one tensor over which a reduction slides; None if there is none.
+
+    It may have weights, but then sums over all channels are products of matrices.
+    """
     read = [load for load in loads(stage.value) if not load.source.same_as(stage.output)]
     sliding = [
         (load.source, index) for load in read for index in load.indices if _slides(index, stage)
     ]
     if len({source for source, _ in sliding}) != 1:
-        return False
-    if all(load.source.same_as(sliding[0][0]) for load in read):
-        return True
-    # With weights, sums over all channels are products of matrices.
-    return all(
+        return None
+    [source, _], *_ = sliding
+    has_weights = any(not load.source.same_as(source) for load in read)
+    is_slid = (
         constant(axis.dom.extent) == 1 or any(uses(index, axis.var) for _, index in sliding)
         for axis in stage.reduced
     )
+    return source if not has_weights or all(is_slid) else None
 
 
 def _slides(index: tirx.Expr, stage: Stage) -> bool:
