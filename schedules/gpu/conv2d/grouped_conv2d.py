@@ -132,14 +132,14 @@ class _Epilogue:
         program = ElementProgram(others)
         axes = tuple(tirx.Var(f"i{k}", "int64") for k in range(len(output.axes)))
         value = program.element(output.output, axes)
-        is_sum = [isinstance(s, Read) and s.buffer.same_as(conv.output) for s in program.steps]
-        read = [step for step, found in zip(program.steps, is_sum, strict=True) if found]
-        if len(read) != 1 or not tvm_ffi.structural_equal(list(read[0].indices), list(axes)):
+        reads = [step for step in program.steps if isinstance(step, Read)]
+        sums = [read for read in reads if read.buffer.same_as(conv.output)]
+        if len(sums) != 1 or not tvm_ffi.structural_equal(list(sums[0].indices), list(axes)):
             return None
-        steps = [step for step, found in zip(program.steps, is_sum, strict=True) if not found]
+        steps = [step for step in program.steps if step is not sums[0]]
         extents = tuple(map(extent_of, output.output.shape))
         store = Store(output.output, axes, value)
-        return cls(IterationSpace(axes, extents, tuple(steps), (store,)), read[0].var)
+        return cls(IterationSpace(axes, extents, tuple(steps), (store,)), sums[0].var)
 
     def write(self, views: Views, place: list[tirx.Expr], total: tirx.Expr) -> None:
         """Emit the store of an output."""
