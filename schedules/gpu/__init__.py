@@ -20,6 +20,7 @@ from .conv2d.any_conv2d import AnyConv2D
 from .conv2d.conv2d import CONV2D, Conv2D
 from .conv2d.depthwise_conv2d import DEPTHWISE, DepthwiseConv2D
 from .conv2d.fused_conv2d import FUSED, FusedConv2D
+from .conv2d.grouped_conv2d import GroupedConv2D
 from .core.rule import GPUTemplate
 from .gemm.matmul.matmul import Matmul
 from .gemm.matmul.templates import ROWS, TILES
@@ -43,6 +44,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
         Elementwise(),
         Matmul(records),
         Pooling(),
+        GroupedConv2D(),
     )
 
 
@@ -62,6 +64,7 @@ __all__ = [
     "DepthwiseConv2D",
     "Elementwise",
     "FusedConv2D",
+    "GroupedConv2D",
     "Matmul",
     "Pooling",
     "Transpose",

@@ -70,3 +70,23 @@ def scheduled(case: Case, rule: ScheduleRule, target: Target = OPENCL) -> tirx.P
     schedule = rule.apply(build(case), target, False)
     assert schedule is not None, case
     return schedule.mod["main"]
+
+
+def convolve_groups(
+    x: np.ndarray,
+    w: np.ndarray,
+    groups: int,
+    strides: tuple[int, int] = (1, 1),
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0),
+    dilation: int = 1,
+) -> np.ndarray:
+    """A convolution of ``[N, C, H, W]`` in float64, with square filters."""
+    top, left, bottom, right = padding
+    padded = np.pad(x.astype("float64"), ((0, 0), (0, 0), (top, bottom), (left, right)))
+    span = (w.shape[-1] - 1) * dilation + 1
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (span, span), (2, 3))
+    windows = windows[:, :, :: strides[0], :: strides[1], ::dilation, ::dilation]
+    windows = windows.reshape(x.shape[0], groups, -1, *windows.shape[2:])
+    taps = w.astype("float64").reshape(groups, -1, *w.shape[1:])
+    found = np.einsum("ngchwkl,gfckl->ngfhw", windows, taps)
+    return found.reshape(x.shape[0], w.shape[0], *found.shape[3:])

@@ -10,9 +10,11 @@ driver of each device has the compiler.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import ArtifactError
+from ..machine.host import physical_cores
 from .library_bin import Rewrite, packed
 from .nvrtc import Resources, compile_cuda, resources
 
@@ -44,8 +46,13 @@ def compile_kernels(executable: Any, arch: str, fast_math: bool = False) -> dict
         If it refuses a kernel.
     """
     used: dict[str, Resources] = {}
-    for text in cuda_texts(executable):
-        used |= resources(compile_cuda(text, arch, fast_math))
+    # The compiler works without Python's lock.
+    with ThreadPoolExecutor(physical_cores(), "tvm_fusion.compile_cuda") as pool:
+        compiled = pool.map(
+            lambda text: compile_cuda(text, arch, fast_math), cuda_texts(executable)
+        )
+        for code in compiled:
+            used |= resources(code)
     return used
 
 

@@ -129,7 +129,7 @@ def tvm_compiler(arch: str, fast_math: bool = False) -> Iterator[None]:
                 tvm_ffi.register_global_func(CALLBACK, before, override=True)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def compile_cuda(text: str, arch: str, fast_math: bool = False) -> MachineCode:
     """Compile CUDA text; the same text only once.
 

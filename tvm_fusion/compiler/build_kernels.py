@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code generation of CPU kernels: some groups of them at once, each on a thread of its own.
+"""Code generation of kernels: some groups of them at once, each on a thread of its own.
 
 Lowering and LLVM work without Python's lock, and most of the time of a compilation goes there.
 """
@@ -18,15 +18,17 @@ from tvm.target import Target
 
 from ..errors import CompilationError
 from ..machine.host import physical_cores
+from .gpu_lowering import NAME as GPU_LOWERING
 from .interrupts import interrupts_at_once
 from .lowering import NAME as LOWERING
+from .targets.target import is_gpu
 
 GROUP = 8
 """Least number of kernels of a group; smaller ones cost more modules than they balance threads."""
 
 
 def build_program(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
-    """Generate code of a module that is lowered to the virtual machine, for a CPU.
+    """Generate code of a module that is lowered to the virtual machine.
 
     The groups depend on the names of the kernels only, so that the code does not depend on the
     number of processors. Where the current pass context has instruments, which need not be safe to
@@ -37,7 +39,7 @@ def build_program(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     mod : tvm.IRModule
         Relax functions in the form of the virtual machine, and scheduled kernels.
     target : Target
-        The CPU.
+        The CPU, or the GPU with its host.
 
     Returns
     -------
@@ -103,16 +105,21 @@ def _on_threads(groups: Sequence[_Group], target: Target) -> list[tvm.runtime.Mo
 
 def _build(group: _Group, target: Target) -> tvm.runtime.Module:
     try:
-        return tvm.tirx.build(tvm.IRModule(group), target=target, pipeline=LOWERING)
+        return _compiled(group, target)
     except Exception as error:  # TVM raises anything
         raise CompilationError(_told(group, target, error)) from error
+
+
+def _compiled(group: _Group, target: Target) -> tvm.runtime.Module:
+    lowering = GPU_LOWERING if is_gpu(target) else LOWERING
+    return tvm.tirx.build(tvm.IRModule(group), target=target, pipeline=lowering)
 
 
 def _told(group: _Group, target: Target, error: Exception) -> str:
     """Name the kernel of a group on which TVM fails, and tell why."""
     for var, func in group.items():
         try:
-            tvm.tirx.build(tvm.IRModule({var: func}), target=target, pipeline=LOWERING)
+            _compiled({var: func}, target)
         except Exception as alone:
             return f"the stage 'build' failed on the kernel {var.name_hint!r}: {reason(alone)}"
     names = ", ".join(var.name_hint for var in group)

@@ -366,7 +366,7 @@ _EXTERNAL = ("external_mods", "const_name_to_constant")
 
 def _generate(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     """Code of a lowered module."""
-    if is_gpu(target) or (mod.attrs and any(name in mod.attrs for name in _EXTERNAL)):
+    if mod.attrs and any(name in mod.attrs for name in _EXTERNAL):
         return tvm.compile(mod, target, relax_pipeline=tvm.transform.Sequential([]))
     return build_program(mod, target)
 

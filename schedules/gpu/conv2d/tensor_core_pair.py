@@ -36,7 +36,7 @@ from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload, from_js
 from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import sync
-from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
+from ..core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
 from ..core.tensor_core import CHUNK, TensorCore
@@ -49,9 +49,6 @@ from ..pointwise.coalescing import classify
 from ..pointwise.point_kernel import PointWriter, Views
 from .tensor_core_pair_pattern import PairFunction, read_pair
 from .tensor_core_pair_tile import PANEL, ZEROS, PairTile, choose_pair_tile, halo
-
-_ROLLED = {"disable_unroll": True}
-"""Of loops that would load ahead, and spill, if they were unrolled."""
 
 
 def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
@@ -357,7 +354,7 @@ class _ThreadPart:
         factor = Factor.of(operand, tile.mid, 0, chunks, self.views, [*self.batch, self.column])
         turns = chunks // tile.threads
         count = turns * (tile.channels // tile.mid.depth)
-        with T.serial(0, count, annotations=_ROLLED) as number:
+        with T.serial(0, count, annotations=ROLLED) as number:
             step, chunk = number // turns, number % turns * tile.threads + self.thread
             at = T.bind(step * tile.mid.nbytes)
             factor.fetch(self.core, chunk, i64(step * tile.mid.depth), at)

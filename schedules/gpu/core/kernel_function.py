@@ -18,6 +18,9 @@ from .machine import GPUInfo
 SCATTERED = "tvm_fusion.scattered"
 """Attribute of one whose neighbouring threads cannot all read and write neighbouring elements."""
 
+ROLLED = {"disable_unroll": True}
+"""Annotation of loops that would load ahead, and spill, if the compiler unrolled them."""
+
 
 def write_kernels(func: tirx.PrimFunc, body: Callable[[], None]) -> tirx.PrimFunc:
     """A function with the parameters and attributes of ``func``, marked as scheduled.

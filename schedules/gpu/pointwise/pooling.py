@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU rule for windows that slide over one tensor."""
+"""GPU rule for windows that slide over one tensor, weighted or not."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from ..core.rule import GPURule
 from .axis_order import spaces_of
 from .elementwise import write_spaces
 
-_LARGEST_WINDOW = 64
+_LARGEST_WINDOW = 72  # 8 x 8, or 3 x 3 of eight channels
 
 
 class Pooling(GPURule):
-    """Maxima and averages of windows up to 8 x 8, with padding, strides and dilation.
+    """Maxima, averages and weighted sums of windows up to 8 x 8, with padding and strides.
 
     A thread computes neighbouring elements of the output, with the window unrolled: in NCHW4c four
     channels of a pixel, by 16-byte loads under the padding's condition. Element-wise producers and
-    consumers are part of the kernel.
+    consumers are part of the kernel. Weighted sums are the depthwise convolutions, and those of a
+    few channels a group, that no other rule takes: those of float16.
 
-    Left alone: larger windows and whole rows, which are reductions; products of two tensors.
+    Left alone: larger windows and whole rows, which are reductions; sums over all channels.
     """
 
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
@@ -41,15 +42,34 @@ class Pooling(GPURule):
 
 
 def _is_window(stage: Stage) -> bool:
-    """Return whether a reduction is small and slides over one tensor."""
+    """Return whether a reduction is small and slides over one tensor, with weights or without."""
     extents = [constant(axis.dom.extent) for axis in stage.reduced]
     known = [extent for extent in extents if extent is not None]
-    if len(known) < len(extents) or math.prod(known) > _LARGEST_WINDOW:
-        return False
+    return (
+        len(known) == len(extents)
+        and math.prod(known) <= _LARGEST_WINDOW
+        and slid_tensor(stage) is not None
+    )
+
+
+def slid_tensor(stage: Stage) -> tirx.Buffer | None:
+    """Return the one tensor over which a reduction slides; None if there is none.
+
+    It may have weights, but then sums over all channels are products of matrices.
+    """
     read = [load for load in loads(stage.value) if not load.source.same_as(stage.output)]
-    if len({load.source for load in read}) != 1:
-        return False
-    return any(_slides(index, stage) for load in read for index in load.indices)
+    sliding = [
+        (load.source, index) for load in read for index in load.indices if _slides(index, stage)
+    ]
+    if len({source for source, _ in sliding}) != 1:
+        return None
+    [source, _], *_ = sliding
+    has_weights = any(not load.source.same_as(source) for load in read)
+    is_slid = (
+        constant(axis.dom.extent) == 1 or any(uses(index, axis.var) for _, index in sliding)
+        for axis in stage.reduced
+    )
+    return source if not has_weights or all(is_slid) else None
 
 
 def _slides(index: tirx.Expr, stage: Stage) -> bool:

@@ -185,6 +185,21 @@ def test_machine_code_of_tf32(name: str, arch: str) -> None:
     assert count(names, "STS") == count(names, "STS.128")  # others meet banks four times
 
 
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [(layer_of(3, 64, 7, 2), (1, 224, 224)), (layer_of(256, 512, 1, 2), (8, 56, 56))],
+    ids=["stem_of_one_image", "3_1x1_stride"],
+)
+def test_short_loops_are_not_unrolled(layer: ConvLayer, size: tuple[int, int, int]) -> None:
+    """Unrolled, these five and eight steps load ahead, and spill."""
+    target = Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
+    source = cuda_source(scheduled(layer, size, "float16", target), "sm_80")
+    [used], [code] = ptxas(source, "sm_80").values(), sass(source, "sm_80").values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names = opcodes(code)
+    assert count(names, "BAR") == 1
+
+
 def test_groups_stay_on_the_ordinary_cores() -> None:
     func = scheduled(layer_of(32, 32, 3, groups=4), (1, 14, 14), "float16", CUDA)
     assert "mma.sync" not in cuda_source(func)

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_text import count, cuda_source, opcodes, ptxas, sass
-from graph_cases import CUDA, run, scheduled
-from tvm import relax, te
+from gpu_conv_cases import convolve_groups
+from graph_cases import CUDA, fused, run, scheduled
+from tvm import relax, te, tirx
 from tvm.relax import op
 
 from schedules.gpu import Pooling
+from schedules.schedule_rule import RULE
 from tests.selection import in_turns
 
 F32 = "float32"
@@ -110,12 +112,61 @@ def test_pixels_of_four_channels_are_loaded_at_once(name: str) -> None:
     assert count(names, "STG.E.128") == count(names, "STG") == 1
 
 
+# Strides, padding, dilation, channels a group, filters a group, and their size.
+DEPTHWISE: dict[str, tuple[tuple[int, int], tuple[int, int, int, int], int, int, int, int]] = {
+    "plain": ((1, 1), (1, 1, 1, 1), 1, 1, 1, 3),
+    "strided, two filters a channel": ((2, 1), (0, 2, 1, 1), 1, 1, 2, 5),
+    "dilated": ((1, 1), (2, 2, 2, 2), 2, 1, 1, 3),
+    "two channels a group": ((1, 2), (1, 1, 1, 1), 1, 2, 3, 3),
+    "eight channels a group": ((1, 1), (1, 1, 1, 1), 1, 8, 8, 3),
+}
+
+
+@pytest.mark.parametrize("name", DEPTHWISE)
+def test_depthwise_convolutions_of_float16(name: str, rng: np.random.Generator) -> None:
+    strides, padding, dilation, channels, filters, size = DEPTHWISE[name]
+    groups = max(2, 6 // channels)
+    x = rng.standard_normal((2, groups * channels, 9, 12)).astype("float16")
+    w = rng.standard_normal((groups * filters, channels, size, size)).astype("float16")
+
+    def build(x: relax.Expr, w: relax.Expr) -> relax.Expr:
+        conv = op.nn.conv2d(x, w, strides, padding, dilation, groups, out_dtype=F32)
+        return op.nn.relu(conv)
+
+    [func] = scheduled(build, (x.shape, "float16"), (w.shape, "float16")).values()
+    assert func.attrs[RULE] == "Pooling"
+    [got] = run(build, [x, w])
+    wanted = np.maximum(convolve_groups(x, w, groups, strides, padding, dilation), 0)
+    np.testing.assert_allclose(got, wanted, 1e-5, 1e-5)
+
+
+def test_machine_code_of_a_depthwise_convolution() -> None:
+    def build(x: relax.Expr, w: relax.Expr) -> relax.Expr:
+        conv = op.nn.conv2d(x, w, padding=1, groups=960, out_dtype=F32)
+        return op.astype(op.clip(conv, 0, 6), "float16")
+
+    shapes = ((8, 960, 14, 14), "float16"), ((960, 1, 3, 3), "float16")
+    [func] = scheduled(build, *shapes, target=CUDA).values()
+    [used], [code] = ptxas(cuda_source(func)).values(), sass(cuda_source(func)).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names = opcodes(code)
+    assert used.registers <= 64 and not count(names, "BAR") and not count(names, "SHFL")
+    assert count(names, "STG.E") == count(names, "STG") == 1, "two pixels at once"
+
+
+def test_a_dense_convolution_of_few_channels_is_left_alone() -> None:
+    shapes = ((1, 3, 9, 9), F32), ((8, 3, 3, 3), F32)
+    mod = fused(op.nn.conv2d, *shapes)
+    [func] = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
+    assert Pooling().apply(func, CUDA, False) is None
+
+
 def test_sums_of_rows_are_left_alone() -> None:
     x = te.placeholder((8, 8), F32, name="x")
     k = te.reduce_axis((0, 8))
     func = te.create_prim_func([x, te.compute((8,), lambda i: te.sum(x[i, k], k))])
     assert Pooling().apply(func, CUDA, False) is None
-    wide = te.reduce_axis((0, 70))
+    wide = te.reduce_axis((0, 80))
     long = te.placeholder((200,), F32, name="long")
     func = te.create_prim_func([long, te.compute((100,), lambda i: te.sum(long[i + wide], wide))])
     assert Pooling().apply(func, CUDA, False) is None

@@ -15,7 +15,9 @@ import pytest
 import tvm
 from tvm import relax, te
 from tvm.ir.transform import PassContext
+from tvm.s_tir import dlight
 
+from tvm_fusion.codegen.device_code import compile_kernels, cuda_texts
 from tvm_fusion.codegen.linker import SharedLinker
 from tvm_fusion.compiler import build_kernels, pipeline
 from tvm_fusion.compiler.targets.target import resolve
@@ -89,6 +91,17 @@ def test_code_does_not_depend_on_the_threads(
         pipeline.build_apart(chain(), TARGET).executable.export_library(path, fcompile=linker)
         saved.append(path.read_bytes())
     assert saved[0] == saved[1] == saved[2]
+
+
+def test_kernels_for_a_gpu_are_built_in_groups_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    spied(monkeypatch, lambda _: both.wait(timeout=120))
+    target = resolve("cuda -arch=sm_90")
+    with target:
+        mod = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(chain())
+    executable = pipeline.build_apart(mod, target).executable
+    assert len(cuda_texts(executable)) == KERNELS // build_kernels.GROUP
+    assert len(compile_kernels(executable, "sm_90")) == KERNELS
 
 
 def test_instruments_see_everything_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

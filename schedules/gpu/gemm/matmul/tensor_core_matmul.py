@@ -28,7 +28,7 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import unravel
 
 from ...core.intrinsics import sync
-from ...core.kernel_function import resident_blocks, unless_empty, write_kernels
+from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
 from ...core.tensor_core import TensorCore
@@ -358,7 +358,7 @@ class ThreadPart:
         used, filled = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
         T.buffer_store(used, self.begin, [0])
         T.buffer_store(filled, self.begin + ahead * self.stage_bytes, [0])
-        with T.serial(i64(0), i64(steps)) as step:
+        with T.serial(i64(0), i64(steps), annotations=ROLLED) as step:
             core.wait(ahead - 1)
             sync()
             follows = step + i64(ahead) < i64(steps)
