@@ -155,7 +155,7 @@ class Exchange:
 
     @property
     def slot(self) -> int:
-        """Number of the slots of shared memory that it uses; two sets serve those in turn."""
+        """Number of its slots of shared memory; two sets, below 0, serve exchanges in turn."""
         return -1 - self.id % 2 if self.in_turn else self.id
 
     def sent_by(self, rank: int) -> tuple[Message, ...]:

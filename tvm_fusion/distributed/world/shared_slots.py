@@ -21,6 +21,9 @@ from schedules.distribute.rows.exchange_table import SLOT_HEADER, SLOT_SIZE, SLO
 MOST_BYTES = 256 * 1024
 """Of a parcel that goes through a slot; both sides have to choose alike."""
 
+MOST_IN_TURN = 512 * 1024
+"""Of one in an exchange in turn, which kernels copy, into slots that stay in the caches."""
+
 _LEAST_ROOM = 1024  # bytes
 _ARENA = 1 << 23  # bytes for all that a rank sends on its node
 _LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
@@ -145,7 +148,8 @@ class NodeSlots:
         return self._slot(number, peer, self._rank, nbytes)
 
     def _slot(self, number: int, source: int, dest: int, nbytes: int) -> Slot | None:
-        if source == dest or nbytes > MOST_BYTES or not {source, dest} <= self._places.keys():
+        most = MOST_IN_TURN if number < 0 else MOST_BYTES
+        if source == dest or nbytes > most or not {source, dest} <= self._places.keys():
             return None
         room = max(_LEAST_ROOM, 1 << (nbytes - 1).bit_length())
         key = number, source, dest, room
