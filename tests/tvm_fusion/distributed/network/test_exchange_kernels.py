@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 from mpi_ranks import Outcome, needs_mpi, run_ranks
 from rank_networks import network
 
 import tvm_fusion
 from examples.onnx_builder import random_inputs
 from tvm_fusion import distributed
+from tvm_fusion.distributed.network import compile_network
 
 PROGRAM = Path(__file__).with_name("network_program.py")
 
@@ -62,3 +64,12 @@ def test_failures_are_told_with_rank_exchange_and_peer(
     assert len(outcome.lines) == 1, outcome.stderr
     assert re.search(text, outcome.lines[0]), outcome.lines
     assert outcome.seconds < 20
+
+
+def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_network, "CompileExchanges", lambda _: tvm.transform.Sequential([]))
+    feed, expected = case()
+    model = distributed.compile_network(network(), 2, threads=1, exchange="always")
+    assert not model.plan.takes_table
+    result, _ = distributed.run_ranks(2, lambda world: model.on(world)(**feed))
+    np.testing.assert_array_equal(result, expected)
