@@ -19,6 +19,7 @@ from .conv2d.fuse_epilogue import FuseEpilogue
 from .conv2d.fusion_decision import Decision, decide
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
+from .distribute.compile_exchanges import CompileExchanges
 from .distribute.distribute_rows import DistributeRows
 from .distribute.exchange_in_place import ExchangeInPlace
 from .distribute.separate_pairs import SeparatePairs
@@ -55,6 +56,7 @@ __all__ = [
     "CheckAlignment",
     "ChooseWinograd",
     "CoalesceReduction",
+    "CompileExchanges",
     "ConfigureReductions",
     "Decision",
     "DecomposeNormalization",

@@ -148,8 +148,10 @@ class _Program:
     def _result(self, new: Mapping[relax.Var, relax.Expr]) -> relax.Tuple:
         """The results, with that of the last exchange, without which it would be dead code."""
         fields = [_replaced(field, new) for field in self._bindings[-1].value.fields]
-        last = [binding.var for binding in self._bindings if _is_exchange(binding.value)][-1]
-        return relax.Tuple([*fields, *([new[last]] if last in self._silent else [])])
+        exchanges = [binding.var for binding in self._bindings if _is_exchange(binding.value)]
+        return relax.Tuple(
+            [*fields, *(new[last] for last in exchanges[-1:] if last in self._silent)]
+        )
 
     def _write(
         self,

@@ -143,11 +143,20 @@ class Exchange:
         another may be sent as one message, in this order.
     synchronous : bool
         Whether a send is complete only when its receive has begun (``MPI_Issend``).
+    in_turn : bool
+        Whether each rank finishes an exchange of this program before it starts the next, so that
+        they can share memory.
     """
 
     id: int
     messages: tuple[Message, ...]
     synchronous: bool = False
+    in_turn: bool = False
+
+    @property
+    def slot(self) -> int:
+        """Number of its slots of shared memory; two sets, below 0, serve exchanges in turn."""
+        return -1 - self.id % 2 if self.in_turn else self.id
 
     def sent_by(self, rank: int) -> tuple[Message, ...]:
         """The messages that a rank sends."""

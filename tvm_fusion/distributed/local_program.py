@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
 
     from .world.numa_placement import Placement
+    from .world.slot_route import SlotRoute
 
 
 class Ranks(Protocol):
@@ -48,6 +49,14 @@ class Ranks(Protocol):
 
     def finish(self, exchange: Exchange) -> None:
         """Wait for them."""
+
+    def route(
+        self, exchange: Exchange, itemsize: int, row: np.ndarray, own: Region, held: Region
+    ) -> SlotRoute | None:
+        """Prepare an exchange for the kernel that makes it; None where Python does."""
+
+    def wait(self, route: SlotRoute, number: int) -> None:
+        """Wait for a message of a route."""
 
     def agree(self, text: str, of: str = "programs") -> None:
         """Compare a text on all ranks, and raise if it differs."""

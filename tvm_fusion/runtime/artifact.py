@@ -20,7 +20,7 @@ magic                   ``TVMFUSION-MODEL`` and a newline
 Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
 formats up to 3 do not record whether the program is one kernel. Formats up to 4 do not say whether
 functions are approximations, those up to 5 have no tuning records, and those up to 6 no ranks;
-those up to 8 exchange no rows in place.
+those up to 8 exchange no rows in place, those up to 9 none by kernels.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
@@ -60,7 +60,7 @@ from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 9
+FORMAT = 10
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"

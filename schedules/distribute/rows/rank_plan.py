@@ -2,7 +2,7 @@
 """Plan of a network over ranks, as a saved model holds it: functions, rows, exchanges, predictions.
 
 Read from JSON it is checked: every number is one, and every rank has its entry. Files of format 7
-know rows only, and programs up to format 8 no exchange in place.
+know rows only, programs up to format 8 no exchange in place, and those up to 9 no kernels for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from .row_plan import transfers
 EXCHANGE = "tvm_fusion.exchange_rows"
 """The packed function of an exchange: its number, the rank's own rows if it has some, the result of
 the exchange before it, and as its result the rows that it needs, or a byte: if it needs none, or if
-its own rows lie in a tensor of all that it needs, which then receives the others."""
+its own rows lie in a tensor of all that it needs, which then receives the others. What
+kernels leave to Python, they call with the number and the addresses of own and of needed rows."""
+
+EXCHANGE_WAIT = "tvm_fusion.exchange_wait"
+"""The packed function that waits for a slot: number of the exchange, and place of a message among
+those that the rank sends, then those that it receives."""
 
 Range = tuple[int, int]
 
@@ -75,10 +80,14 @@ class RankPart:
         Its function; empty if it has nothing to do.
     inputs : tuple[Range | None, ...]
         For each input of the model the rows that the function takes; None where it takes none.
+    in_place : tuple[int, ...]
+        Numbers of the exchanges for which its own rows lie in a tensor of all that it needs, where
+        it exchanges by kernels.
     """
 
     function: str
     inputs: tuple[Range | None, ...]
+    in_place: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,12 +151,15 @@ class RankPlan:
         For reports.
     constants : str
         Digest of the constants in the functions, so that ranks can compare their models.
+    takes_table : bool
+        Whether the functions exchange rows by kernels, whose table is the parameter after inputs.
     """
 
     parts: tuple[RankPart, ...]
     exchanges: tuple[RowExchange, ...]
     segments: tuple[Segment, ...]
     constants: str = ""
+    takes_table: bool = False
 
     @property
     def ranks(self) -> int:
@@ -176,6 +188,7 @@ def plan_from_json(data: Any) -> RankPlan:
         RankPart(
             _typed(part["function"], str),
             tuple(None if rows is None else _range(rows) for rows in _typed(part["inputs"], list)),
+            tuple(_typed(number, int) for number in _typed(part.get("in_place", []), list)),
         )
         for part in _typed(data["parts"], list)
     )
@@ -183,7 +196,8 @@ def plan_from_json(data: Any) -> RankPlan:
     segments = tuple(_segment(one) for one in _typed(data["segments"], list))
     if not parts:
         raise ValueError("the plan has no ranks")
-    return RankPlan(parts, exchanges, segments, _typed(data["constants"], str))
+    takes_table = _typed(data.get("takes_table", False), bool)
+    return RankPlan(parts, exchanges, segments, _typed(data["constants"], str), takes_table)
 
 
 def _exchange(data: Any, ranks: int) -> RowExchange:

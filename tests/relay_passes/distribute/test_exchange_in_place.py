@@ -4,51 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
-import numpy as np
+import pytest
 import tvm
+from rank_programs import calls, distributed, packed, residual_block
 from tvm import relax
 
-from relay_passes import DistributeRows, ExchangeInPlace, LegalizeCalls, op
+from relay_passes import ExchangeInPlace
 from relay_passes.distribute.distribute_rows import PLAN
-from relay_passes.op.legalizations import shared_legalizations
-from schedules.distribute.cost import Network, Processor
 from schedules.tir.parameter_windows import windows_of
-
-FIGURES = Network(1e-7, 1e11), Processor(1e9, 1e10)
-PACKED = {"out_layout": "NCHW4c", "in_channels": 4, "out_channels": 4}
-
-
-def weight(*shape: int) -> relax.Expr:
-    return relax.const(np.ones(shape, np.float32))
-
-
-def packed(
-    data: relax.Expr, residual: relax.Expr | None = None, size: int = 3, **attrs: object
-) -> relax.Call:
-    """A convolution of four channels in one block."""
-    padding = [size // 2] * 4
-    operands = weight(1, 1, size, size, 4, 4), weight(1, 4), residual
-    return op.conv2d(data, *operands, padding=padding, data_layout="NCHW4c", **PACKED, **attrs)
-
-
-def distributed(build: Callable[..., relax.Expr], ranks: int = 2) -> tvm.IRModule:
-    """Legalized programs of ranks, each of whose convolutions are exchanged."""
-    x = relax.Var("x", relax.TensorType((1, 1, 8, 8, 4), "float32"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            result = builder.emit_output(build(builder, x))
-        builder.emit_func_output(result)
-    mod = DistributeRows(ranks, *FIGURES, "always")(builder.get())
-    return LegalizeCalls(shared_legalizations())(mod)
-
-
-def calls(mod: tvm.IRModule, name: str) -> dict[str, relax.Call]:
-    """Calls of a program, by the names of their results."""
-    bindings = [b for block in mod[name].body.blocks for b in block.bindings]
-    return {b.var.name: b.value for b in bindings if isinstance(b.value, relax.Call)}
 
 
 def windows(mod: tvm.IRModule, call: relax.Call) -> dict[int, tuple[int, int]]:
@@ -58,11 +22,6 @@ def windows(mod: tvm.IRModule, call: relax.Call) -> dict[int, tuple[int, int]]:
 
 def shape(call: relax.Call) -> list[int]:
     return [int(extent) for extent in call.ty.shape.values]
-
-
-def residual_block(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
-    first = builder.emit(packed(x), "first")
-    return packed(first, first)
 
 
 def test_results_and_residuals_in_place() -> None:
@@ -84,15 +43,16 @@ def test_results_and_residuals_in_place() -> None:
     tvm.ir.assert_structural_equal(ExchangeInPlace()(after), after)
 
 
-def test_slices_are_read_where_they_lie() -> None:
-    """The stride of 2 reads seven of a rank's eight rows."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_slices_are_read_where_they_lie(ranks: int) -> None:
+    """The stride of 2 reads seven of a rank's eight rows; one rank exchanges nothing."""
 
     def build(builder: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
         first = builder.emit(packed(x), "first")
         second = builder.emit(packed(first, size=1, strides=[2, 2]), "second")
         return packed(first, second, strides=[2, 2])
 
-    before = distributed(build)
+    before = distributed(build, ranks)
     assert "strided_slice" in before.script()
     after = ExchangeInPlace()(before)
     assert "strided_slice" not in after.script()

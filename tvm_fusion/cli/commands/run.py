@@ -75,6 +75,13 @@ if TYPE_CHECKING:
     help="With --distributed: spread the ranks of a machine over its NUMA nodes, their memory on "
     "the same node, the next (other) one, or unbound; refused by a machine with one node.",
 )
+@click.option(
+    "--bind/--no-bind",
+    default=True,
+    show_default=True,
+    help="With --distributed: give each rank of a machine processors of its own, if there are "
+    "enough of them.",
+)
 @compile_options
 @records_option
 @threads_option
@@ -89,6 +96,7 @@ def run_command(
     distributed: bool,
     timeout: float,
     numa: Numa | None,
+    bind: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -105,9 +113,10 @@ def run_command(
         from .run_distributed import run_distributed
 
         threads = options["threads"]
-        run_distributed(model, inputs, output, seed, repeat, threads, timeout, numa, as_json)
+        settings = {"timeout": timeout, "threads": threads, "numa": numa, "bind": bind}
+        run_distributed(model, inputs, output, seed, repeat, settings, as_json)
         return
-    refuse_given(["timeout", "numa"], "it is for --distributed")
+    refuse_given(["timeout", "numa", "bind"], "it is for --distributed")
     from ... import load
 
     if streams is not None and options["threads"] is None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...errors import TVMFusionError
 from ...runtime.artifact import describe_artifact
 from ..output import show
 from .run_model import run_model, run_text, save_outputs
-
-if TYPE_CHECKING:
-    from ...distributed.world.numa_placement import Numa
 
 
 def run_distributed(
@@ -22,15 +19,16 @@ def run_distributed(
     output: Path | None,
     seed: int,
     repeat: int,
-    threads: int | None,
-    timeout: float,
-    numa: Numa | None,
+    settings: Mapping[str, Any],
     as_json: bool,
 ) -> None:
-    """Run a model on all ranks of this job; the first one writes and shows the outputs."""
+    """Run a model on all ranks of this job; the first one writes and shows the outputs.
+
+    ``settings`` are those of the session.
+    """
     from ...distributed import load, session
 
-    with session(_ranks_of(path), timeout=timeout, threads=threads, numa=numa) as world:
+    with session(_ranks_of(path), **settings) as world:
         model = load(path).on(world)
         result, outputs = run_model(model, files, {}, seed, repeat)
         if world.rank == 0:

@@ -17,6 +17,7 @@ from tvm.ir import GenericConst
 from tvm.ir.transform import Pass
 from tvm.target import Target
 
+from relay_passes.distribute.compile_exchanges import CompileExchanges
 from relay_passes.distribute.distribute_rows import PLAN, DistributeRows
 from relay_passes.distribute.exchange_in_place import ExchangeInPlace
 from relay_passes.distribute.row_stages import read_stages
@@ -97,7 +98,7 @@ def compile_network(
     figures = network or Network(), processor or estimated_processor(resolved)
     split = DistributeRows(ranks, *figures, exchange)
     whole, rest = _phases(resolved, options, ranks)
-    rest["lower"] = [*rest["lower"], ExchangeInPlace()]
+    rest["lower"] = [*rest["lower"], ExchangeInPlace(), CompileExchanges(resolved)]
     phases = {**whole, "distribute": [split], **rest}
     tell = announcer(progress, len(phases) + 2)
     tell("import")

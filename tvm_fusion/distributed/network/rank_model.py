@@ -7,32 +7,43 @@ import ctypes
 import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tvm_ffi
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region, intersection
-from schedules.distribute.rows.rank_plan import EXCHANGE, Range, RowExchange
+from schedules.distribute.rows.exchange_table import table_width
+from schedules.distribute.rows.rank_plan import EXCHANGE, EXCHANGE_WAIT, Range, RowExchange
 
-from ...runtime.arguments import InputBuffers, bind, call_error, check, numpy_dtype, results
+from ...runtime.arguments import InputBuffers, bind, call_error, check, empty, numpy_dtype, results
 from ...runtime.artifact import Description
 from ...runtime.compiled_model import Latency
 from ...runtime.thread_pool import Crew
 from ...runtime.tvm_runtime import start_machine
 from ..local_program import Ranks
 
+if TYPE_CHECKING:
+    from ..world.slot_route import SlotRoute
+
 _AXIS = 2  # rows
-_MOST_PLACES = 8  # addresses of an exchange's tensors that are remembered
+_MOST_PLACES = 16  # addresses of an exchange's tensors that are remembered
 
 _running = threading.local()
 
 
 @tvm_ffi.register_global_func(EXCHANGE, override=True)
-def _exchange_rows(number: int, *tensors: Any) -> None:
+def _exchange_rows(number: int, *places: Any) -> None:
     """Called by the program of the rank that runs in this thread."""
-    _running.model.exchange(int(number), tensors)
+    _running.model.exchange(int(number), places)
+
+
+@tvm_ffi.register_global_func(EXCHANGE_WAIT, override=True)
+def _exchange_wait(number: int, message: int) -> None:
+    """Called by a kernel of the program, for which a slot is late."""
+    _running.model.wait(int(number), int(message))
 
 
 class RankModel:
@@ -64,11 +75,12 @@ class RankModel:
         self._weights = weights
         self._part = about.ranks.parts[world.rank]
         self._exchanges = [
-            _LocalExchange(number, each, world.rank)
+            _LocalExchange(number, each, world.rank, number in self._part.in_place)
             for number, each in enumerate(about.ranks.exchanges)
         ]
         taken = zip(about.inputs, self._part.inputs, strict=True)
         self._buffers = InputBuffers([spec for spec, rows in taken if rows is not None])
+        self._table = [self._fill_table()] if about.ranks.takes_table else []
         self._machine = start_machine(library)
         self._crew = Crew(world.threads)
         self._error: BaseException | None = None
@@ -131,19 +143,47 @@ class RankModel:
                 seconds.append(time.perf_counter() - begin)
         return Latency.of(seconds, self.world.threads)
 
-    def exchange(self, number: int, tensors: Sequence[Any]) -> None:
-        """Exchange rows of the program's tensors with other ranks."""
+    def exchange(self, number: int, places: Sequence[Any]) -> None:
+        """Exchange rows with other ranks: of tensors, or of memory at two addresses.
+
+        Files of formats up to 9 pass tensors.
+        """
+        with self._keeping_errors():
+            own, held = places[0], places[-1]
+            if not isinstance(own, int):
+                in_place = held.ndim == 1
+                own = int(own.data_ptr())
+                held = own if in_place else int(held.data_ptr())
+            self._exchanges[number](self.world, own, held)
+
+    def wait(self, number: int, message: int) -> None:
+        """Wait for the slot of a message."""
+        with self._keeping_errors():
+            self._exchanges[number].wait(self.world, message)
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
         try:
-            self._exchanges[number](self.world, tensors)
+            yield
         except BaseException as error:  # TVM keeps its text only
             self._error = error
             raise
+
+    def _fill_table(self) -> Any:
+        """The table that kernels read."""
+        shape = max(1, len(self._exchanges)), table_width(self.world.size)
+        tensor = empty(shape, "int64", tvm_ffi.device("cpu", 0))
+        rows = np.from_dlpack(tensor)
+        rows[...] = 0
+        for row, exchange in zip(rows, self._exchanges, strict=False):
+            exchange.prepare(self.world, row)
+        return tensor
 
     def _run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         tensors, memory = self._buffers.tensors(arrays)
         _running.model = self
         try:
-            returned = self._machine[self._part.function](*tensors, *self._weights)
+            returned = self._machine[self._part.function](*tensors, *self._table, *self._weights)
         except Exception as failure:
             error, self._error = self._error, None
             if error is not None:
@@ -165,7 +205,7 @@ def _rows_of(array: np.ndarray, rows: Range) -> np.ndarray:
 class _LocalExchange:
     """An exchange as one rank takes part in it."""
 
-    def __init__(self, number: int, exchange: RowExchange, rank: int) -> None:
+    def __init__(self, number: int, exchange: RowExchange, rank: int, in_place: bool) -> None:
         self._dtype = numpy_dtype(exchange.dtype)
         self._own, self._held = exchange.own_region(rank), exchange.held_region(rank)
         messages = []
@@ -175,17 +215,28 @@ class _LocalExchange:
                 buffer = "own" if source == rank else "held"
                 region = intersection(exchange.own_region(source), exchange.held_region(dest))
                 messages.append(Message(source, dest, buffer, region))
-        self.exchange = Exchange(number, tuple(messages))
+        self.exchange = Exchange(number, tuple(messages), in_turn=True)
+        self._route: SlotRoute | None = None
         self._receives = any(message.dest == rank for message in messages)
+        self._windows = self._held if in_place and self._receives else self._own, self._held
         self._views: dict[tuple[int, int], _Views] = {}
 
-    def __call__(self, world: Ranks, tensors: Sequence[Any]) -> None:
-        place = int(tensors[0].data_ptr()), int(tensors[-1].data_ptr())
+    def prepare(self, world: Ranks, row: np.ndarray) -> None:
+        """Let the kernel make the exchange, where it can, by a row of the table."""
+        self._route = world.route(self.exchange, self._dtype.itemsize, row, *self._windows)
+
+    def wait(self, world: Ranks, message: int) -> None:
+        """Wait for the slot of a message, in the kernel's place."""
+        assert self._route is not None, "only a kernel with a route waits"
+        world.wait(self._route, message)
+
+    def __call__(self, world: Ranks, own: int, held: int) -> None:
+        place = own, held
         if place not in self._views:
             if len(self._views) >= _MOST_PLACES:
                 self._views.clear()
-            in_place = self._receives and tensors[-1].ndim == 1
-            self._views[place] = self._in_place(place[0]) if in_place else self._view(*place)
+            in_place = self._receives and own == held
+            self._views[place] = self._in_place(own) if in_place else self._view(*place)
         views = self._views[place]
         world.start(self.exchange, views.buffers)
         if views.kept is not None:

@@ -18,18 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from schedules.distribute.exchange import Exchange, LocalBuffer
+from schedules.distribute.exchange import Exchange, LocalBuffer, Region
 
 from ...errors import DistributedError
 from . import failure
 from .numa_placement import Placement
 from .parcel import PreparedExchange, as_bytes, name_ranks
 from .shared_slots import NodeSlots
+from .slot_route import SlotRoute, slot_route
 from .watch import NodeRecord, slot_text
 
 _INSTALL = "{}; install both by: pip install 'tvm-fusion[mpi]', or mpi4py for the cluster's own MPI"
-_KEPT = 4
+_KEPT = 16
+"""Of an exchange: TVM gives a program's tensors up to seven places, in turns."""
+
 _SPINS = 1000  # tests before the clock is read
+_KERNEL_SPINS = 20_000  # tests by compiled code, in about a millisecond
+_CROWDED_SPINS = 200  # where another rank may need the processor
 _YIELD_SECONDS = 1e-3  # then a rank sleeps between tests: others may need its core
 _SLEEP_SECONDS = 5e-5
 
@@ -62,9 +67,12 @@ class World:
         Threads for each kernel of this rank.
     placement : Placement | None
         Its place on the NUMA nodes of its machine, if the session gave it one.
+    is_crowded : bool
+        Whether other ranks of the node may need the processor of this one while it waits.
     """
 
     placement: Placement | None = None
+    is_crowded = True
 
     def __init__(
         self,
@@ -82,6 +90,7 @@ class World:
         self._byte = mpi.BYTE
         self._prepared: dict[int, list[PreparedExchange]] = {}
         self._running: dict[int, PreparedExchange] = {}
+        self._routes: list[SlotRoute] = []
         self.doing = "before its first exchange"
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
@@ -117,7 +126,7 @@ class World:
             for request, parcel in prepared.outgoing:
                 if parcel.slot is not None and not request.Test():
                     whom = [(request, parcel.peer)]
-                    self._wait_for(request, None, whom, prepared, time.monotonic())
+                    self._wait_for(request, None, whom, prepared.name, time.monotonic())
                 parcel.pack()
                 request.Start()
         except self._mpi.Exception as error:
@@ -139,7 +148,8 @@ class World:
         try:
             for done, (request, parcel, status) in enumerate(prepared.incoming):
                 if not request.Test(status):
-                    self._wait_for(request, status, prepared.awaited[done:], prepared, begin)
+                    awaited = prepared.awaited[done:]
+                    self._wait_for(request, status, awaited, prepared.name, begin)
                 received = status.Get_count(byte)
                 if received != parcel.nbytes:
                     raise DistributedError(
@@ -150,10 +160,48 @@ class World:
             for request, parcel in prepared.outgoing:
                 if prepared.awaits(parcel) and not request.Test():
                     rest = prepared.awaited[len(prepared.incoming) :]
-                    self._wait_for(request, None, rest, prepared, begin)
+                    self._wait_for(request, None, rest, prepared.name, begin)
         except self._mpi.Exception as error:
             raise self._failed(prepared, error) from error
         self._say(prepared.after)
+
+    def route(
+        self, exchange: Exchange, itemsize: int, row: np.ndarray, own: Region, held: Region
+    ) -> SlotRoute | None:
+        """Prepare an exchange of one array for the kernel that makes it, if all is on this node.
+
+        Parameters
+        ----------
+        exchange : Exchange
+            One in turn, the same on all ranks.
+        itemsize : int
+            Bytes of an element.
+        row : np.ndarray
+            Of zeros, to be filled for the kernel until the end of the session.
+        own, held : Region
+            What lies in the tensors from which it sends and into which it receives.
+        """
+        if self._slots is None:
+            return None
+        route = slot_route(exchange, self.rank, itemsize, self._slots)
+        if route is None:
+            return None
+        record = ctypes.addressof(ctypes.c_char.from_buffer(self._record.text))
+        spins = _CROWDED_SPINS if self.is_crowded else _KERNEL_SPINS
+        route.fill(row, own, held, spins, record)
+        self._routes.append(route)
+        return route
+
+    def wait(self, route: SlotRoute, number: int) -> None:
+        """Wait for the slot of a message of a route, for which its kernel has waited long.
+
+        Raises
+        ------
+        DistributedError
+            If the rank does not answer in time.
+        """
+        awaited = route.awaited(number)
+        self._wait_for(awaited[0][0], None, awaited, route.texts.name, time.monotonic())
 
     @property
     def takes_device_memory(self) -> bool:
@@ -246,6 +294,8 @@ class World:
 
     def free(self) -> None:
         """Release what MPI holds for this object, which is of no use any more."""
+        for route in self._routes:
+            route.close()
         for prepared in itertools.chain.from_iterable(self._prepared.values()):
             prepared.free()
         self._prepared.clear()
@@ -258,10 +308,11 @@ class World:
         os.kill(os.getpid(), 9)
 
     def _prepare(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> PreparedExchange:
-        """Parcels of an exchange; a few are kept, since steps may swap two arrays."""
+        """Parcels of an exchange; some are kept, since steps may swap arrays."""
         kept = self._prepared.setdefault(exchange.id, [])
-        for prepared in kept:
+        for number, prepared in enumerate(kept):
             if prepared.fits(exchange, buffers):
+                kept.append(kept.pop(number))  # in turns, the next one is now the first
                 return prepared
         kept.append(PreparedExchange(self._mpi, self._comm, exchange, buffers, self._slots))
         if len(kept) > _KEPT:
@@ -288,13 +339,13 @@ class World:
         request: Any,
         status: Any,
         awaited: Sequence[tuple[Any, int]],
-        prepared: PreparedExchange,
+        name: str,
         begin: float,
     ) -> None:
         """Wait for a message of an exchange, or raise at the deadline and name whom it awaits."""
         if not self._completes(request, status, begin):
             late = sorted({peer for other, peer in awaited if not other.Test()})
-            raise DistributedError(self._late(late, prepared.name))
+            raise DistributedError(self._late(late, name))
 
     def _completes(self, request: Any, status: Any, begin: float) -> bool:
         """Test a request until it is complete; False at the deadline."""
@@ -332,12 +383,11 @@ class World:
 
     def _say(self, text: bytes) -> None:
         self._record.say(text)
-        self._doing = text
 
     @property
     def doing(self) -> str:
         """The exchange in which, or after which, this rank is."""
-        return self._doing.rstrip(b"\0").decode(errors="replace")
+        return bytes(self._record.text).rstrip(b"\0").decode(errors="replace")
 
     @doing.setter
     def doing(self, text: str) -> None:

@@ -34,6 +34,7 @@ def session(
     timeout: float = TIMEOUT,
     threads: int | None = None,
     numa: Numa | None = None,
+    bind: bool = True,
 ) -> Iterator[World]:
     """Session of all ranks of this job, which ``mpiexec -n N`` started.
 
@@ -52,7 +53,10 @@ def session(
     numa : str | None
         Spreads the ranks of a machine over its NUMA nodes, for example one a socket, and binds the
         memory of each to the ``"same"`` node as its processors, to the next (``"other"``) one, or
-        leaves it ``"unbound"``. None leaves processors and memory to the operating system.
+        leaves it ``"unbound"``. None leaves memory to the operating system.
+    bind : bool
+        Whether ranks that may use the same processors of a machine, of which there are enough, each
+        run on a share of their own. Else the operating system moves them.
 
     Yields
     ------
@@ -76,7 +80,7 @@ def session(
             with failure.guarded_exit(lambda code: _exited(world, code)):
                 _check(world, ranks)
                 place = world.placement = _place(world, siblings, numa)
-                with _processors(world, siblings, threads, place), memory_bound(place):
+                with _processors(world, siblings, threads, place, bind), memory_bound(place):
                     yield world
                 world.wait_for_all()
         except failure.DisagreementError:
@@ -189,21 +193,28 @@ def _place(world: World, siblings: Sequence[_Sibling], numa: Numa | None) -> Pla
 
 @contextmanager
 def _processors(
-    world: World, siblings: Sequence[_Sibling], threads: int | None, place: Placement | None
+    world: World,
+    siblings: Sequence[_Sibling],
+    threads: int | None,
+    place: Placement | None,
+    bind: bool,
 ) -> Iterator[None]:
     """Share out the processors of the node, where several ranks may use the same ones.
 
-    A rank with one thread is left to the operating system, which moves it to an idle processor;
-    where it has a place, to one of that.
+    Ranks of one thread, too: while they wait for each other, Linux may let two of them take turns
+    on one processor, and leave another one idle.
     """
     mine = siblings[[sibling.rank for sibling in siblings].index(world.rank)].processors
     same = [sibling.rank for sibling in siblings if sibling.processors == mine]
     share = place.processors if place else part(mine, same.index(world.rank), len(same))
     wanted = threads if threads is not None else max(1, len(share))
-    bind = place is not None or 1 < wanted <= len(share) < len(mine)
+    is_enough = len(same) <= len(mine) and wanted <= len(share) < len(mine)
+    bind = place is not None or (bind and is_enough)
     if bind:
         os.sched_setaffinity(0, share)
     world.threads = choose_threads(wanted)
+    usable = {processor for sibling in siblings for processor in sibling.processors}
+    world.is_crowded = len(siblings) * world.threads > len(usable)
     try:
         yield
     finally:

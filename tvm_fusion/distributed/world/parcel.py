@@ -13,7 +13,7 @@ all ranks, or on none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -143,6 +143,32 @@ def _segments(view: np.ndarray) -> np.ndarray:
     return view.reshape(*shape, items).view(f"V{length}")
 
 
+class ExchangeTexts:
+    """What a rank says of an exchange.
+
+    Parameters
+    ----------
+    number : int
+        Of the exchange.
+    peers : Iterable[int]
+        The ranks with which it exchanges.
+
+    Attributes
+    ----------
+    name : str
+        For messages.
+    inside, after : bytes
+        What the rank does in and after the exchange, for the node's record.
+    """
+
+    def __init__(self, number: int, peers: Iterable[int]) -> None:
+        several = sorted(set(peers))
+        whom = f" with {name_ranks(several)}" if several else ""
+        self.name = f"in exchange {number}"
+        self.inside = slot_text(f"{self.name}{whom}")
+        self.after = slot_text(f"after exchange {number}{whom}")
+
+
 class PreparedExchange:
     """Parcels of an exchange, and MPI's persistent requests that move them again and again.
 
@@ -168,7 +194,7 @@ class PreparedExchange:
     name : str
         For messages.
     inside, after : bytes
-        What this rank does in and after the exchange, for the node's record.
+        Those of :class:`ExchangeTexts`.
     """
 
     def __init__(
@@ -185,15 +211,12 @@ class PreparedExchange:
         self._windows = list(windows.items())
         if exchange.synchronous:  # ends when its receives have begun, which a slot does not tell
             slots = None
-        send_slot = partial(slots.outgoing, exchange.id) if slots else _no_slot
-        receive_slot = partial(slots.incoming, exchange.id) if slots else _no_slot
+        send_slot = partial(slots.outgoing, exchange.slot) if slots else _no_slot
+        receive_slot = partial(slots.incoming, exchange.slot) if slots else _no_slot
         outgoing = _parcels(sent, [m.dest for m in sent], buffers, send_slot)
         incoming = _parcels(received, [m.source for m in received], buffers, receive_slot)
-        self.name = f"in exchange {exchange.id}"
-        peers = sorted({parcel.peer for parcel in (*incoming, *outgoing)})
-        whom = f" with {name_ranks(peers)}" if peers else ""
-        self.inside = slot_text(f"{self.name}{whom}")
-        self.after = slot_text(f"after exchange {exchange.id}{whom}")
+        texts = ExchangeTexts(exchange.id, (parcel.peer for parcel in (*incoming, *outgoing)))
+        self.name, self.inside, self.after = texts.name, texts.inside, texts.after
         self._types: list[Any] = []
         self._mpi, self._comm = mpi, comm
         self.incoming = [self._receive(parcel) for parcel in incoming]

@@ -16,14 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from schedules.distribute.rows.exchange_table import SLOT_HEADER, SLOT_SIZE, SLOT_TAKEN
+
 MOST_BYTES = 256 * 1024
 """Of a parcel that goes through a slot; both sides have to choose alike."""
+
+MOST_IN_TURN = 512 * 1024
+"""Of one in an exchange in turn, which kernels copy, into slots that stay in the caches."""
 
 _LEAST_ROOM = 1024  # bytes
 _ARENA = 1 << 23  # bytes for all that a rank sends on its node
 _LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
-_HEADER = 2 * _LINE
-_SENT, _SIZE, _TAKEN = 0, 8, _LINE  # places in the header
+_HEADER = SLOT_HEADER
+_SENT, _SIZE, _TAKEN = 0, SLOT_SIZE, SLOT_TAKEN  # places in the header
 _IN_ORDER = ("x86_64", "AMD64")
 """Processors that let others see stores in their order. Elsewhere Python has no fence for them."""
 
@@ -40,10 +45,13 @@ class Slot:
     ----------
     data : np.ndarray
         Bytes of the message; the sender's while the slot is empty, else the receiver's.
+    address : int
+        Of the header.
     """
 
     def __init__(self, memory: memoryview) -> None:
         self.data = np.frombuffer(memory[_HEADER:], np.uint8)
+        self.address = int(self.data.ctypes.data) - _HEADER
         self._counts = memory[:_HEADER]  # of messages, modulo 256
         self._size = memory[_SIZE : _SIZE + 8].cast("Q")
 
@@ -131,19 +139,20 @@ class NodeSlots:
         self._used: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[int, int, int, int], Slot | None] = {}
 
-    def outgoing(self, exchange: int, peer: int, nbytes: int) -> Slot | None:
-        """Slot for what this rank sends to another one; None if MPI is to send it."""
-        return self._slot(exchange, self._rank, peer, nbytes)
+    def outgoing(self, number: int, peer: int, nbytes: int) -> Slot | None:
+        """Slot with a number for what this rank sends; None if MPI is to send it."""
+        return self._slot(number, self._rank, peer, nbytes)
 
-    def incoming(self, exchange: int, peer: int, nbytes: int) -> Slot | None:
-        """Slot for what this rank receives from another one; None if MPI is to receive it."""
-        return self._slot(exchange, peer, self._rank, nbytes)
+    def incoming(self, number: int, peer: int, nbytes: int) -> Slot | None:
+        """Slot with a number for what this rank receives; None if MPI is to receive it."""
+        return self._slot(number, peer, self._rank, nbytes)
 
-    def _slot(self, exchange: int, source: int, dest: int, nbytes: int) -> Slot | None:
-        if source == dest or nbytes > MOST_BYTES or not {source, dest} <= self._places.keys():
+    def _slot(self, number: int, source: int, dest: int, nbytes: int) -> Slot | None:
+        most = MOST_IN_TURN if number < 0 else MOST_BYTES
+        if source == dest or nbytes > most or not {source, dest} <= self._places.keys():
             return None
         room = max(_LEAST_ROOM, 1 << (nbytes - 1).bit_length())
-        key = exchange, source, dest, room
+        key = number, source, dest, room
         if key not in self._slots:
             self._slots[key] = self._allocate(source, dest, room)
         return self._slots[key]

@@ -59,6 +59,11 @@ class NodeRecord:
         """Note what this rank does; ``text`` is made by :func:`slot_text`."""
         self._text[:] = text
 
+    @property
+    def text(self) -> memoryview:
+        """Memory of what this rank does."""
+        return self._text
+
     def is_open(self, slot: int) -> bool:
         """Return whether a rank is in its session."""
         begin = _HEADER + slot * SLOT

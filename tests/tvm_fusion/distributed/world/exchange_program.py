@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
@@ -166,6 +167,28 @@ def check_kept_windows(world):
         assert world.rank > 1 or buffer.array.tolist() == [number] * size
 
 
+def check_windows_in_turns(world):
+    """A program's tensors take up to seven places in turns, which are prepared once."""
+    exchange = Exchange(5, (Message(0, 1, "A", ((0, 4),)),))
+    windows = [{"A": LocalBuffer(np.full(4, turn), (0,))} for turn in range(7)]
+    rounds = []
+    for _ in range(3):
+        for buffers in windows:
+            world.start(exchange, buffers)
+            world.finish(exchange)
+        rounds.append({id(each) for each in world._prepared[5]})
+    assert rounds[0] == rounds[1] == rounds[2]
+
+
+def check_processors(world, allowed):
+    """Ranks have processors of their own, if there are enough."""
+    if world.size > len(allowed):
+        assert sorted(os.sched_getaffinity(0)) == allowed
+        return
+    ends = [len(allowed) * rank // world.size for rank in (world.rank, world.rank + 1)]
+    assert sorted(os.sched_getaffinity(0)) == allowed[slice(*ends)]
+
+
 def check_synchronous_transfers_in_any_order(world):
     """A send is complete when its receive has begun: the ends may come in any order."""
     exchanges = [
@@ -242,7 +265,11 @@ CASES = [
     ((7, 64, 8), 1, 1, ["float32"]),  # short segments: packed
 ]
 
+ALLOWED = sorted(os.sched_getaffinity(0))
+with distributed.session(timeout=30, bind=False):
+    assert sorted(os.sched_getaffinity(0)) == ALLOWED
 with distributed.session(timeout=30) as world:
+    check_processors(world, ALLOWED)
     check_exchanges(world, CASES)
     check_corners(world)
     check_collectives(world)
@@ -251,6 +278,7 @@ with distributed.session(timeout=30) as world:
         check_long_rows(world)
         check_a_slow_receiver(world)
         check_kept_windows(world)
+        check_windows_in_turns(world)
         check_synchronous_transfers_in_any_order(world)
         check_refusals(world)
     if world.size > 2:

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schedules.distribute.exchange import Exchange
 from tvm_fusion.distributed.world.parcel import Parcel
 from tvm_fusion.distributed.world.shared_slots import (
     MOST_BYTES,
+    MOST_IN_TURN,
     NodeSlots,
     SlotReceive,
     SlotSend,
@@ -70,6 +72,9 @@ def test_what_mpi_sends(path: str) -> None:
     assert node.outgoing(0, 5, 8) is None  # of another node
     assert node.outgoing(0, 4, 8) is None  # itself
     assert node.outgoing(0, 6, MOST_BYTES + 1) is None
+    in_turn = Exchange(0, (), in_turn=True).slot
+    assert node.outgoing(in_turn, 6, MOST_IN_TURN) is not None
+    assert node.outgoing(in_turn, 6, MOST_IN_TURN + 1) is None
     slots = [node.outgoing(number, 6, MOST_BYTES) for number in range(20)]
     assert slots[0] is not None and slots[-1] is None  # all memory of this pair is in use
     assert node.outgoing(0, 6, MOST_BYTES) is slots[0]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges by kernels between real processes: the bits of one rank, and failures."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from mpi_ranks import Outcome, needs_mpi, run_ranks
+from rank_networks import network
+
+import tvm_fusion
+from examples.onnx_builder import random_inputs
+from tvm_fusion import distributed
+from tvm_fusion.distributed.network import compile_network
+
+PROGRAM = Path(__file__).with_name("network_program.py")
+
+
+@functools.cache
+def case() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    feed = random_inputs(network(), 3)
+    return feed, tvm_fusion.compile(network(), threads=1)(**feed)
+
+
+def run(ranks: int, mode: str, folder: Path) -> Outcome:
+    feed, expected = case()
+    model = distributed.compile_network(network(), ranks, threads=1, exchange="always")
+    model.save(folder / "model.so")
+    np.savez(folder / "arrays.npz", expected=expected, **feed)
+    return run_ranks(ranks, PROGRAM, mode, str(folder / "model.so"), str(folder / "arrays.npz"))
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 7])
+def test_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
+    """Also with more ranks than processors."""
+    outcome = run(ranks, "run", tmp_path)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.count("ended well") == ranks
+    assert outcome.lines == []
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        (
+            "hang",
+            r"rank 0 of 2 waited 1 s for rank 1 in exchange 1; rank 1 is after exchange 7",
+        ),
+        ("kill", r"rank 1( of 2 was killed or crashed,)? after exchange 7 with rank 0"),
+    ],
+)
+def test_failures_are_told_with_rank_exchange_and_peer(
+    mode: str, text: str, tmp_path: Path
+) -> None:
+    outcome = run(2, mode, tmp_path)
+    assert outcome.code != 0
+    assert len(outcome.lines) == 1, outcome.stderr
+    assert re.search(text, outcome.lines[0]), outcome.lines
+    assert outcome.seconds < 20
+
+
+def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_network, "CompileExchanges", lambda _: tvm.transform.Sequential([]))
+    feed, expected = case()
+    model = distributed.compile_network(network(), 2, threads=1, exchange="always")
+    assert not model.plan.takes_table
+    result, _ = distributed.run_ranks(2, lambda world: model.on(world)(**feed))
+    np.testing.assert_array_equal(result, expected)
