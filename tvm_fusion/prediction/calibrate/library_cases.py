@@ -11,7 +11,7 @@ from typing import Any
 
 from schedules.cost.kernel_call import KernelCall
 
-from ..model.library import FLOPS_PER_ELEMENT, Tensor, conv2d, elementwise, gather, gemm, rows
+from ..model.library import Tensor, conv2d, elementwise, gather, gemm, rows
 
 Shape = tuple[int, ...]
 
@@ -239,7 +239,7 @@ def _batch_norms() -> list[LibraryCase]:
     found = []
     for shape in ((1, 64, 56, 56), (8, 32, 32, 32), (1, 512, 7, 7), (16, 128, 16, 16)):
         data, channels = _float(*shape), (shape[1],)
-        call = elementwise("batch_norm", [data, *[_float(*channels)] * 4], data, 2.0)
+        call = elementwise("batch_norm", [data, *[_float(*channels)] * 4], data)
         text = " x ".join(map(str, shape))
         found.append(
             LibraryCase(
@@ -255,7 +255,7 @@ def _batch_norms() -> list[LibraryCase]:
         found.append(
             LibraryCase(
                 f"pytorch batch norm backward {text}",
-                _backward(call, data.bytes),
+                elementwise("batch_norm_backward", [data, data, *[_float(*channels)] * 5], data),
                 (shape, shape),
                 (channels,) * 5,
                 lambda torch, g, x, w, *rest: torch.ops.aten.native_batch_norm_backward(
@@ -272,17 +272,13 @@ def _streams() -> list[LibraryCase]:
         shape = count // 64, 64
         for op, (operands, run) in _OPERATORS.items():
             out = _float(*shape)
-            stem = op.removesuffix("_backward")
-            flops = float(FLOPS_PER_ELEMENT.get(stem, _FLOPS.get(op, 1.0)))
-            call = elementwise(op, [out] * operands, out, flops)
-            if op == "concat":
-                call = elementwise(op, [out] * operands, _float(2 * shape[0], 64), 0.0)
+            joined = _float(2 * shape[0], 64)
+            call = elementwise(op, [out] * operands, joined if op == "concat" else out)
             name = f"pytorch {op.replace('_', ' ')} of {count}"
             found.append(LibraryCase(name, call, (shape,) * operands, (), run))
     return found
 
 
-_FLOPS = {"copy": 0.0, "transpose": 0.0, "tril": 0.0, "dropout": 10.0}
 _Run = Callable[..., Any]
 _OPERATORS: dict[str, tuple[int, _Run]] = {
     "add": (2, lambda torch, x, y: torch.add(x, y)),

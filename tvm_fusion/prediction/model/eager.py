@@ -152,7 +152,7 @@ class _Eager:
         """The tensor itself if it is contiguous, else a copy."""
         if is_contiguous(value.tensor.shape, value.strides):
             return value
-        self._add("contiguous", elementwise("copy", [value.tensor], value.tensor, 0.0))
+        self._add("contiguous", elementwise("copy", [value.tensor], value.tensor))
         return _Value(value.tensor, contiguous(value.tensor.shape))
 
     def _reshaped(self, value: _Value, out: Tensor) -> _Value:
@@ -208,7 +208,7 @@ class _Eager:
 
     def _concat(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
         out = _fresh(var.ty)
-        self._add("cat", elementwise("concat", _of(args), out.tensor, 0.0))
+        self._add("cat", elementwise("concat", _of(args), out.tensor))
         return out
 
     def _matmul(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
@@ -262,7 +262,7 @@ class _Eager:
 
     def _batch_norm(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> Any:
         data = args[0].tensor
-        self._add("batch_norm", elementwise("batch_norm", _of(args), data, 2.0))
+        self._add("batch_norm", elementwise("batch_norm", _of(args), data))
         return tuple(_fresh(field) for field in var.ty.fields)
 
     def _softmax(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
