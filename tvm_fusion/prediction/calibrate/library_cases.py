@@ -40,8 +40,8 @@ class LibraryCase:
 
 
 def library_cases() -> list[list[LibraryCase]]:
-    """All cases by kind; none where PyTorch is not installed."""
-    if importlib.util.find_spec("torch") is None:
+    """All cases by kind; none without the extra ``torch``."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "scipy")):
         return []
     return [_products(), _convolutions(), _convolutions_1d(), _rows(), _streams(), _lookups()]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's kernels: what is measured of them, what is fitted, and who is predicted by it."""
 
+import importlib.util
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from schedules.cost.kernels.cpu_library import family, terms
 from schedules.cost.machine import Figure, load_machine
 from tvm_fusion.prediction.calibrate.calibration import all_cases
 from tvm_fusion.prediction.calibrate.library_cases import library_cases
-from tvm_fusion.prediction.calibrate.library_fit import library_figures, nonnegative_fit
+from tvm_fusion.prediction.calibrate.library_fit import library_figures
 from tvm_fusion.prediction.host import host_costs
 from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Kernel, Launch, Op
 from tvm_fusion.prediction.what_if import change
@@ -61,9 +62,20 @@ def test_the_interval_is_of_sizes_that_were_left_out():
 
 
 def test_no_factor_is_negative():
-    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    assert nonnegative_fit(rows, np.array([3.0, 2.0, 1.0])).min() == 0
-    assert nonnegative_fit(rows, rows @ [0.5, 2.0]) == pytest.approx([0.5, 2.0])
+    falling = [(product(m, n, k), 1e-3 / m) for m in (1, 8, 64) for n, k in ((64, 64), (256, 16))]
+    found = library_figures(
+        CPU, [(call, seconds) for call, seconds in falling if call.sizes["M"] > 1]
+    )
+    assert found["pytorch.gemm.latency"] > 0 and "pytorch.gemm.compute" not in found
+    assert all(one > 0 for one in found.values())
+
+
+def test_kernels_of_pytorch_need_its_extra(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
+    )
+    assert library_cases() == []
 
 
 def test_element_wise_operators_without_figures_are_like_all_others():
