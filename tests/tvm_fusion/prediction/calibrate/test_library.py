@@ -4,7 +4,6 @@
 import importlib.util
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from schedules.cost import registry
@@ -62,10 +61,8 @@ def test_the_interval_is_of_sizes_that_were_left_out():
 
 
 def test_no_factor_is_negative():
-    falling = [(product(m, n, k), 1e-3 / m) for m in (1, 8, 64) for n, k in ((64, 64), (256, 16))]
-    found = library_figures(
-        CPU, [(call, seconds) for call, seconds in falling if call.sizes["M"] > 1]
-    )
+    falling = [(product(m, n, k), 1e-3 / m) for m in (8, 64) for n, k in ((64, 64), (256, 16))]
+    found = library_figures(CPU, falling)
     assert found["pytorch.gemm.latency"] > 0 and "pytorch.gemm.compute" not in found
     assert all(one > 0 for one in found.values())
 
