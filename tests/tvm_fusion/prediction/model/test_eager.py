@@ -61,6 +61,13 @@ def test_a_convolution_adds_its_bias_in_a_kernel_of_its_own():
     assert [kernel.call.op for kernel in op.kernels] == ["conv2d"]
 
 
+def test_a_clip_is_one_kernel():
+    node = helper.make_node("Clip", ["x", "low", "high"], ["y"])
+    bounds = {"low": np.float32(0), "high": np.float32(6)}
+    bounds = {name: np.array(bound) for name, bound in bounds.items()}
+    assert kernels(lowered([node], {"x": [4]}, {"y": [4]}, bounds)) == [("aten::clip", ["clip"])]
+
+
 def test_a_slice_is_a_view():
     bounds = {"begin": [1, 0], "end": [3, 6]}
     constants = {name: np.array(at, np.int64) for name, at in bounds.items()}
