@@ -2,6 +2,7 @@
 """PyTorch's kernels: what is measured of them, what is fitted, and who is predicted by it."""
 
 import importlib.util
+import resource
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.cpu_library import family, terms
 from schedules.cost.machine import Figure, load_machine
 from tvm_fusion.prediction.calibrate.calibration import all_cases
-from tvm_fusion.prediction.calibrate.library_cases import library_cases
+from tvm_fusion.prediction.calibrate.library_cases import LibraryCase, library_cases
 from tvm_fusion.prediction.calibrate.library_fit import library_figures
 from tvm_fusion.prediction.host import host_costs
 from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Kernel, Launch, Op
@@ -139,3 +140,23 @@ def test_some_of_each_kind_are_timed():
         assert library_timing.eager_overhead(1) > 0
     finally:
         torch.set_num_threads(threads)
+
+
+def test_results_of_a_kernel_lie_in_memory_that_was_there():
+    torch = pytest.importorskip("torch")
+    from tvm_fusion.prediction.calibrate import library_timing
+
+    faults = []
+
+    def run(torch, x):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.relu(torch.relu(torch.relu(x)))
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    threads = torch.get_num_threads()
+    try:
+        case = LibraryCase("relu", product(1), ((1 << 20,),), (), run)
+        library_timing.time_library(case, 1, 1 << 20)
+    finally:
+        torch.set_num_threads(threads)
+    assert sorted(faults)[len(faults) // 2] < 64  # of 3072 pages
