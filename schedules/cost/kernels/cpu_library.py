@@ -4,8 +4,8 @@
     t = latency + compute flops / peak + memory bytes / bandwidth
 
 with the bandwidth of the level that holds all operands; weights of linear layers and convolutions
-come from memory, as in a model whose weights exceed the caches. ``latency`` (seconds), ``compute`` and
-``memory`` are figures ``pytorch.OPERATOR.latency`` and so on of the machine, fitted by least
+come from memory, as in a model whose weights exceed the caches. ``latency`` (seconds), ``compute``
+and ``memory`` are figures ``pytorch.OPERATOR.latency`` and so on of the machine, fitted by least
 squares of relative errors; a term that is not there is zero. The interval is that of the errors of
 each measured size between others by a fit to those.
 """

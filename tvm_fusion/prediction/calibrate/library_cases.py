@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -232,7 +233,7 @@ def _rows() -> list[LibraryCase]:
                 ),
             ),
         ]
-    return found + _batch_norms()
+    return found + _batch_norms() + _pools()
 
 
 def _batch_norms() -> list[LibraryCase]:
@@ -264,6 +265,42 @@ def _batch_norms() -> list[LibraryCase]:
             )
         )
     return found
+
+
+def _pools() -> list[LibraryCase]:
+    """The largest of windows that overlap or do not, and the mean of each image."""
+    found = []
+    for shape, window in (
+        ((1, 64, 112, 112), 3),
+        ((1, 64, 224, 224), 2),
+        ((1, 256, 28, 28), 2),
+        ((8, 128, 16, 16), 3),
+        ((1, 2048, 7, 7), 2),
+    ):
+        data, text = _float(*shape), " x ".join(map(str, shape))
+        pad, channels = window // 3, _float(*shape[:2])
+        out = _float(*shape[:2], *((size + 2 * pad - window) // 2 + 1 for size in shape[2:]))
+        found += [
+            LibraryCase(
+                f"pytorch max pool {window}x{window} of {text}",
+                elementwise("pool", [data], out, window**2),
+                (shape,),
+                (),
+                partial(_max_pool, window, pad),
+            ),
+            LibraryCase(
+                f"pytorch mean of images of {text}",
+                elementwise("reduce", [data], channels, prod(shape[2:])),
+                (shape,),
+                (),
+                lambda torch, x: x.mean((2, 3)),
+            ),
+        ]
+    return found
+
+
+def _max_pool(window: int, pad: int, torch: Any, x: Any) -> Any:
+    return torch.nn.functional.max_pool2d(x, window, 2, pad)
 
 
 def _streams() -> list[LibraryCase]:

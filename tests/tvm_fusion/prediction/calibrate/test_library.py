@@ -52,6 +52,15 @@ def test_figures_are_those_of_the_times():
     assert registry.predict(product(128, op="gemm_backward"), machine).model == "roofline"
 
 
+def test_weights_of_a_layer_come_from_memory():
+    layer = product(1, 1024, 1024)
+    _, _, moving = terms(layer, CPU)
+    weights = 4 * 1024 * 1024 / CPU["bandwidth.memory"]
+    assert weights < moving < 1.1 * weights
+    _, _, cached = terms(replace(layer, op="gemm_backward"), CPU)
+    assert cached < weights / 2
+
+
 def test_the_interval_is_of_sizes_that_were_left_out():
     calls = [product(m) for m in (8, 16, 32, 64, 128, 256, 512, 1024)]
     noise = [1.5, 0.7, 1.3, 0.8, 1.4, 0.6, 1.2, 0.9]
@@ -120,7 +129,7 @@ def test_cases_have_names_of_their_own_and_cover_all_operators():
     ops = {case.call.op for kind in library_cases() for case in kind}
     both = "gemm bmm conv2d conv1d batch_norm layer_norm softmax dropout tril embedding_bag relu"
     assert {f"{op}{end}" for op in both.split() for end in ("", "_backward")} <= ops
-    assert {"transpose", "concat", "copy", "add", "gather"} <= ops
+    assert {"transpose", "concat", "copy", "add", "gather", "pool", "reduce"} <= ops
 
 
 def test_some_of_each_kind_are_timed():
