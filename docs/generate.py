@@ -220,11 +220,12 @@ def predicted_torch() -> str:
     """Whole models of eager PyTorch, predicted before they ran, by CPU."""
     rows = [
         [cpu, name, *(f"{one[f'{key}_ms']:.1f}" for key in keys), f"{one['error']:+.0%}"]
-        for keys in [("predicted", "low", "high", "measured")]
+        for keys in [("predicted", "low", "high", "measured", "fresh_process")]
         for cpu, results in _by_cpu("predict_torch")
         for name, one in results.items()
     ]
-    return _table(["CPU", "model", "predicted, ms", "from", "to", "measured, ms", "error"], rows)
+    times = ["predicted, ms", "from", "to", "measured, ms", "in a fresh process, ms"]
+    return _table(["CPU", "model", *times, "error"], rows)
 
 
 def predicted_trainings() -> str:

@@ -109,7 +109,7 @@ def kernels(folder: Path, all_rows: bool) -> list[dict[str, Any]]:
             inside = (low <= part.seconds) & (part.seconds <= high)
             row = {"kernel": sweep.kernel, "dtype": sweep.dtype, "machine": machine}
             row |= errors(part.seconds, predicted) | {"model": name}
-            if part.measured is not None:
+            if part.measured is not None and part.place is not None:
                 row["as_measured_by_sizes"] = errors(part.measured, predicted)
                 row["as_measured_by_sizes_at_best"] = errors(part.measured, part.seconds)
                 late = harness_growth(name) * (part.place - 0.5)

@@ -49,11 +49,12 @@ def _host_call(name: str, operands: tuple, types: tuple, values: tuple) -> Kerne
     if found is None:
         call = call_of(name, tuple(shapes), types)
         op = _NAMES.get(stem, call.op)
-        flops = FLOPS_PER_ELEMENT.get(op.removesuffix("_backward"))
-        written = call.read_bytes if op == "concat" else call.written_bytes
-        if flops is not None:
-            call = replace(call, flops=flops * written / element_bytes(dtype))
-        return replace(call, op=op, written_bytes=written)
+        moved = call.read_bytes if op == "concat" else call.written_bytes
+        stem = op.removesuffix("_backward")
+        if stem in FLOPS_PER_ELEMENT:
+            elements = moved / element_bytes(dtype)
+            call = replace(call, flops=FLOPS_PER_ELEMENT[stem] * elements)
+        return replace(call, op=op, written_bytes=moved)
     op, sizes, flops, read, written = found
     each = element_bytes(dtype)
     return KernelCall(
