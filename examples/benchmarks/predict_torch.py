@@ -191,15 +191,14 @@ def main() -> int:
     chosen = options.parse_args()
     threads = choose_threads(chosen.threads)
     machine = find_machine(chosen.machine, threads)
-    results = {}
-    for name in chosen.only:
-        results[name] = check(name, machine, threads, chosen.rounds, chosen.runs)
-    Console().print(results_table(results))
     settings = {"machine": host_info(), "threads": threads, "pytorch": torch.__version__}
     settings["figures"] = machine.to_json()["figures"]
-    data = {"settings": settings, "results": results}
-    with written_aside(chosen.output) as aside:
-        aside.write_text(json_text(data))
+    results: dict[str, dict[str, Any]] = {}
+    for name in chosen.only:
+        results[name] = check(name, machine, threads, chosen.rounds, chosen.runs)
+        with written_aside(chosen.output) as aside:
+            aside.write_text(json_text({"settings": settings, "results": results}))
+    Console().print(results_table(results))
     return 0
 
 
