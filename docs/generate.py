@@ -216,18 +216,6 @@ def predicted_lookups() -> str:
     return _table(["CPU", "direction", *kinds.values()], rows)
 
 
-def predicted_torch() -> str:
-    """Whole models of eager PyTorch, predicted before they ran, by CPU."""
-    rows = [
-        [cpu, name, *(f"{one[f'{key}_ms']:.1f}" for key in keys), f"{one['error']:+.0%}"]
-        for keys in [("predicted", "low", "high", "measured", "fresh_process")]
-        for cpu, results in _by_cpu("predict_torch")
-        for name, one in results.items()
-    ]
-    times = ["predicted, ms", "from", "to", "measured, ms", "in a fresh process, ms"]
-    return _table(["CPU", "model", *times, "error"], rows)
-
-
 def predicted_trainings() -> str:
     """Errors of predicted steps of trainings, by CPU and number of ranks."""
     kinds = {
@@ -388,7 +376,6 @@ PARTS: dict[str, Callable[..., str]] = {
         reductions,
         predicted_reductions,
         predicted_lookups,
-        predicted_torch,
         predicted_trainings,
         searches,
         shardings,
