@@ -8,9 +8,11 @@ import math
 import numpy as np
 import pytest
 
+from examples.benchmarks.predict import harness_growth
 from examples.benchmarks.prediction.choices import choices
 from examples.benchmarks.prediction.data import (
     Sweep,
+    conv2d_sweep,
     errors,
     gemm_sweep,
     row_sweeps,
@@ -18,6 +20,7 @@ from examples.benchmarks.prediction.data import (
 )
 from examples.benchmarks.prediction.fit_streaming import fit, model
 from examples.benchmarks.prediction.intervals import Timed, held_out, spreads
+from examples.benchmarks.prediction.train import growth
 from examples.benchmarks.prediction.whole_models import (
     Predictor,
     Run,
@@ -75,6 +78,31 @@ def test_a_harness_that_slows_down_is_taken_out():
     np.testing.assert_allclose(steady, true, rtol=0.2)
     few = true[:100] + drift[:100]
     assert without_drift(few, taught[:100])[0] is few
+
+
+def test_times_as_measured_follow_from_the_place_in_the_sweep(tmp_path):
+    rng = np.random.default_rng(0)
+    count = 2000
+    sizes = rng.integers(4, 200, (count, 4))
+    true = 0.1 * (1 + rng.exponential(5, count))
+    names = "device,B,in_channels,out_channels,size,kernel,stride,padding,ms\n"
+    rows = [
+        f"Tesla T4,{b},{ic},{oc},{size},3,1,1,{ms + 0.7 * at / count}\n"
+        for at, ((b, ic, oc, size), ms) in enumerate(zip(sizes, true, strict=True))
+    ]
+    write(tmp_path / "gpu_kernels" / "conv2d.csv.gz", names + "".join(rows))
+    sweep = conv2d_sweep(tmp_path)
+    late = growth(sweep)["harness_growth_seconds"]
+    assert late == pytest.approx(7e-4, rel=0.1)
+    held = sweep[sweep.held_out()]
+    assert held.place[:2] == pytest.approx(np.flatnonzero(sweep.held_out())[:2] / count)
+    as_measured = held.seconds + late * (held.place - 0.5)
+    assert np.abs(as_measured / held.measured - 1).mean() < 0.03
+
+
+def test_a_report_says_how_the_harness_grew():
+    assert 2e-4 < harness_growth("conv2d-float32-a100") < harness_growth("conv2d-float32-p100")
+    assert harness_growth("gemm-float32-p100") == 0
 
 
 def test_streams_are_fitted():

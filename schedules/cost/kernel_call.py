@@ -31,6 +31,20 @@ from types import MappingProxyType
 
 from schedules.errors import PredictionError
 
+FLOPS_PER_ELEMENT = {
+    "sigmoid": 4,
+    "silu": 5,
+    "tanh": 180,
+    "gelu": 175,
+    "softmax": 174,
+    "layer_norm": 5,
+    "batch_norm": 2,
+    "dropout": 10,
+    **dict.fromkeys(("copy", "concat", "transpose", "tril"), 0),
+}
+"""Floating-point operations an element, of other element-wise operators 1; from ``sigmoid`` to
+``softmax`` as counted by the code of the dissertation's author."""
+
 
 def element_bytes(dtype: str) -> int:
     """Bytes of an element: the bits that the name of a dtype ends with; 1 for ``bool``."""

@@ -80,6 +80,8 @@ class Sweep:
         (launches,) seconds of each that the harness takes more than at the begin of its sweep.
     measured : np.ndarray, optional
         (launches,) seconds before the drift was taken out of them.
+    place : np.ndarray, optional
+        (launches,) share of the launches of its machine that were measured before.
     """
 
     kernel: str
@@ -91,12 +93,14 @@ class Sweep:
     source: str
     drift: np.ndarray | None = None
     measured: np.ndarray | None = None
+    place: np.ndarray | None = None
 
     def __getitem__(self, which: np.ndarray) -> Sweep:
         """Launches that a mask or indices choose."""
         sizes = {name: values[which] for name, values in self.sizes.items()}
         chosen = self.machine[which], sizes, self.seconds[which], self.part[which]
-        extra = (None if each is None else each[which] for each in (self.drift, self.measured))
+        rest = (self.drift, self.measured, self.place)
+        extra = (None if each is None else each[which] for each in rest)
         return Sweep(self.kernel, self.dtype, *chosen, self.source, *extra)
 
     def held_out(self) -> np.ndarray:
@@ -171,11 +175,18 @@ def conv2d_sweep(folder: Path) -> Sweep | None:
     part = np.full(len(side), "conv2d")
     machine, seconds = _machines(table["device"]), table["ms"] / 1e3
     sweep = Sweep("conv2d", "float32", machine, sizes, seconds, part, NEUSIGHT)
-    taught, steady, drift = ~sweep.held_out(), seconds.copy(), np.zeros(len(seconds))
+    taught, steady = ~sweep.held_out(), seconds.copy()
+    drift, place = np.zeros((2, len(seconds)))
     for name in np.unique(machine):
         own = machine == name
+        place[own] = places(int(own.sum()))
         steady[own], drift[own] = without_drift(seconds[own], taught[own])
-    return replace(sweep, seconds=steady, drift=drift, measured=seconds)
+    return replace(sweep, seconds=steady, drift=drift, measured=seconds, place=place)
+
+
+def places(count: int) -> np.ndarray:
+    """Share of the rows of a sweep that come before each."""
+    return np.arange(count) / max(count, 1)
 
 
 def without_drift(seconds: np.ndarray, taught: np.ndarray) -> tuple[np.ndarray, float]:
@@ -191,7 +202,7 @@ def without_drift(seconds: np.ndarray, taught: np.ndarray) -> tuple[np.ndarray, 
     np.ndarray, float
         Times, and how much of each the harness takes more there than at the begin.
     """
-    place = np.arange(len(seconds)) / max(len(seconds), 1)
+    place = places(len(seconds))
     block = (place * BLOCKS).astype(int)
     parts = [taught & (block == each) for each in range(BLOCKS)]
     if len(seconds) < 10 * BLOCKS or not all(part.any() for part in parts):

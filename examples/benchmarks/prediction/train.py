@@ -205,6 +205,7 @@ def train_kind(kernel: LearnedKernel, sweep: Sweep, kind: str) -> None:
         "held_out_by_part": by_part(sweep[held], predicted),
         "three_trainings_gmae": [found[0]["gmae"] for found in trained],
         "split": "a fifth of the sizes is held out",
+        **growth(sweep),
     }
     if sweep.dtype == "float16":
         report["language_model_left_out"] = leave_one_out(kernel, sweep)
@@ -239,6 +240,16 @@ def train_unseen(kernel: LearnedKernel, sweep: Sweep) -> None:
     report = {"held_out": errors(measured, predicted), "held_out_by_gpu": by_gpu}
     report["split"] = "each GPU is predicted from the others"
     write(kernel, sweep, "unseen", arrays, report)
+
+
+def growth(sweep: Sweep) -> dict[str, float]:
+    """What a launch takes longer at the end of a GPU's sweep than at its begin, if that is known.
+
+    It is learned from the rows that are trained on.
+    """
+    if sweep.drift is None:
+        return {}
+    return {"harness_growth_seconds": 2 * float(np.median(sweep.drift))}
 
 
 def by_part(sweep: Sweep, predicted: np.ndarray) -> dict[str, dict[str, float]]:

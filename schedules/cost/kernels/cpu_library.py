@@ -3,8 +3,9 @@
 
     t = latency + compute flops / peak + memory bytes / bandwidth
 
-with the bandwidth of the level that holds all operands. ``latency`` (seconds), ``compute`` and
-``memory`` are figures ``pytorch.OPERATOR.latency`` and so on of the machine, fitted by least
+with the bandwidth of the level that holds all operands; weights of linear layers and convolutions
+come from memory, as in a model whose weights exceed the caches. ``latency`` (seconds), ``compute``
+and ``memory`` are figures ``pytorch.OPERATOR.latency`` and so on of the machine, fitted by least
 squares of relative errors; a term that is not there is zero. The interval is that of the errors of
 each measured size between others by a fit to those.
 """
@@ -48,11 +49,26 @@ def held_bytes(call: KernelCall) -> float:
     return rows + call.written_bytes
 
 
+def weight_bytes(call: KernelCall) -> float:
+    """Bytes of the weights of a layer, at most what it reads; 0 for other operators."""
+    sizes = call.sizes
+    if call.op == "gemm":
+        elements = sizes["N"] * sizes["K"]
+    elif call.op == "conv2d":
+        channels = sizes["OC"] * sizes["IC"] / sizes.get("groups", 1)
+        elements = channels * sizes["FH"] * sizes["FW"]
+    else:
+        return 0.0
+    return min(elements * element_bytes(call.dtype), call.read_bytes)
+
+
 def terms(call: KernelCall, machine: Machine) -> tuple[float, float, float]:
     """What the three figures are multiplied by."""
+    weights = weight_bytes(call)
     level = level_of(held_bytes(call), machine)
     compute = call.flops / machine.peak_flops(call.dtype) if call.flops else 0.0
-    return 1.0, compute, call.moved_bytes / machine[f"bandwidth.{level}"]
+    moving = (call.moved_bytes - weights) / machine[f"bandwidth.{level}"]
+    return 1.0, compute, moving + weights / machine["bandwidth.memory"]
 
 
 def predict_cpu_library(call: KernelCall, machine: Machine) -> Prediction | None:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 from schedules.cost.kernel_call import KernelCall
 
-from ..model.library import FLOPS_PER_ELEMENT, Tensor, conv2d, elementwise, gather, gemm, rows
+from ..model.library import Tensor, conv2d, elementwise, gather, gemm, rows
 
 Shape = tuple[int, ...]
 
@@ -40,8 +41,8 @@ class LibraryCase:
 
 
 def library_cases() -> list[list[LibraryCase]]:
-    """All cases by kind; none where PyTorch is not installed."""
-    if importlib.util.find_spec("torch") is None:
+    """All cases by kind; none without the extra ``torch``."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "scipy")):
         return []
     return [_products(), _convolutions(), _convolutions_1d(), _rows(), _streams(), _lookups()]
 
@@ -232,14 +233,14 @@ def _rows() -> list[LibraryCase]:
                 ),
             ),
         ]
-    return found + _batch_norms()
+    return found + _batch_norms() + _pools()
 
 
 def _batch_norms() -> list[LibraryCase]:
     found = []
     for shape in ((1, 64, 56, 56), (8, 32, 32, 32), (1, 512, 7, 7), (16, 128, 16, 16)):
         data, channels = _float(*shape), (shape[1],)
-        call = elementwise("batch_norm", [data, *[_float(*channels)] * 4], data, 2.0)
+        call = elementwise("batch_norm", [data, *[_float(*channels)] * 4], data)
         text = " x ".join(map(str, shape))
         found.append(
             LibraryCase(
@@ -255,7 +256,7 @@ def _batch_norms() -> list[LibraryCase]:
         found.append(
             LibraryCase(
                 f"pytorch batch norm backward {text}",
-                _backward(call, data.bytes),
+                elementwise("batch_norm_backward", [data, data, *[_float(*channels)] * 5], data),
                 (shape, shape),
                 (channels,) * 5,
                 lambda torch, g, x, w, *rest: torch.ops.aten.native_batch_norm_backward(
@@ -266,23 +267,55 @@ def _batch_norms() -> list[LibraryCase]:
     return found
 
 
+def _pools() -> list[LibraryCase]:
+    """The largest of windows that overlap or do not, and the mean of each image."""
+    found = []
+    for shape, window in (
+        ((1, 64, 112, 112), 3),
+        ((1, 64, 224, 224), 2),
+        ((1, 256, 28, 28), 2),
+        ((8, 128, 16, 16), 3),
+        ((1, 2048, 7, 7), 2),
+    ):
+        data, text = _float(*shape), " x ".join(map(str, shape))
+        pad, channels = window // 3, _float(*shape[:2])
+        out = _float(*shape[:2], *((size + 2 * pad - window) // 2 + 1 for size in shape[2:]))
+        found += [
+            LibraryCase(
+                f"pytorch max pool {window}x{window} of {text}",
+                elementwise("pool", [data], out, window**2),
+                (shape,),
+                (),
+                partial(_max_pool, window, pad),
+            ),
+            LibraryCase(
+                f"pytorch mean of images of {text}",
+                elementwise("reduce", [data], channels, prod(shape[2:])),
+                (shape,),
+                (),
+                lambda torch, x: x.mean((2, 3)),
+            ),
+        ]
+    return found
+
+
+def _max_pool(window: int, pad: int, torch: Any, x: Any) -> Any:
+    return torch.nn.functional.max_pool2d(x, window, 2, pad)
+
+
 def _streams() -> list[LibraryCase]:
     found = []
     for count in (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23):
         shape = count // 64, 64
         for op, (operands, run) in _OPERATORS.items():
             out = _float(*shape)
-            stem = op.removesuffix("_backward")
-            flops = float(FLOPS_PER_ELEMENT.get(stem, _FLOPS.get(op, 1.0)))
-            call = elementwise(op, [out] * operands, out, flops)
-            if op == "concat":
-                call = elementwise(op, [out] * operands, _float(2 * shape[0], 64), 0.0)
+            joined = _float(2 * shape[0], 64)
+            call = elementwise(op, [out] * operands, joined if op == "concat" else out)
             name = f"pytorch {op.replace('_', ' ')} of {count}"
             found.append(LibraryCase(name, call, (shape,) * operands, (), run))
     return found
 
 
-_FLOPS = {"copy": 0.0, "transpose": 0.0, "tril": 0.0, "dropout": 10.0}
 _Run = Callable[..., Any]
 _OPERATORS: dict[str, tuple[int, _Run]] = {
     "add": (2, lambda torch, x, y: torch.add(x, y)),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import numpy as np
 
@@ -34,26 +33,18 @@ def library_figures(
         rows = np.array([terms(call, machine) for call, _ in group])
         times = np.array([seconds for _, seconds in group])
         low, high = _interval(rows, times)
-        figures = dict(zip(TERMS, nonnegative_fit(rows, times).tolist(), strict=True))
+        figures = dict(zip(TERMS, _factors(rows, times).tolist(), strict=True))
         figures |= {"low": low, "high": high}
         figures["most"] = max(call.moved_bytes for call, _ in group)
         found |= {f"{PREFIX}.{name}.{key}": one for key, one in figures.items() if one > 0}
     return found
 
 
-def nonnegative_fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _factors(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Factors of three terms, none negative, with the least squares of relative errors."""
-    relative = rows / seconds[:, None]
-    best, least = np.zeros(rows.shape[1]), np.inf
-    for count in range(1, rows.shape[1] + 1):
-        for chosen in combinations(range(rows.shape[1]), count):
-            part = relative[:, chosen]
-            factors, *_ = np.linalg.lstsq(part, np.ones(len(seconds)), rcond=None)
-            error = float(((part @ factors - 1) ** 2).sum())
-            if (factors > 0).all() and error < least - 1e-12:
-                best, least = np.zeros(rows.shape[1]), error
-                best[list(chosen)] = factors
-    return best
+    from scipy.optimize import nnls  # of the extra torch, as PyTorch's kernels are
+
+    return nnls(rows / seconds[:, None], np.ones(len(seconds)))[0]
 
 
 def _interval(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
@@ -61,7 +52,7 @@ def _interval(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     ratios = []
     for left_out in range(1, len(seconds) - 1) if len(seconds) >= FEWEST else ():
         others = np.arange(len(seconds)) != left_out
-        predicted = rows[left_out] @ nonnegative_fit(rows[others], seconds[others])
+        predicted = rows[left_out] @ _factors(rows[others], seconds[others])
         ratios.append(seconds[left_out] / max(float(predicted), 1e-9))
     low, high = np.percentile(ratios, ENDS) if ratios else UNKNOWN
     return min(float(low), 1 / NARROWEST), max(float(high), NARROWEST)

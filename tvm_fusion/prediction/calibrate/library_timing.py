@@ -25,6 +25,19 @@ SECONDS = 0.1
 _PAUSE = 0.02
 MOST_COPIES = 64
 _CHAIN = 65
+_LARGEST = 31 << 20
+"""Bytes of the largest buffer that the C library keeps when it is freed, just under 32 MB."""
+
+
+def keep_freed_memory() -> None:
+    """Make this process keep the memory that it frees, for results up to 32 MB.
+
+    glibc gives memory above twice the largest buffer freed so far back to the system, so that the
+    pages of the next result fault, each of which takes a microsecond in a virtual machine.
+    """
+    import torch
+
+    torch.empty(_LARGEST, dtype=torch.uint8)
 
 
 def time_library(case: LibraryCase, threads: int, cold: int) -> float:
@@ -43,6 +56,7 @@ def time_library(case: LibraryCase, threads: int, cold: int) -> float:
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
+    keep_freed_memory()
     with torch.no_grad():
         data = [torch.randn(shape) for shape in case.data]
         sets = [[torch.randn(shape) for shape in case.weights]]

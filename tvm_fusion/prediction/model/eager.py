@@ -54,13 +54,15 @@ class _Value:
     constant: bool = False
 
 
-def lower_to_eager(mod: tvm.IRModule) -> list[LoweredOp]:
+def lower_to_eager(mod: tvm.IRModule, kind: str = "gpu") -> list[LoweredOp]:
     """Operators of an imported module in order, each with the kernels that it launches.
 
     Parameters
     ----------
     mod : tvm.IRModule
         An imported module of static shapes, before our passes; it is not changed.
+    kind : str
+        ``gpu``, where a convolution adds its bias by a kernel of its own, or ``cpu``.
 
     Returns
     -------
@@ -75,14 +77,15 @@ def lower_to_eager(mod: tvm.IRModule) -> list[LoweredOp]:
             relax.transform.DeadCodeElimination(),
         ]
     )
-    return _Eager(tidy(simplify(tidy(mod), EAGER_RULES))["main"]).ops
+    return _Eager(tidy(simplify(tidy(mod), EAGER_RULES))["main"], kind).ops
 
 
 class _Eager:
     """Walks over the bindings of ``main``."""
 
-    def __init__(self, main: relax.Function) -> None:
+    def __init__(self, main: relax.Function, kind: str) -> None:
         self.ops: list[LoweredOp] = []
+        self._kind = kind
         self._values: dict[relax.Var, _Value | tuple[_Value, ...]] = {}
         self._bindings = {
             binding.var: binding.value
@@ -152,7 +155,7 @@ class _Eager:
         """The tensor itself if it is contiguous, else a copy."""
         if is_contiguous(value.tensor.shape, value.strides):
             return value
-        self._add("contiguous", elementwise("copy", [value.tensor], value.tensor, 0.0))
+        self._add("contiguous", elementwise("copy", [value.tensor], value.tensor))
         return _Value(value.tensor, contiguous(value.tensor.shape))
 
     def _reshaped(self, value: _Value, out: Tensor) -> _Value:
@@ -208,7 +211,7 @@ class _Eager:
 
     def _concat(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
         out = _fresh(var.ty)
-        self._add("cat", elementwise("concat", _of(args), out.tensor, 0.0))
+        self._add("cat", elementwise("concat", _of(args), out.tensor))
         return out
 
     def _matmul(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
@@ -246,6 +249,8 @@ class _Eager:
                 if channels == out.tensor.shape[-1] == bias.tensor.shape[-1]:
                     return out
             if name == "relax.nn.conv2d" and self.ops[-1].name == "aten::conv2d":
+                if channels == out.tensor.shape[1] and self._kind == "cpu":
+                    return out
                 if channels == out.tensor.shape[1]:
                     convolution = self.ops.pop().kernels[0].call
                     biased = elementwise("add", [out.tensor, bias.tensor], out.tensor)
@@ -262,7 +267,7 @@ class _Eager:
 
     def _batch_norm(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> Any:
         data = args[0].tensor
-        self._add("batch_norm", elementwise("batch_norm", _of(args), data, 2.0))
+        self._add("batch_norm", elementwise("batch_norm", _of(args), data))
         return tuple(_fresh(field) for field in var.ty.fields)
 
     def _softmax(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
@@ -316,11 +321,8 @@ def _tensors(value: relax.Expr) -> list[relax.Expr]:
     """Tensors among the operands of a call; those of a tuple one by one."""
     found: list[relax.Expr] = []
     for arg in getattr(value, "args", ()):
-        if isinstance(arg, relax.Tuple):
-            found += arg.fields
-        elif isinstance(getattr(arg, "ty", None), relax.TensorType):
-            found.append(arg)
-    return found
+        found += arg.fields if isinstance(arg, relax.Tuple) else [arg]
+    return [arg for arg in found if isinstance(getattr(arg, "ty", None), relax.TensorType)]
 
 
 def _fresh(ty: relax.Type) -> Any:

@@ -21,6 +21,7 @@ from relay_passes.core.expressions import Value, op_name
 from relay_passes.core.graph import Graph, Rule
 from relay_passes.simplify.elementwise.canonicalize_activation import canonicalize_activation
 from relay_passes.simplify.elementwise.canonicalize_clip import canonicalize_clip
+from relay_passes.simplify.fold_constant import fold_constant
 from relay_passes.simplify.simplify_inference import CLIPS
 
 
@@ -90,6 +91,7 @@ def _is_constant(expr: relax.Expr) -> bool:
 
 
 EAGER_RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (fold_constant, ("relax.isnan", "relax.where")),  # the importer writes bounds by them
     (canonicalize_clip, CLIPS),
     (canonicalize_activation, ("relax.multiply", "relax.divide")),
     (hard_sigmoid, ("relax.clip", "relax.divide")),

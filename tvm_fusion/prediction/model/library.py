@@ -9,12 +9,8 @@ from typing import NamedTuple
 
 import tvm
 
-from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernel_call import FLOPS_PER_ELEMENT, KernelCall
 from schedules.workload.conv2d import ConvLayer
-
-FLOPS_PER_ELEMENT = {"sigmoid": 4, "silu": 5, "tanh": 180, "gelu": 175, "softmax": 174}
-"""Floating-point operations an element, of other element-wise operators 1; as counted by the code
-of the dissertation's author."""
 
 
 class Tensor(NamedTuple):
@@ -78,13 +74,13 @@ def _sizes(
 def rows(op: str, data: Tensor, axis_elements: int, out: Tensor, extra: int = 0) -> KernelCall:
     """A softmax or a norm of rows of ``axis_elements``."""
     sizes = {"B": data.elements // max(1, axis_elements), "H": axis_elements}
-    flops = float(data.elements * FLOPS_PER_ELEMENT.get(op, 5))
+    flops = float(data.elements * FLOPS_PER_ELEMENT[op])
     return KernelCall(op, sizes, out.dtype, flops, data.bytes + extra, out.bytes)
 
 
 def elementwise(op: str, inputs: Sequence[Tensor], out: Tensor, flops: float = 1.0) -> KernelCall:
     """A kernel that computes each element of its output once; also copies, pooling, reductions."""
-    each = FLOPS_PER_ELEMENT.get(op, flops)
+    each = FLOPS_PER_ELEMENT.get(op.removesuffix("_backward"), flops)
     read = sum(tensor.bytes for tensor in inputs)
     return KernelCall(op, {}, out.dtype, each * out.elements, read, out.bytes)
 

@@ -148,7 +148,7 @@ def predict_on(
         raise PredictionError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}")
     found = machine if isinstance(machine, Machine) else find_machine(machine, threads)
     if engine == "pytorch":
-        ops = lower_to_eager(imported.mod)
+        ops = lower_to_eager(imported.mod, found.kind)
     elif found.kind == "gpu":
         target = gpu_target(found)
         decides = found if has_latencies(found) else None

@@ -11,8 +11,9 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from schedules.cost.kernel_call import KernelCall, element_bytes
+from schedules.cost.kernel_call import FLOPS_PER_ELEMENT, KernelCall, element_bytes
 
 from .kernel_calls import call_of, dtype_of, is_shape
 from .kineto import HostEvent
@@ -35,7 +36,7 @@ def host_call(op: HostEvent, nested: Sequence[HostEvent]) -> KernelCall | None:
             return None
     call = _host_call(longest.name, longest.shapes, longest.types, longest.values)
     is_backward = "Backward" in op.name and call.op in ("gemm", "bmm")
-    return _renamed(call, f"{call.op}_backward") if is_backward else call
+    return replace(call, op=f"{call.op}_backward") if is_backward else call
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -47,17 +48,18 @@ def _host_call(name: str, operands: tuple, types: tuple, values: tuple) -> Kerne
     dtype = dtype_of(str(types[0])) if types else "float32"
     if found is None:
         call = call_of(name, tuple(shapes), types)
-        return _renamed(call, _NAMES[stem]) if stem in _NAMES else call
+        op = _NAMES.get(stem, call.op)
+        moved = call.read_bytes if op == "concat" else call.written_bytes
+        stem = op.removesuffix("_backward")
+        if stem in FLOPS_PER_ELEMENT:
+            elements = moved / element_bytes(dtype)
+            call = replace(call, flops=FLOPS_PER_ELEMENT[stem] * elements)
+        return replace(call, op=op, written_bytes=moved)
     op, sizes, flops, read, written = found
     each = element_bytes(dtype)
     return KernelCall(
         op, sizes, dtype, float(flops), float(read * each), float(written * each), name
     )
-
-
-def _renamed(call: KernelCall, op: str) -> KernelCall:
-    moved = call.read_bytes, call.written_bytes
-    return KernelCall(op, call.sizes, call.dtype, call.flops, *moved, call.name)
 
 
 def _shapes(operands: object) -> list[Shape]:
@@ -142,8 +144,9 @@ def _rows(op: str) -> _Rule:
         count, width = math.prod(shapes[0]), shapes[0][-1]
         sizes = {"B": count // max(width, 1), "H": width}
         is_backward = op.endswith("backward")
-        each = (174.0 if op.startswith("softmax") else 5.0) * (2 if is_backward else 1)
-        return op, sizes, each * count, (2 if is_backward else 1) * count, count
+        times = 2 if is_backward else 1
+        flops = float(times * FLOPS_PER_ELEMENT[op.removesuffix("_backward")] * count)
+        return op, sizes, flops, times * count, count
 
     return rule
 

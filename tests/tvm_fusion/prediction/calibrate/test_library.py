@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's kernels: what is measured of them, what is fitted, and who is predicted by it."""
 
+import importlib.util
+import resource
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from schedules.cost import registry
@@ -11,8 +12,8 @@ from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.cpu_library import family, terms
 from schedules.cost.machine import Figure, load_machine
 from tvm_fusion.prediction.calibrate.calibration import all_cases
-from tvm_fusion.prediction.calibrate.library_cases import library_cases
-from tvm_fusion.prediction.calibrate.library_fit import library_figures, nonnegative_fit
+from tvm_fusion.prediction.calibrate.library_cases import LibraryCase, library_cases
+from tvm_fusion.prediction.calibrate.library_fit import library_figures
 from tvm_fusion.prediction.host import host_costs
 from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Kernel, Launch, Op
 from tvm_fusion.prediction.what_if import change
@@ -51,6 +52,15 @@ def test_figures_are_those_of_the_times():
     assert registry.predict(product(128, op="gemm_backward"), machine).model == "roofline"
 
 
+def test_weights_of_a_layer_come_from_memory():
+    layer = product(1, 1024, 1024)
+    _, _, moving = terms(layer, CPU)
+    weights = 4 * 1024 * 1024 / CPU["bandwidth.memory"]
+    assert weights < moving < 1.1 * weights
+    _, _, cached = terms(replace(layer, op="gemm_backward"), CPU)
+    assert cached < weights / 2
+
+
 def test_the_interval_is_of_sizes_that_were_left_out():
     calls = [product(m) for m in (8, 16, 32, 64, 128, 256, 512, 1024)]
     noise = [1.5, 0.7, 1.3, 0.8, 1.4, 0.6, 1.2, 0.9]
@@ -61,9 +71,18 @@ def test_the_interval_is_of_sizes_that_were_left_out():
 
 
 def test_no_factor_is_negative():
-    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    assert nonnegative_fit(rows, np.array([3.0, 2.0, 1.0])).min() == 0
-    assert nonnegative_fit(rows, rows @ [0.5, 2.0]) == pytest.approx([0.5, 2.0])
+    falling = [(product(m, n, k), 1e-3 / m) for m in (8, 64) for n, k in ((64, 64), (256, 16))]
+    found = library_figures(CPU, falling)
+    assert found["pytorch.gemm.latency"] > 0 and "pytorch.gemm.compute" not in found
+    assert all(one > 0 for one in found.values())
+
+
+def test_kernels_of_pytorch_need_its_extra(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "scipy" else find(name)
+    )
+    assert library_cases() == []
 
 
 def test_element_wise_operators_without_figures_are_like_all_others():
@@ -110,7 +129,7 @@ def test_cases_have_names_of_their_own_and_cover_all_operators():
     ops = {case.call.op for kind in library_cases() for case in kind}
     both = "gemm bmm conv2d conv1d batch_norm layer_norm softmax dropout tril embedding_bag relu"
     assert {f"{op}{end}" for op in both.split() for end in ("", "_backward")} <= ops
-    assert {"transpose", "concat", "copy", "add", "gather"} <= ops
+    assert {"transpose", "concat", "copy", "add", "gather", "pool", "reduce"} <= ops
 
 
 def test_some_of_each_kind_are_timed():
@@ -130,3 +149,23 @@ def test_some_of_each_kind_are_timed():
         assert library_timing.eager_overhead(1) > 0
     finally:
         torch.set_num_threads(threads)
+
+
+def test_results_of_a_kernel_lie_in_memory_that_was_there():
+    torch = pytest.importorskip("torch")
+    from tvm_fusion.prediction.calibrate import library_timing
+
+    faults = []
+
+    def run(torch, x):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.relu(torch.relu(torch.relu(x)))
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+    threads = torch.get_num_threads()
+    try:
+        case = LibraryCase("relu", product(1), ((1 << 20,),), (), run)
+        library_timing.time_library(case, 1, 1 << 20)
+    finally:
+        torch.set_num_threads(threads)
+    assert sorted(faults)[len(faults) // 2] < 64  # of 3072 pages

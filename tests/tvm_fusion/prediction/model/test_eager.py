@@ -10,7 +10,7 @@ from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.prediction.model.eager import lower_to_eager
 
 
-def lowered(nodes, inputs, outputs, constants=()):
+def lowered(nodes, inputs, outputs, constants=(), kind="gpu"):
     float_ = onnx.TensorProto.FLOAT
     graph = helper.make_graph(
         nodes,
@@ -20,7 +20,7 @@ def lowered(nodes, inputs, outputs, constants=()):
         [numpy_helper.from_array(value, name) for name, value in dict(constants).items()],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    return lower_to_eager(import_onnx(model).mod)
+    return lower_to_eager(import_onnx(model).mod, kind)
 
 
 def kernels(ops):
@@ -57,6 +57,26 @@ def test_a_convolution_adds_its_bias_in_a_kernel_of_its_own():
     assert convolution.flops == 2 * (2 * 8 * 4 * 4) * 27
     assert convolution.read_bytes == 4 * (2 * 3 * 64 + 8 * 27)
     assert (bias.op, bias.read_bytes, bias.written_bytes) == ("add", 4 * (256 + 8), 4 * 256)
+    (op,) = lowered([node], {"x": [2, 3, 8, 8]}, {"y": [2, 8, 4, 4]}, constants, "cpu")
+    assert [kernel.call.op for kernel in op.kernels] == ["conv2d"]
+
+
+def test_a_clip_is_one_kernel():
+    node = helper.make_node("Clip", ["x", "low", "high"], ["y"])
+    bounds = {"low": np.float32(0), "high": np.float32(6)}
+    bounds = {name: np.array(bound) for name, bound in bounds.items()}
+    assert kernels(lowered([node], {"x": [4]}, {"y": [4]}, bounds)) == [("aten::clip", ["clip"])]
+
+
+def test_a_slice_is_a_view():
+    bounds = {"begin": [1, 0], "end": [3, 6]}
+    constants = {name: np.array(at, np.int64) for name, at in bounds.items()}
+    nodes = [
+        helper.make_node("Slice", ["x", "begin", "end"], ["part"]),
+        helper.make_node("Relu", ["part"], ["y"]),
+    ]
+    ops = lowered(nodes, {"x": [4, 8]}, {"y": [2, 6]}, constants)
+    assert kernels(ops) == [("aten::slice", []), ("aten::relu", ["relu"])]
 
 
 def test_a_gelu_that_is_written_out_is_one_kernel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tvm_fusion.prediction.model.library import Tensor, elementwise
 from tvm_fusion.prediction.traces.host_calls import host_call
 from tvm_fusion.prediction.traces.kineto import HostEvent
 
@@ -57,6 +58,18 @@ def test_rows_lookups_and_others() -> None:
         ("threshold_backward", "relu_backward"),
     ):
         assert call(name, (4, 8)).op == op
+
+
+@pytest.mark.parametrize("name", ["softmax", "gelu", "gelu_backward", "tanh", "clone", "cat"])
+def test_operators_have_the_flops_and_bytes_with_which_they_were_calibrated(name: str) -> None:
+    operands = [Tensor((4, 16), "float32")] * (2 if name in ("cat", "gelu_backward") else 1)
+    ops = {"clone": "copy", "cat": "concat"}
+    out = Tensor((8 if name == "cat" else 4, 16), "float32")
+    expected = elementwise(ops.get(name, name), operands, out)
+    shapes = [one.shape for one in operands]
+    found = call(name, tuple(shapes)) if name == "cat" else call(name, *shapes)
+    assert (found.op, found.flops) == (expected.op, expected.flops)
+    assert found.moved_bytes == expected.moved_bytes
 
 
 def test_operators_of_autograd_are_the_longest_one_inside() -> None:
