@@ -7,8 +7,8 @@ Bare are persistent requests of as many bytes between contiguous arrays, started
 mpi4py, without a copy, a deadline or a check. By hand are the same between the arrays that hold the
 halos, with a copy to and from the contiguous ones by numpy where halos are not contiguous. Single
 are persistent requests of one element each, as transfers are before they are packed, for the halo
-of many elements that do not lie side by side. What is sent is written anew before each exchange, as a
-kernel does: else the other core would have it in its cache. They take turns in one job of two
+of many elements that do not lie side by side. What is sent is written anew before each exchange, as
+a kernel does: else the other core would have it in its cache. They take turns in one job of two
 processes; each time is that of the slower rank, from a barrier on. Prints a table and writes
 results/CPU/exchanges.json.
 """

@@ -10,17 +10,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import tvm
 from onnx_reference import assert_same, run_onnx
 from rank_networks import Poisoned, network, two_results
 from small_onnx import small_model
+from tvm import relax
 
 import tvm_fusion
 from examples.onnx_builder import random_inputs
 from examples.transformers import bert_base
 from examples.unet import unet
 from examples.zoo import ZOO
+from relay_passes.core.expressions import op_name
 from schedules.distribute.cost import Network, Processor
 from tvm_fusion import distributed
+from tvm_fusion.compiler import pipeline
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import (
     ArtifactError,
@@ -282,3 +286,43 @@ def test_an_index_out_of_bounds_is_an_error_of_the_call(node: str) -> None:
             inputs[name].flat[-1] = far
         with pytest.raises(InvalidInputError, match=rf"\({operator}\) has an index out of bounds"):
             run_ranks(2, lambda world: compiled.on(world)(inputs), timeout=20)
+
+
+class _Lowered(Exception):
+    """Instead of a build."""
+
+
+def allocated(func: relax.Function) -> int:
+    """Bytes that a program allocates."""
+    found = []
+
+    def look(expr: relax.Expr) -> None:
+        if op_name(expr) == "relax.vm.alloc_storage":
+            found.append(int(expr.args[0].values[0]))
+
+    relax.analysis.post_order_visit(func, look)
+    return sum(found)
+
+
+def activation_bytes(
+    model: onnx.ModelProto, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Bytes that each rank's program allocates."""
+    found: list[int] = []
+
+    def measure(mod: tvm.IRModule, target: tvm.target.Target, functions: tuple[str, ...]) -> None:
+        with target:
+            lowered = pipeline.lower_to_vm(target)(mod)
+        found.extend(allocated(lowered[name]) for name in functions)
+        raise _Lowered
+
+    monkeypatch.setattr(pipeline, "build_apart", measure)
+    with pytest.raises(_Lowered):
+        distributed.compile_network(model, ranks, threads=1)
+    return found
+
+
+def test_two_ranks_need_little_more_than_half_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ZOO["resnet_18"](image_size=512)
+    [one] = activation_bytes(model, 1, monkeypatch)
+    assert max(activation_bytes(model, 2, monkeypatch)) <= 0.55 * one
