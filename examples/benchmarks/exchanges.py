@@ -242,9 +242,9 @@ def _microseconds(world: distributed.World, side: Side) -> float:
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     """One row a case."""
     table = Table(title="Exchanges between two ranks, medians in us")
-    headings = ("halo", "bytes", "ours", "bare", "by hand", "single")
-    headings += ("ours to bare", "ours to by hand", "single to ours")
-    for number, heading in enumerate(headings):
+    times = ("ours", "bare", "by hand", "single")
+    ratios = ("ours to bare", "ours to by hand", "single to ours")
+    for number, heading in enumerate(("halo", "bytes", *times, *ratios)):
         table.add_column(heading, justify="right" if number else "left")
     for name, result in results.items():
         ours, bare, hand, single = (statistics.median(result.get(key, [0.0])) for key in _KEYS)
