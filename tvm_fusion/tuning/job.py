@@ -35,7 +35,7 @@ from .database import Database, require_extra
 from .forms import FormTask, find_forms, form_record
 from .measure import DeviceHost, Host, LostHost, Outcome, Pool, Session
 from .search import BATCH, Search
-from .tasks import Task, extract_tasks, import_model, merged, text_of
+from .tasks import Task, extract_tasks, import_model, merged, networks, text_of
 
 LEAST_GAIN = 0.01
 """Gain in the second race below which the default stays, and expected gain that ends a search."""
@@ -166,6 +166,7 @@ def tune(
     fuse: Any = "auto",
     winograd: str = "auto",
     forms: bool = True,
+    ranks: int | None = None,
     progress: Progress | None = None,
 ) -> TuneResult:
     """Search faster settings for a model's kernels on a CPU or a GPU, and record the winners.
@@ -210,7 +211,10 @@ def tune(
         As for ``compile``.
     forms : bool
         Whether forms race, with the kernels of all forms as tasks: of pairs where ``fuse`` is
-        ``"auto"``, of layers where ``winograd`` is. On a GPU there are none.
+        ``"auto"``, of layers where ``winograd`` is. On a GPU, and with ranks, there are none.
+    ranks : int, optional
+        Ranks that compute the model together, as for ``compile``: the kernels of all are tuned,
+        for ``threads`` of each.
     progress : callable, optional
         Called with the state of the job when it changes.
 
@@ -222,18 +226,23 @@ def tune(
     TargetError
         If the target is not this machine's CPU or GPU, or the CPU of the servers.
     InvalidInputError
-        If ``trials`` or ``minutes`` is not positive, ``space`` is unknown, or ``runner`` is of
-        another form.
+        If ``trials`` or ``minutes`` is not positive, ``space`` is unknown, ``runner`` is of
+        another form, or the number of ranks is not possible.
+    OpError
+        If the model cannot be distributed over ranks.
     """
     require_extra()
     _check_limits(trials, minutes, space)
     store = Database(Path(database))
+    if ranks is not None:
+        each = networks().resolve_ranks(ranks, target, threads)
+        threads, forms = CPUInfo.from_target(each).num_cores, False
     pool = _open_pool(runner, target, threads)
     with closing(pool), described(pool.target, pool.cpu) if pool.cpu else nullcontext():
         options = pipeline.Options(fuse, winograd=winograd)
         mod = import_model(model, shapes)
         contests = find_forms(mod, pool.target, options) if forms and pool.cpu else []
-        tasks = _tasks(mod, pool.target, options, contests, wide=space == "wide")
+        tasks = _tasks(mod, pool.target, options, contests, space == "wide", ranks)
         every: list[AnyTask] = [*tasks, *contests]
         states = [TaskState(task.name, task.about, task.calls, task.share) for task in every]
         result = TuneResult(states, str(database), str(pool.target), minutes=minutes)
@@ -263,10 +272,11 @@ def _tasks(
     options: pipeline.Options,
     contests: Sequence[FormTask],
     wide: bool,
+    ranks: int | None,
 ) -> list[Task]:
     """Kernels to tune: those of the model as it is compiled, and those of the forms that race."""
     kernels = [kernel for contest in contests for kernel in contest.kernels(target)]
-    tasks = merged([*extract_tasks(mod, target, None, options, wide), *kernels])
+    tasks = merged([*extract_tasks(mod, target, None, options, wide, ranks), *kernels])
     if not tasks:
         raise TuningError(
             "the model has nothing to tune: no convolution, product of matrices or reduction "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax, tirx
+from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from schedules import cpu, gpu
@@ -187,6 +189,7 @@ def extract_tasks(
     shapes: Mapping[str, Any] | None = None,
     options: pipeline.Options | None = None,
     wide: bool = False,
+    ranks: int | None = None,
 ) -> list[Task]:
     """Find the kernels of a model that have knobs.
 
@@ -202,6 +205,8 @@ def extract_tasks(
         The user's choices of forms.
     wide : bool
         Whether tasks have the wider spaces of their templates.
+    ranks : int, optional
+        Ranks that compute the model together, on a CPU each: the kernels are those of all.
 
     Returns
     -------
@@ -214,7 +219,7 @@ def extract_tasks(
         If a shape remains symbolic.
     """
     mod = import_model(model, shapes)
-    plan = pipeline.phases(target, options or pipeline.Options())
+    plan = _phases(target, options or pipeline.Options(), ranks)
     plan.pop("schedule")
     mod = pipeline.run_phases(mod, target, plan)
     rules = gpu.RULES if is_gpu(target) else cpu.RULES
@@ -244,6 +249,17 @@ def extract_tasks(
         )
         tasks.setdefault(key, task).calls += count
     return _with_shares(list(tasks.values()))
+
+
+def _phases(target: Target, options: pipeline.Options, ranks: int | None) -> dict[str, list[Pass]]:
+    if ranks is None:
+        return pipeline.phases(target, options)
+    return networks().rank_phases(target, options, ranks)
+
+
+def networks() -> Any:
+    """The module of models over ranks, by name: that family stands above this one."""
+    return importlib.import_module("tvm_fusion.distributed.network.compile_network")
 
 
 def import_model(model: Any, shapes: Mapping[str, Any] | None = None) -> tvm.IRModule:

@@ -93,6 +93,18 @@ def test_a_job_records_each_task_and_compile_follows_the_records(tmp_path: Path)
     assert len({(trial["task"], json.dumps(trial["knobs"])) for trial in trials}) == len(trials)
 
 
+def test_kernels_of_ranks_are_tasks_whose_records_compile_follows(tmp_path: Path) -> None:
+    result = tune(tmp_path, ranks=2, threads=1)
+    # Windows need a row of the other rank, pixels do not.
+    sizes = sorted(task.about.split()[-1] for task in result.tasks)
+    assert sizes == ["10x20", "11x20", "11x20"]
+    options = {"ranks": 2, "threads": 1, "fuse": "none", "winograd": "never"}
+    parts = tvm_fusion.compile(model(), records=tmp_path, **options)
+    assert [entry["template"] for entry in parts.records] == ["cpu.conv2d"] * sum(
+        task.calls for task in result.tasks
+    )
+
+
 def test_reductions_are_tasks_whose_records_compile_follows(tmp_path: Path) -> None:
     given = reductions_model()
     result = tvm_fusion.tune(given, database=tmp_path, trials=2, threads=2)
@@ -300,6 +312,8 @@ def test_a_wide_space_is_for_all_tasks(tmp_path: Path) -> None:
         ({"trials": 0}, InvalidInputError, "trials is 0; expected at least 1"),
         ({"space": "all"}, InvalidInputError, "space is 'all'; expected 'default' or 'wide'"),
         ({"minutes": -1}, InvalidInputError, "minutes is -1; expected a positive number"),
+        ({"ranks": 0}, InvalidInputError, "ranks is 0; expected a positive integer"),
+        ({"ranks": 2, "target": "cuda -arch=sm_90"}, TargetError, "ranks compute on CPUs"),
         ({"target": "cortex-a72"}, TargetError, "this machine"),
         ({"target": "x86-64"}, TargetError, "the target is a x86-64 and this machine a"),
     ],

@@ -33,6 +33,14 @@ def test_every_line_is_a_record_of_its_cpu(path: Path) -> None:
         template.read_knobs(record.knobs)
 
 
+def test_settings_of_one_thread_keep_the_order_of_sums() -> None:
+    """Ranks of one thread follow them, and have the bits of one rank that has none."""
+    for path in FILES:
+        for line in read_lines(path):
+            if line.record is not None and line.record.threads == 1:
+                assert line.record.template.endswith(("conv2d", "pooling"))
+
+
 @pytest.mark.skipif(not (SHIPPED / f"{host_cpu()}.jsonl").exists(), reason="no records of this CPU")
 def test_records_of_this_cpu_are_usable_on_it() -> None:
     good, bad = verify(SHIPPED / f"{host_cpu()}.jsonl")

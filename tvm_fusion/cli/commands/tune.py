@@ -59,6 +59,11 @@ if TYPE_CHECKING:
     show_default=True,
     help="Race fused kernels, separate ones and Winograd's algorithm, with all their kernels.",
 )
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Tune the kernels of so many ranks that compute the model together; --threads of each.",
+)
 @compile_options
 @threads_option
 @json_option

@@ -95,11 +95,8 @@ def compile_network(
     options = pipeline.Options(
         fuse=fuse, winograd=winograd, records=choose_records(records, resolved)
     )
-    figures = network or Network(), processor or estimated_processor(resolved)
-    split = DistributeRows(ranks, *figures, exchange)
-    whole, rest = _phases(resolved, options, ranks)
-    rest["lower"] = [*rest["lower"], ExchangeInPlace(), CompileExchanges(resolved)]
-    phases = {**whole, "distribute": [split], **rest}
+    phases = rank_phases(resolved, options, ranks, exchange, network, processor)
+    phases["lower"] = [*phases["lower"], ExchangeInPlace(), CompileExchanges(resolved)]
     tell = announcer(progress, len(phases) + 2)
     tell("import")
     imported = import_model(model, shapes)
@@ -214,6 +211,23 @@ def explain_network(
     figures = network or Network(), processor or estimated_processor(resolved)
     placement = choose_exchanges(stages, ranks, *figures, exchange)
     return segments(stages, placement, row_cost(stages, placement, *figures))
+
+
+def rank_phases(
+    target: Target,
+    options: pipeline.Options,
+    ranks: int,
+    exchange: str = "auto",
+    network: Network | None = None,
+    processor: Processor | None = None,
+) -> dict[str, list[Pass]]:
+    """Phases from a model to the scheduled kernels of all ranks, whose results are tensors apart.
+
+    Parameters are those of :func:`compile_network`, with a result of :func:`resolve_ranks`.
+    """
+    figures = network or Network(), processor or estimated_processor(target)
+    whole, rest = _phases(target, options, ranks)
+    return {**whole, "distribute": [DistributeRows(ranks, *figures, exchange)], **rest}
 
 
 def _phases(
