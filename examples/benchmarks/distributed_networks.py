@@ -4,7 +4,8 @@
     python examples/benchmarks/distributed_networks.py [--only NAME ...] [--rounds 3] [--files DIR]
 
 Three jobs take turns: one rank with one thread, one rank with two threads, two ranks with one
-thread each. Those of one thread compute the same bits. Prints a table and writes
+thread each. Those of one thread compute the same bits. Beside the time of two ranks stands the one
+that is predicted from that of one rank, as `tvm-fusion simulate` does. Prints a table and writes
 results/CPU/distributed_networks.json. With --files, compiled models are kept there and used again.
 """
 
@@ -21,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion import distributed
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.distributed.network.compile_network import read_network, resolve_ranks
+from tvm_fusion.distributed.network.simulate_network import simulate_network
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
@@ -37,26 +41,42 @@ from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.benchmarks.distributed import JOBS, launch  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
-CASES: dict[str, dict[str, Any]] = {
-    "resnet_18": {},
-    "resnet_50": {},
-    "mobilenet_v2": {},
-    "vgg_16": {},
-    "unet": {},
-    "small": {"image_size": 32, "width": 4},
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet_18": ("resnet_18", {}),
+    "resnet_50": ("resnet_50", {}),
+    "resnet_50_1024": ("resnet_50", {"image_size": 1024}),
+    "mobilenet_v2": ("mobilenet_v2", {}),
+    "vgg_16": ("vgg_16", {}),
+    "unet": ("unet", {}),
+    "small": ("unet", {"image_size": 32, "width": 4}),
 }
-"""Sizes of each network; ``small`` is a U-Net that is not measured by default."""
+"""Network and sizes of each case; ``small`` is not measured by default."""
+
+
+def built(name: str) -> onnx.ModelProto:
+    """The model of a case."""
+    network, sizes = CASES[name]
+    return ZOO[network](**sizes)
 
 
 def compiled(name: str, ranks: int, threads: int, folder: Path) -> Path:
     """The file of a network for some ranks, compiled unless it is there."""
     path = folder / f"{name}_{ranks}_{threads}.so"
     if not path.exists():
-        is_small = name == "small"  # too small to gain by ranks
-        model = ZOO["unet" if is_small else name](**CASES[name])
-        exchange = "always" if is_small else "auto"
-        distributed.compile_network(model, ranks, threads=threads, exchange=exchange).save(path)
+        exchange = "always" if name == "small" else "auto"  # it is too small to gain by ranks
+        model = distributed.compile_network(built(name), ranks, threads=threads, exchange=exchange)
+        model.save(path)
     return path
+
+
+def predicted_ms(name: str, one_rank: float) -> float:
+    """Predicted milliseconds of two ranks of one thread, from those of one."""
+    target = resolve_ranks(2, "native", 1)
+    stages = read_network(built(name), target)
+    scaling = simulate_network(
+        stages, distributed.estimated_processor(target), (2,), one_rank=one_rank / 1e3
+    )
+    return 1e3 * scaling.points[0].seconds
 
 
 def run_job(path: Path, ranks: int, threads: int, repeat: int) -> tuple[float, np.ndarray]:
@@ -95,14 +115,16 @@ def measure(name: str, rounds: int, repeat: int, folder: Path) -> dict[str, Any]
     if not np.array_equal(one, two):
         raise DistributedError(f"one rank and two compute different bits of {name}")
     segments = distributed.load(files["2 ranks"]).plan.segments
+    alone = statistics.median(turns["1 rank, 1 thread"])
     return {
-        "sizes": CASES[name],
+        "sizes": CASES[name][1],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "rounds": rounds,
         "jobs": {
             title: {"run_ms": statistics.median(times), "turns_ms": times}
             for title, times in turns.items()
         },
+        "predicted_ms": predicted_ms(name, alone),
         "bytes": sum(segment.bytes for segment in segments),
         "messages": sum(segment.messages for segment in segments),
         "exchanges": sum(segment.messages > 0 for segment in segments),
@@ -112,14 +134,14 @@ def measure(name: str, rounds: int, repeat: int, folder: Path) -> dict[str, Any]
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     """One row a network."""
     table = Table(title="Networks over ranks, medians in ms")
-    headings = ("network", *JOBS, "to 1 thread", "to 2 threads", "exchanges", "bytes")
+    headings = ("network", *JOBS, "predicted", "to 1 thread", "to 2 threads", "exchanges", "bytes")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left")
     for name, result in results.items():
         one, two, ranks = (result["jobs"][title]["run_ms"] for title in JOBS)
         table.add_row(
             name,
-            *(f"{milliseconds:.2f}" for milliseconds in (one, two, ranks)),
+            *(f"{time:.2f}" for time in (one, two, ranks, result["predicted_ms"])),
             f"{one / ranks:.2f}x",
             f"{two / ranks:.2f}x",
             str(result["exchanges"]),

@@ -394,6 +394,7 @@ def test_distributed_networks(tmp_path: Path, capsys: Any) -> None:
     assert distributed_networks.main(arguments) == 0
     result = json.loads(path.read_text())["results"]["small"]
     assert list(result["jobs"]) == list(distributed_networks.JOBS) and result["messages"] > 0
+    assert result["predicted_ms"] > 0
     assert "to 2 threads" in capsys.readouterr().out
 
 
