@@ -384,7 +384,7 @@ def test_any_wrong_bit_is_found(
         (join(b"", b"{}"), r"is not valid \(KeyError"),
         (join(b"", b"[]"), r"is not valid \(TypeError"),
         (join(b"", b"{}", version=0), "is damaged: its checksum does not fit; save again"),
-        (join(b"", b"{}", version=10), r"has format 10, .* reads up to 9; install a newer"),
+        (join(b"", b"{}", version=11), r"has format 11, .* reads up to 10; install a newer"),
     ],
 )
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
