@@ -60,7 +60,7 @@ AS_MEASURED = {
     "as_measured_by_sizes": "sizes alone",
     "as_measured_by_sizes_at_best": "sizes alone, each kernel exact",
 }
-"""What is known of launches whose times are compared as they were measured, harness included."""
+"""Knowledge by which launches are predicted as they were measured, harness included."""
 
 
 def learned(sweep: Sweep, machine: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:

@@ -13,10 +13,10 @@ from tvm.target import Target
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.exchange_kernel import exchange_kernel
 from schedules.distribute.rows.exchange_table import table_width
-from schedules.distribute.rows.rank_plan import EXCHANGE, plan_from_json
+from schedules.distribute.rows.rank_plan import plan_from_json
 
-from ..core.expressions import op_name
 from .distribute_rows import PLAN
+from .rank_function import is_exchange
 
 
 @tvm.transform.module_pass(opt_level=0, name="CompileExchanges")
@@ -47,6 +47,7 @@ class CompileExchanges:
     """
 
     def __init__(self, target: Target) -> None:
+        # Both are instructions of x86.
         self._has_pause = CPUInfo.from_target(target).has_streaming_stores
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
@@ -88,9 +89,7 @@ class _Writer:
 
     def _binding(self, binding: relax.VarBinding, has_pause: bool) -> relax.VarBinding:
         value = binding.value
-        if op_name(value) != "relax.call_dps_packed":
-            return binding
-        if str(value.args[0].global_symbol) != EXCHANGE:
+        if not is_exchange(value):
             return binding
         number, *operands = value.args[1].fields
         shape = [int(extent) for extent in self._table.ty.shape.values]

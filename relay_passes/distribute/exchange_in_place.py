@@ -19,6 +19,7 @@ from schedules.tuning.tunable import WORKLOAD
 
 from ..core.expressions import op_name, operands
 from .distribute_rows import PLAN
+from .rank_function import is_exchange
 
 _SENT_ONLY = relax.TensorType([1], "uint8")
 _PACKED = len("NCHWc")
@@ -104,7 +105,7 @@ class _Program:
         """Find exchanges that can be in place."""
         for binding in self._bindings:
             call = binding.value
-            if not _is_exchange(call) or binding.var.ty.ndim != _PACKED:
+            if not is_exchange(call) or binding.var.ty.ndim != _PACKED:
                 continue
             fields = list(call.args[1].fields)
             window = windows.get(int(fields[0].value))
@@ -148,7 +149,7 @@ class _Program:
     def _result(self, new: Mapping[relax.Var, relax.Expr]) -> relax.Tuple:
         """The results, with that of the last exchange, without which it would be dead code."""
         fields = [_replaced(field, new) for field in self._bindings[-1].value.fields]
-        exchanges = [binding.var for binding in self._bindings if _is_exchange(binding.value)]
+        exchanges = [binding.var for binding in self._bindings if is_exchange(binding.value)]
         return relax.Tuple(
             [*fields, *(new[last] for last in exchanges[-1:] if last in self._silent)]
         )
@@ -172,7 +173,7 @@ class _Program:
             call = relax.op.call_dps_packed(EXCHANGE, arguments, _SENT_ONLY)
             new[var] = inner.emit(call, var.name)
             return
-        if not _is_exchange(value):  # after one, only others read what it returns
+        if not is_exchange(value):  # after one, only others read what it returns
             value = _replaced(value, self._silent)
         new[var] = inner.emit(_replaced(value, new), var.name)
 
@@ -224,12 +225,6 @@ class _Program:
         if len(arguments) != 1 or not isinstance(arguments[0], relax.Var):
             return None
         return _sliced(func)
-
-
-def _is_exchange(value: relax.Expr) -> bool:
-    return (
-        op_name(value) == "relax.call_dps_packed" and str(value.args[0].global_symbol) == EXCHANGE
-    )
 
 
 def _sliced(func: tirx.PrimFunc) -> Window | None:

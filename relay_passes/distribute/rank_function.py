@@ -11,11 +11,18 @@ from tvm import relax
 from schedules.distribute.rows.rank_plan import EXCHANGE
 from schedules.distribute.rows.row_plan import ROOT, RowPlacement, rows_needed
 
-from ..core.expressions import operands, substitute
+from ..core.expressions import op_name, operands, substitute
 from .row_rules import AXIS, image_shape, tensors
 from .row_stages import BoundStage
 
 Range = tuple[int, int]
+
+
+def is_exchange(value: relax.Expr) -> bool:
+    """Return whether a value is a call that exchanges rows."""
+    return (
+        op_name(value) == "relax.call_dps_packed" and str(value.args[0].global_symbol) == EXCHANGE
+    )
 
 
 def rank_function(

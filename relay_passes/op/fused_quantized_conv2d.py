@@ -13,7 +13,6 @@ are sums, padding and the bytes of a layer. Batch, height and width may be symbo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 from tvm import relax, te
 
@@ -24,8 +23,8 @@ from schedules.workload.reduce import constant
 
 from .conv_call import Known, checked_attrs, legalize_kernel
 from .conv_checks import check_layer, check_sizes
-from .conv_types import ConvOp, check_channels, constant_shape, kernel_output_type, tensor_type
-from .quantized_conv2d import MOST_PRODUCTS
+from .conv_types import ConvOp, check_channels, constant_shape, kernel_output_type
+from .quantized_conv2d import check_operands, check_products
 from .register import is_typed, register_op
 from .round_clip import check_bytes
 
@@ -110,11 +109,7 @@ def read_fused_quantized(call: relax.Call) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
     names = {"data": "uint8"}
     names |= {f"{name}{i}": dtype for i in (1, 2) for name, dtype in _PARAMETERS.items()}
-    if len(call.args) != len(names):
-        raise OpError(f"{_NAME}: {len(call.args)} operands; expected {', '.join(names)}")
-    for argument, (name, dtype) in zip(call.args, names.items(), strict=True):
-        if str(tensor_type(argument, name, _NAME).dtype) != dtype:
-            raise OpError(f"{_NAME}: {name} is of {argument.ty.dtype}; expected {dtype}")
+    check_operands(call, names, _NAME)
     extents = call.args[0].ty.shape.values
     if len(extents) != 4:
         raise OpError(f"{_NAME}: data has rank {len(extents)}; expected 4 (NCHW)")
@@ -142,11 +137,7 @@ def _read_layer(call: relax.Call, suffix: str, place: int) -> ConvLayer:
         found = constant_shape(argument, name + suffix, _NAME)
         if found != weight[:1]:
             raise OpError(f"{_NAME}: {name}{suffix} has shape {found}; expected {weight[:1]}")
-    if layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
-        raise OpError(
-            f"{_NAME}: {layer} has {layer.in_channels} x {prod(layer.kernel)} products a sum; "
-            f"expected at most {MOST_PRODUCTS}"
-        )
+    check_products(layer, _NAME)
     return layer
 
 

@@ -17,7 +17,7 @@ Batch, height and width may be symbolic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from tvm import relax, te
@@ -119,11 +119,7 @@ def quantized_conv2d(
 
 def read_quantized(call: relax.Call) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
-    if len(call.args) != len(_OPERANDS):
-        raise OpError(f"{_NAME}: {len(call.args)} operands; expected {', '.join(_OPERANDS)}")
-    for argument, (name, dtype) in zip(call.args, _OPERANDS.items(), strict=True):
-        if str(tensor_type(argument, name, _NAME).dtype) != dtype:
-            raise OpError(f"{_NAME}: {name} is of {argument.ty.dtype}; expected {dtype}")
+    check_operands(call, _OPERANDS, _NAME)
     layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
     extents = call.args[0].ty.shape.values
     data_lanes, lanes = (lanes_of(layout, _NAME) for layout in layouts)
@@ -170,12 +166,26 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     for argument, (name, shape) in zip(call.args[1:], shapes.items(), strict=True):
         if constant_shape(argument, name, _NAME) != shape:
             raise OpError(f"{_NAME}: {name} has shape {argument.ty.shape}; expected {shape}")
+    check_products(layer, _NAME)
+    return layer
+
+
+def check_operands(call: relax.Call, dtypes: Mapping[str, str], op: str) -> None:
+    """Check the number of a call's operands, and their types by name; else OpError."""
+    if len(call.args) != len(dtypes):
+        raise OpError(f"{op}: {len(call.args)} operands; expected {', '.join(dtypes)}")
+    for argument, (name, dtype) in zip(call.args, dtypes.items(), strict=True):
+        if str(tensor_type(argument, name, op).dtype) != dtype:
+            raise OpError(f"{op}: {name} is of {argument.ty.dtype}; expected {dtype}")
+
+
+def check_products(layer: ConvLayer, op: str) -> None:
+    """Check that an int32 holds each sum of a layer; else OpError."""
     if layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
         raise OpError(
-            f"{_NAME}: {layer} has {layer.in_channels} x {prod(layer.kernel)} products a sum; "
+            f"{op}: {layer} has {layer.in_channels} x {prod(layer.kernel)} products a sum; "
             f"expected at most {MOST_PRODUCTS}"
         )
-    return layer
 
 
 def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:

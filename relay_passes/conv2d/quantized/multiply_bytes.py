@@ -91,9 +91,10 @@ class MultiplyBytes:
         result = mod.clone()
         for name, graph in function_graphs(mod):
             rules = _Rules(only_dense=on_gpu)
-            graph.sweep({_CONV2D: [rules.find_groups]})
-            if on_gpu and rules.has_groups:
-                continue
+            if on_gpu:
+                graph.sweep({_CONV2D: [rules.find_groups]})
+                if rules.has_groups:
+                    continue
             graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
             graph.settle({ROUND_CLIP: [rules.store_bytes]})
             changed = graph.settle(
@@ -200,9 +201,9 @@ class _Rules:
         weight = call.args[1]
         if not isinstance(weight, GenericConst):
             return None
-        if self._only_dense and call.op.name == _MATMUL:
-            return None
         if call.op.name == _MATMUL:
+            if self._only_dense:
+                return None
             if str(call.ty.dtype) != "float32" or weight.ty.ndim != 2 or call.args[0].ty.ndim < 2:
                 return None
             channels, outputs = (int(extent) for extent in weight.ty.shape.values)
