@@ -62,7 +62,7 @@ def all_to_all_bytes(sent: Sequence[Sequence[float]]) -> float:
     Parameters
     ----------
     sent : sequence of sequences of float
-        Bytes from each rank (rows) to each rank (columns).
+        Bytes from each rank (rows) to each rank (columns), also what it keeps.
 
     Raises
     ------

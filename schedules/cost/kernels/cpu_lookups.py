@@ -128,16 +128,31 @@ def sizes_of(table: TableLookups) -> np.ndarray:
 
 
 def predict_cpu_lookups(
-    tables: Sequence[TableLookups], machine: Machine, is_backward: bool
+    tables: Sequence[TableLookups],
+    machine: Machine,
+    is_backward: bool,
+    beside: Sequence[TableLookups] = (),
 ) -> Prediction:
     """Predict lookups in some tables, one after the other.
+
+    Parameters
+    ----------
+    tables : sequence of TableLookups
+        Lookups.
+    machine : Machine
+        CPU.
+    is_backward : bool
+        Whether rows are updated.
+    beside : sequence of TableLookups, optional
+        Other lookups of the batch that pass through the same caches, such as those of other ranks.
 
     Raises
     ------
     PredictionError
         If the machine lacks a figure of its memories.
     """
-    each = [_predict(table, tables, machine, is_backward) for table in tables]
+    launch = (*tables, *beside)
+    each = [_predict(table, launch, machine, is_backward) for table in tables]
     slowest = max(each, key=lambda found: found.seconds)
     seconds, low, high, roofline = (
         sum(getattr(found, name) for found in each)

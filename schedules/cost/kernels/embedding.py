@@ -56,11 +56,15 @@ def _sectors(size: float) -> int:
 
 
 def predict_lookups(
-    tables: Sequence[TableLookups], machine: Machine, is_backward: bool
+    tables: Sequence[TableLookups],
+    machine: Machine,
+    is_backward: bool,
+    beside: Sequence[TableLookups] = (),
 ) -> Prediction:
     """Predict the lookups of a batch in tables of any sizes in one launch, or their gradients.
 
     Where the tables know how often their rows are used, the caches keep the rows used most.
+    ``beside`` are lookups of other ranks, which on a CPU pass through the same caches.
 
     Raises
     ------
@@ -70,7 +74,7 @@ def predict_lookups(
     if not tables:
         raise PredictionError("lookups in no tables; expected one or more")
     if machine.kind == "cpu":
-        return predict_cpu_lookups(tables, machine, is_backward)
+        return predict_cpu_lookups(tables, machine, is_backward, beside)
     return _predict(machine, tables, _ROWS_PER_BLOCK, is_backward)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.cost.machine import Figure, load_machine
+from schedules.cost.machine import Figure, Machine, load_machine
 from tvm_fusion.cli import main
 from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.collectives import Collectives, Curve
@@ -34,8 +34,8 @@ TABLES = tuple(
 )
 
 
-def task(tables=TABLES, ranks: int = 2, **more) -> ShardingTask:
-    return ShardingTask(tables, 512, V100, ranks, **more)
+def task(tables=TABLES, ranks: int = 2, machine=V100, **more) -> ShardingTask:
+    return ShardingTask(tables, 512, machine, ranks, **more)
 
 
 def test_costs_of_table_5_3() -> None:
@@ -51,31 +51,57 @@ def test_greedy_puts_the_dearest_first() -> None:
     assert greedy(TABLES, 2, COSTS["size_greedy"]) == [1, 1, 0, 1, 1]
 
 
+def curves_of(seconds_of_a_byte: float) -> Collectives:
+    sizes = tuple(float(1 << n) for n in range(10, 28))
+    times = tuple(size * seconds_of_a_byte for size in sizes)
+    return Collectives({("all_to_all", 2): Curve("all_to_all", 2, sizes, times)})
+
+
+def cpu() -> Machine:
+    memory = {"bandwidth.memory": Figure(2e10, "test")}
+    found = load_machine("znver4")
+    return replace(found, figures=dict(found.figures) | memory)
+
+
 def test_a_cpu_joins_the_results_of_its_tables() -> None:
-    caches = {"bandwidth.L3": Figure(2e10, "test"), "capacity.L3": Figure(32e6, "test")}
-    cpu = load_machine("znver4")
-    cpu = replace(cpu, figures=dict(cpu.figures) | caches)
-    curve = Curve("all_to_all", 2, (1024.0, 1e9), (1e-9, 1e-9))
-    curves = Collectives({("all_to_all", 2): curve})
     wide = (EmbeddingTable("t", 1000, 128, 1.0),)
-    alone = ShardingTask(wide, 1024, cpu, 1).sharding("x", [0]).seconds
-    shared = ShardingTask(wide, 512, cpu, 2, curves).sharding("x", [0]).seconds
+    alone = ShardingTask(wide, 1024, cpu(), 1).sharding("x", [0]).seconds
+    shared = ShardingTask(wide, 512, cpu(), 2, curves_of(1e-18)).sharding("x", [0]).seconds
     # 1024 results of 512 bytes are read and written; the lookups are the same.
     assert shared - alone == pytest.approx(2 * 1024 * 512 / 2e10, rel=1e-3)
 
 
-def test_exchange_follows_the_largest_message() -> None:
-    sizes = tuple(float(1 << n) for n in range(10, 28))
-    times = tuple(size / 1e10 for size in sizes)
-    curves = Collectives({("all_to_all", 2): Curve("all_to_all", 2, sizes, times)})
-    found = task(collectives=curves)
-    free = Collectives(
-        {("all_to_all", 2): Curve("all_to_all", 2, sizes, tuple(time / 1e6 for time in times))}
+def exchange_seconds(machine: Machine, ranks: list[int]) -> float:
+    """What the exchanges of an iteration take, at 10 GB/s."""
+    slow, free = (
+        task(machine=machine, collectives=curves_of(each)).sharding("x", ranks).seconds
+        for each in (1e-10, 1e-16)
     )
-    ranks = [0, 0, 0, 0, 1]
-    # Rank 0 sends 288 columns of 512 samples, rank 1 gets them; forward and backward.
-    gap = found.sharding("x", ranks).seconds - task(collectives=free).sharding("x", ranks).seconds
-    assert gap == pytest.approx(2 * 512 * 288 * 4 / 1e10, rel=0.01)
+    return slow - free
+
+
+def test_exchange_follows_the_largest_message() -> None:
+    # Rank 0 puts in 288 columns of all 1024 samples, rank 1 gets 352 of 512; forward and backward.
+    assert exchange_seconds(V100, [0, 0, 0, 0, 1]) == pytest.approx(
+        2 * 1024 * 288 * 4 / 1e10, rel=0.01
+    )
+    by_link = task().sharding("x", [0, 0, 0, 0, 1]).seconds
+    free = task(collectives=curves_of(1e-16)).sharding("x", [0, 0, 0, 0, 1]).seconds
+    # A half of the message stays on its rank.
+    assert by_link - free == pytest.approx(2 * 512 * 288 * 4 / V100["bandwidth.pcie"], rel=0.01)
+
+
+def test_ranks_of_a_cpu_share_memory_and_caches() -> None:
+    # All 352 columns of 1024 samples pass through one memory, whoever holds their tables.
+    for ranks in ([0, 0, 0, 0, 1], [0, 1, 0, 1, 0]):
+        expected = 2 * 512 * 352 * 4 / 1e10
+        assert exchange_seconds(cpu(), ranks) == pytest.approx(expected, rel=0.01)
+    # The rank's own table takes longer the more of the caches the other rank's take.
+    table, few, many = (EmbeddingTable("t", 10**6, 64, lookups) for lookups in (20, 1, 100))
+    times = [
+        ShardingTask((table, other), 512, cpu(), 2)._lookup([table], False) for other in (few, many)
+    ]
+    assert times[0] < times[1]
 
 
 def test_slowest_rank_decides() -> None:

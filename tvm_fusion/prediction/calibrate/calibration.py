@@ -56,6 +56,8 @@ SETTLED = 2
 """Measurements of the limits that improve no figure, after which they are known."""
 UNDISTURBED = 0.93
 """Share of the peak that the machine must reach before and after a kernel is measured."""
+PAUSE = 1.0
+"""Seconds between two looks at a machine that other work slows."""
 
 
 class Timer(Protocol):
@@ -87,6 +89,7 @@ def calibrate(
     timer: Callable[[Machine], Timer] | None = None,
     todo: Sequence[AnyCase] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Machine:
     """Measure this CPU until all is known or the budget is spent; the file is written on the way.
 
@@ -97,11 +100,12 @@ def calibrate(
     threads : int
         Threads of a kernel.
     budget : float
-        Seconds after which no other kernel is begun.
+        Seconds after which no other kernel is begun, spent waiting while other work slows the
+        machine.
     progress : callable, optional
         Called as ``progress(text, done, total)``.
-    limits, timer, todo, clock : optional
-        What measures, what is measured, and the clock of the budget.
+    limits, timer, todo, clock, sleep : optional
+        What measures, what is measured, the clock of the budget, and how to wait.
 
     Returns
     -------
@@ -137,8 +141,13 @@ def calibrate(
             continue
         if clock() >= end:
             break
+        while not (is_quiet := _at_peak(used, bare)) and clock() < end:
+            tell("waiting for other work to end", number, len(todo))
+            sleep(PAUSE)
+        if not is_quiet:
+            break
         tell(case.name, number, len(todo))
-        timed = _undisturbed(used, case, bare["peak_flops.float32"])
+        timed = _undisturbed(used, case, bare)
         if timed is not None:
             samples += [_sample(case, call, seconds) for call, seconds in timed]
             _write(output, bare, samples)
@@ -146,12 +155,17 @@ def calibrate(
     return fitted(bare, samples)
 
 
-def _undisturbed(timer: Timer, case: AnyCase, peak: float) -> list[Timed] | None:
+def _at_peak(timer: Timer, machine: Machine) -> bool:
+    """Whether nothing slows the machine at this moment."""
+    return timer.peak() >= UNDISTURBED * machine["peak_flops.float32"]
+
+
+def _undisturbed(timer: Timer, case: AnyCase, machine: Machine) -> list[Timed] | None:
     """Times of a case while nothing else slowed the machine; None if something always did."""
     for _ in range(ROUNDS):
-        before = timer.peak()
+        was_quiet = _at_peak(timer, machine)
         timed = timer.measure(case)
-        if min(before, timer.peak()) >= UNDISTURBED * peak:
+        if was_quiet and _at_peak(timer, machine):
             return timed
     return None
 

@@ -31,6 +31,9 @@ class FakeTimer:
         self.now, self.measured, self._peak, self._exchange = 0.0, [], peak, exchange
         self.exchanges = 0
 
+    def sleep(self, seconds):
+        self.now += seconds
+
     def measure(self, case):
         self.now += 1
         self.measured.append(case.name)
@@ -61,6 +64,7 @@ def run(path, timer, budget, todo=TODO, threads=2):
         timer=lambda machine: timer,
         todo=todo,
         clock=lambda: timer.now,
+        sleep=timer.sleep,
     )
 
 
@@ -150,11 +154,24 @@ def test_an_interrupt_loses_nothing_that_was_measured(tmp_path):
     assert [found.name for found in tmp_path.iterdir()] == ["machine.json"]
 
 
-def test_a_machine_that_is_slowed_down_is_not_measured(tmp_path):
-    timer = FakeTimer(peak=0.5 * LIMITS["peak_flops.float32"])
+def test_a_machine_that_is_slowed_down_is_waited_for(tmp_path):
+    peak = LIMITS["peak_flops.float32"]
+    timer = FakeTimer(peak=0.5 * peak)
     machine = run(tmp_path / "machine.json", timer, 60)
     assert "cpu.conv2d.factor" not in machine.figures
-    assert timer.measured == [case.name for case in TODO for _ in range(calibration.ROUNDS)]
+    assert not timer.measured and timer.now >= 60
+    timer.peak = lambda: peak if timer.now > 100 else 0.5 * peak
+    run(tmp_path / "machine.json", timer, 60)
+    assert timer.measured == [case.name for case in TODO]
+
+
+def test_a_kernel_that_other_work_slowed_is_measured_again(tmp_path):
+    peak = LIMITS["peak_flops.float32"]
+    timer = FakeTimer()
+    # Other work begins with the first attempt at the first kernel and ends with its second one.
+    timer.peak = lambda: 0.5 * peak if len(timer.measured) == 1 else peak
+    run(tmp_path / "machine.json", timer, 60)
+    assert timer.measured == ["case 0", "case 0", *(case.name for case in TODO)]
 
 
 def test_intervals_are_percentiles_of_the_ratios():
