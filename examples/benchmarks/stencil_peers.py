@@ -40,8 +40,16 @@ MODULES = {
 RANKS = {"numba": 2, "jax": 1, "devito": 2, "halide": 1}
 """Processes of each engine."""
 
-HALO = {"blur": 2, "convolution": 2, "sobel": 2, "heat2d": 0}
+HALO = {
+    **{"blur": 2, "convolution": 2, "cvt_color": 0, "gaussian": 4, "pipeline": 0, "sobel": 2},
+    **{"heat2d": 0, "heat3d": 0},
+}
 """Rows, and columns, of the input beyond those of the output."""
+
+CHANNELS = {"convolution": 3, "cvt_color": 3, "gaussian": 3, "pipeline": 3}
+"""Interleaved channels of an input that has more than one."""
+
+HEAT = ("heat2d", "heat3d")
 
 TITLES = {
     "numba": "Numba + mpi4py",
@@ -83,6 +91,27 @@ def convolution(xp: Any, a: Any) -> Any:
     return sum(terms[1:], terms[0])
 
 
+GREY = np.array([0.299, 0.587, 0.114], np.float32)
+TAPS = np.array([1, 4, 6, 4, 1], np.float32) / 16
+
+
+def cvt_color(xp: Any, a: Any) -> Any:
+    """Conversion of RGB to grey."""
+    return GREY[0] * a[..., 0] + GREY[1] * a[..., 1] + GREY[2] * a[..., 2]
+
+
+def gaussian(xp: Any, a: Any) -> Any:
+    """Separable filter of 5x5 pixels of three interleaved channels."""
+    rows, cols = a.shape[0] - 4, a.shape[1] - 4
+    across = sum(TAPS[k] * a[:, k : k + cols] for k in range(5))
+    return sum(TAPS[k] * across[k : k + rows] for k in range(5))
+
+
+def pipeline(xp: Any, a: Any) -> Any:
+    """Brightening, then the negative."""
+    return 255 - xp.minimum(a * 1.5, 255)
+
+
 def sobel(xp: Any, a: Any) -> Any:
     """Magnitude of the gradient."""
     across = a[:, 2:] - a[:, :-2]
@@ -94,14 +123,21 @@ def sobel(xp: Any, a: Any) -> Any:
 
 def heat_inside(a: Any) -> Any:
     """A step of the heat equation, without the border."""
-    inside = a[1:-1, 1:-1]
-    around = a[:-2, 1:-1] + a[2:, 1:-1] + a[1:-1, :-2] + a[1:-1, 2:]
-    return inside + _DIFFUSION * (around - 4 * inside)
+    inner = (slice(1, -1),) * a.ndim
+    places = [
+        (*inner[:axis], part, *inner[axis + 1 :])
+        for axis in range(a.ndim)
+        for part in (slice(None, -2), slice(2, None))
+    ]
+    return a[inner] + _DIFFUSION * (sum(a[place] for place in places) - 2 * a.ndim * a[inner])
 
 
 ARRAYS: dict[str, Callable[[Any, Any], Any]] = {
     "blur": blur,
     "convolution": convolution,
+    "cvt_color": cvt_color,
+    "gaussian": gaussian,
+    "pipeline": pipeline,
     "sobel": sobel,
 }
 
@@ -110,21 +146,23 @@ def random_input(stencil: str, sizes: Sizes) -> np.ndarray:
     """The whole input, the same in every process."""
     halo = HALO[stencil]
     shape = [sizes.rows + halo, sizes.cols + halo]
-    if stencil == "convolution":
-        shape.append(3)
+    if stencil in CHANNELS:
+        shape.append(CHANNELS[stencil])
+    if stencil == "heat3d":
+        shape.append(sizes.cols)
     return np.random.default_rng(0).random(shape, np.float32)
 
 
 def check(stencil: str, sizes: Sizes, a: np.ndarray, first: int, result: np.ndarray) -> None:
     """Compare the first and last rows of a part of the output with numpy."""
-    if stencil == "heat2d":
+    if stencil in HEAT:
         reach = sizes.steps
         for rows in (slice(0, _CHECKED), slice(len(result) - _CHECKED, len(result))):
             begin, end = first + rows.start, first + rows.stop
             low, high = max(0, begin - reach), min(sizes.rows, end + reach)
             exact = a[low:high].astype(np.float64)
             for _ in range(sizes.steps):
-                exact[1:-1, 1:-1] = heat_inside(exact)
+                exact[(slice(1, -1),) * a.ndim] = heat_inside(exact)
             np.testing.assert_allclose(result[rows], exact[begin - low : end - low], atol=1e-4)
         return
     for begin in (0, len(result) - _CHECKED):
@@ -185,6 +223,49 @@ def _convolution_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
             out[i, j] = value
 
 
+def _grey_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
+    """Weighted sums of three channels."""
+    rows, cols = out.shape
+    for i in range(rows):
+        for j in range(cols):
+            out[i, j] = w[0] * a[i, 3 * j] + w[1] * a[i, 3 * j + 1] + w[2] * a[i, 3 * j + 2]
+
+
+def _gaussian_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
+    """Weighted sums of five pixels, by columns and then by rows, a channel each."""
+    rows, wide = out.shape
+    ring = np.empty((5, wide), np.float32)
+    for i in range(rows + 4):
+        line = ring[i % 5]
+        for j in range(wide):
+            value = w[0] * a[i, j] + w[1] * a[i, j + 3] + w[2] * a[i, j + 6]
+            line[j] = value + w[3] * a[i, j + 9] + w[4] * a[i, j + 12]
+        if i >= 4:
+            r0, r1, r2, r3, r4 = (i - 4) % 5, (i - 3) % 5, (i - 2) % 5, (i - 1) % 5, i % 5
+            for j in range(wide):
+                value = w[0] * ring[r0, j] + w[1] * ring[r1, j] + w[2] * ring[r2, j]
+                out[i - 4, j] = value + w[3] * ring[r3, j] + w[4] * ring[r4, j]
+
+
+def _pipeline_rows(a: np.ndarray, out: np.ndarray, _: np.ndarray) -> None:
+    """Brightening, then the negative."""
+    rows, wide = out.shape
+    for i in range(rows):
+        for j in range(wide):
+            out[i, j] = np.float32(255) - min(a[i, j] * np.float32(1.5), np.float32(255))
+
+
+KERNELS = {
+    "blur": _blur_rows,
+    "convolution": _convolution_rows,
+    "cvt_color": _grey_rows,
+    "gaussian": _gaussian_rows,
+    "pipeline": _pipeline_rows,
+    "sobel": _sobel_rows,
+}
+CONSTANTS = {"convolution": WEIGHTS, "cvt_color": GREY, "gaussian": TAPS}
+
+
 def _heat_rows(a: np.ndarray, out: np.ndarray, low: int, high: int) -> None:
     """A step of diffusion in some rows."""
     cols = a.shape[1]
@@ -193,6 +274,20 @@ def _heat_rows(a: np.ndarray, out: np.ndarray, low: int, high: int) -> None:
         for j in range(1, cols - 1):
             around = a[i - 1, j] + a[i + 1, j] + a[i, j - 1] + a[i, j + 1]
             out[i, j] = a[i, j] + np.float32(_DIFFUSION) * (around - np.float32(4) * a[i, j])
+
+
+def _heat_planes(a: np.ndarray, out: np.ndarray, low: int, high: int) -> None:
+    """A step of diffusion in some planes."""
+    _, rows, cols = a.shape
+    for i in range(low, high):
+        out[i, 0], out[i, rows - 1] = a[i, 0], a[i, rows - 1]
+        for j in range(1, rows - 1):
+            out[i, j, 0], out[i, j, cols - 1] = a[i, j, 0], a[i, j, cols - 1]
+            for k in range(1, cols - 1):
+                around = a[i - 1, j, k] + a[i + 1, j, k] + a[i, j - 1, k] + a[i, j + 1, k]
+                around += a[i, j, k - 1] + a[i, j, k + 1]
+                change = around - np.float32(6) * a[i, j, k]
+                out[i, j, k] = a[i, j, k] + np.float32(_DIFFUSION) * change
 
 
 def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
@@ -205,8 +300,9 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
     whole = random_input(stencil, sizes)
     begin, end = sizes.rows * rank // size, sizes.rows * (rank + 1) // size
 
-    if stencil == "heat2d":
-        heat_rows = numba.njit(fastmath=True)(_heat_rows)
+    if stencil in HEAT:
+        written = _heat_rows if stencil == "heat2d" else _heat_planes
+        heat_rows = numba.njit(fastmath=True)(written)
         low, high = max(0, begin - 1), min(sizes.rows, end + 1)
         fields = [whole[low:high].copy(), whole[low:high].copy()]
         inside = max(begin, 1) - low, min(end, sizes.rows - 1) - low
@@ -227,21 +323,22 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
     else:
         local = whole[begin : end + halo].copy()
         flat = local.reshape(len(local), -1)
-        out = np.empty((end - begin, flat.shape[1] - halo * local[0, 0].size), np.float32)
-        kernels = {"blur": _blur_rows, "sobel": _sobel_rows, "convolution": _convolution_rows}
-        kernel = numba.njit(fastmath=True)(kernels[stencil])
-        extra = WEIGHTS if stencil == "convolution" else np.empty((3, out.shape[1]), np.float32)
+        wide = sizes.cols * (1 if stencil == "cvt_color" else CHANNELS.get(stencil, 1))
+        out = np.empty((end - begin, wide), np.float32)
+        kernel = numba.njit(fastmath=True)(KERNELS[stencil])
+        extra = CONSTANTS.get(stencil, np.empty((3, wide), np.float32))
 
         def run() -> None:
             # What the first rank lacks are the first rows of the next one.
-            if rank > 0:
+            if halo and rank > 0:
                 comm.Send(local[:halo], rank - 1)
-            if rank + 1 < size:
+            if halo and rank + 1 < size:
                 comm.Recv(local[end - begin :], rank + 1)
             kernel(flat, out, extra)
 
         def result() -> np.ndarray:
-            return out.reshape(end - begin, sizes.cols, *whole.shape[2:])
+            whole_rows = ARRAYS[stencil](np, whole[: halo + 1])
+            return out.reshape(end - begin, *whole_rows.shape[1:])
 
     run()
     check(stencil, sizes, whole, begin, result())
@@ -263,26 +360,31 @@ def jax_devices(stencil: str, sizes: Sizes) -> float | None:
 
     def one_step(mine: Any, tail: Any) -> Any:
         halo = HALO[stencil]
+        if not halo:
+            return ARRAYS[stencil](jnp, mine)
         after = jax.lax.ppermute(mine[:halo], "ranks", [(1, 0)])
         last = jax.lax.axis_index("ranks") == 1
         return ARRAYS[stencil](jnp, jnp.concatenate([mine, jnp.where(last, tail, after)]))
 
     def steps(mine: Any, tail: Any) -> Any:
         rank = jax.lax.axis_index("ranks")
+        inside = (slice(None), *(slice(1, -1),) * (mine.ndim - 1))
 
         def step(_: int, field: Any) -> Any:
             before = jax.lax.ppermute(field[-1:], "ranks", [(0, 1)])
             after = jax.lax.ppermute(field[:1], "ranks", [(1, 0)])
             new = heat_inside(jnp.concatenate([before, field, after]))
-            row = jnp.arange(len(field))[:, None] + rank * len(field)
+            row = jnp.expand_dims(jnp.arange(len(field)), tuple(range(1, field.ndim))) + rank * len(
+                field
+            )
             fixed = (row == 0) | (row == sizes.rows - 1)
-            return field.at[:, 1:-1].set(jnp.where(fixed, field[:, 1:-1], new))
+            return field.at[inside].set(jnp.where(fixed, field[inside], new))
 
         return jax.lax.fori_loop(0, sizes.steps, step, mine)
 
     function = jax.jit(
         jax.shard_map(
-            steps if stencil == "heat2d" else one_step,
+            steps if stencil in HEAT else one_step,
             mesh=mesh,
             in_specs=(rows_of, everywhere),
             out_specs=rows_of,
@@ -294,7 +396,7 @@ def jax_devices(stencil: str, sizes: Sizes) -> float | None:
 
 def devito_ranks(stencil: str, sizes: Sizes) -> float | None:
     """The heat equation on two ranks; Devito chooses blocks and the mode of its exchanges."""
-    if stencil != "heat2d":
+    if stencil not in HEAT:
         return None
     os.environ |= {"DEVITO_MPI": "1", "DEVITO_LANGUAGE": "C", "DEVITO_LOGGING": "ERROR"}
     from devito import Eq, Grid, Operator, SubDomain, TimeFunction
@@ -306,17 +408,14 @@ def devito_ranks(stencil: str, sizes: Sizes) -> float | None:
         def define(self, dimensions: Any) -> Any:
             return {each: ("middle", 1, 1) for each in dimensions}
 
-    grid = Grid((sizes.rows, sizes.cols), subdomains=(inside := Inside(),))
+    whole = random_input(stencil, sizes)
+    grid = Grid(whole.shape, subdomains=(inside := Inside(),))
     field = TimeFunction(name="u", grid=grid, space_order=2, dtype=np.float32)
-    x, y = grid.dimensions
-    around = (
-        field.subs(x, x - 1) + field.subs(x, x + 1) + field.subs(y, y - 1) + field.subs(y, y + 1)
-    )
-    change = field + _DIFFUSION * (around - 4 * field)
+    around = sum(field.subs(x, x + step) for x in grid.dimensions for step in (-1, 1))
+    change = field + _DIFFUSION * (around - 2 * whole.ndim * field)
     update = Eq(field.forward, change, subdomain=grid.subdomains["inside"])
     del inside
     operator = Operator([update])
-    whole = random_input(stencil, sizes)
     field.data[0] = whole
     field.data[1] = whole
 
@@ -332,31 +431,22 @@ def devito_ranks(stencil: str, sizes: Sizes) -> float | None:
 
 def halide_threads(stencil: str, sizes: Sizes) -> float | None:
     """A schedule by hand on two threads of one process: strips of rows, vectors of columns."""
-    if stencil not in ("blur", "sobel"):
+    if stencil in HEAT:
         return None
     os.environ["HL_NUM_THREADS"] = "2"
     import halide as hl
 
     whole = random_input(stencil, sizes)
-    image = hl.Buffer(whole)  # dimension 0 is the last of numpy's
+    image = hl.Buffer(whole.reshape(len(whole), -1))  # dimension 0 is the last of numpy's
     x, y, yo, yi = (hl.Var(name) for name in ("x", "y", "yo", "yi"))
     out = hl.Func("out")
     lanes = hl.get_host_target().natural_vector_size(hl.Float(32))
-    if stencil == "blur":
-        bx = hl.Func("bx")
-        bx[x, y] = (image[x, y] + image[x + 1, y] + image[x + 2, y]) / 3.0
-        out[x, y] = (bx[x, y] + bx[x, y + 1] + bx[x, y + 2]) / 3.0
-        out.split(y, yo, yi, 32).parallel(yo).vectorize(x, lanes)
-        bx.store_at(out, yo).compute_at(out, yi).vectorize(x, lanes)
-    else:
-        pairs = ((0, 1.0), (1, 2.0), (2, 1.0))
-        gx, gy = hl.f32(0), hl.f32(0)
-        for k, weight in pairs:
-            gx += (image[x + 2, y + k] - image[x, y + k]) * hl.f32(weight)
-            gy += (image[x + k, y + 2] - image[x + k, y]) * hl.f32(weight)
-        out[x, y] = hl.sqrt(gx * gx + gy * gy)
-        out.split(y, yo, yi, 32).parallel(yo).vectorize(x, lanes)
-    result = np.empty((sizes.rows, sizes.cols), np.float32)
+    first = _halide_stages(hl, stencil, image, out, x, y)
+    out.split(y, yo, yi, 32).parallel(yo).vectorize(x, lanes)
+    if first is not None:
+        first.store_at(out, yo).compute_at(out, yi).vectorize(x, lanes)
+    expected = ARRAYS[stencil](np, whole[: HALO[stencil] + 1])
+    result = np.empty((sizes.rows, expected[0].size), np.float32)
     buffer = hl.Buffer(result)
     out.compile_jit()
 
@@ -364,8 +454,45 @@ def halide_threads(stencil: str, sizes: Sizes) -> float | None:
         out.realize(buffer)
 
     run()
-    check(stencil, sizes, whole, 0, result)
+    check(stencil, sizes, whole, 0, result.reshape(sizes.rows, *expected.shape[1:]))
     return alone(run)
+
+
+def _halide_stages(hl: Any, stencil: str, image: Any, out: Any, x: Any, y: Any) -> Any:
+    """Define the output, and return the stage before it, if there is one.
+
+    Columns and channels are one dimension.
+    """
+
+    def total(terms: Any) -> Any:
+        return sum(terms, hl.f32(0))
+
+    if stencil == "blur":
+        before = hl.Func("bx")
+        before[x, y] = (image[x, y] + image[x + 1, y] + image[x + 2, y]) / 3.0
+        out[x, y] = (before[x, y] + before[x, y + 1] + before[x, y + 2]) / 3.0
+        return before
+    if stencil == "gaussian":
+        before = hl.Func("gx")
+        taps = [hl.f32(float(tap)) for tap in TAPS]
+        before[x, y] = total(image[x + 3 * k, y] * tap for k, tap in enumerate(taps))
+        out[x, y] = total(before[x, y + k] * tap for k, tap in enumerate(taps))
+        return before
+    if stencil == "convolution":
+        window = [(dy, dx) for dy in range(3) for dx in range(3)]
+        weight = {at: hl.f32(float(WEIGHTS[at])) for at in window}
+        out[x, y] = total(image[x + 3 * dx, y + dy] * weight[dy, dx] for dy, dx in window)
+    elif stencil == "cvt_color":
+        out[x, y] = total(image[3 * x + c, y] * hl.f32(float(GREY[c])) for c in range(3))
+    elif stencil == "pipeline":
+        out[x, y] = hl.f32(255) - hl.min(image[x, y] * hl.f32(1.5), hl.f32(255))
+    else:
+        gx, gy = hl.f32(0), hl.f32(0)
+        for k, weight in ((0, 1.0), (1, 2.0), (2, 1.0)):
+            gx += (image[x + 2, y + k] - image[x, y + k]) * hl.f32(weight)
+            gy += (image[x + k, y + 2] - image[x + k, y]) * hl.f32(weight)
+        out[x, y] = hl.sqrt(gx * gx + gy * gy)
+    return None
 
 
 ENGINES = {

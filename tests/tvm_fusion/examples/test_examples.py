@@ -343,7 +343,6 @@ def test_peers_of_stencils(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     monkeypatch.setattr(distributed, "launch", lambda *_: '{"run_ms": 5.0}\n{"run_ms": 5.0}')
     assert distributed.run_peer("jax", "blur", "python") == 5
     assert distributed.run_peer("jax", "sobel_uint8", "python") is None
-    assert distributed.run_peer("jax", "heat3d", "python") is None
 
     def fails(*_: Any) -> str:
         raise DistributedError("blur by jax failed")
@@ -373,6 +372,25 @@ def test_stencils_in_array_notation(stencil: str) -> None:
     found[-1, -1] += 1
     with pytest.raises(AssertionError):
         stencil_peers.check(stencil, stencil_peers.Sizes(30, 20, 1), a, 0, found)
+
+
+@pytest.mark.parametrize("stencil", stencil_peers.HEAT)
+def test_heat_in_array_notation(stencil: str) -> None:
+    sizes = stencil_peers.Sizes(30, 20, 3)
+    a = stencil_peers.random_input(stencil, sizes)
+    program = compile_ranks(STENCILS[stencil](30, 20), 1, repeat="A")
+
+    def work(world: LocalWorld) -> np.ndarray:
+        local = program.on(world)
+        local.input("A").owned[...] = a
+        local(steps=3)
+        return local.output.owned
+
+    (found,) = threads_of_ranks(1, work)
+    stencil_peers.check(stencil, sizes, a, 0, found)
+    found[-2, -2] += 1
+    with pytest.raises(AssertionError):
+        stencil_peers.check(stencil, sizes, a, 0, found)
 
 
 @needs_mpi
