@@ -231,6 +231,18 @@ def predicted_trainings() -> str:
     return _table(["CPU", "ranks", *kinds.values()], rows)
 
 
+def reshardings() -> str:
+    """Errors of steps of traced trainings by other sharders, by CPU."""
+    rows = [
+        [cpu, str(found["shardings"]), *(f"{one['gmae_percent']:.1f} %" for one in kinds), told]
+        for cpu, found in _by_cpu("predict_resharding")
+        for kinds in [(found, found["as_traced"])]
+        for told in [f"{found['direction']['right']} of {found['direction']['apart']}"]
+    ]
+    head = ["CPU", "shardings", "predicted", "as the traced one", "faster or slower, rightly"]
+    return _table(head, rows)
+
+
 def _by_cpu(name: str) -> list[tuple[str, dict[str, Any]]]:
     files = sorted(RESULTS.glob(f"*/{name}.json"))
     return [(_cpu(file.parent.name), json.loads(file.read_text())["results"]) for file in files]
@@ -377,6 +389,7 @@ PARTS: dict[str, Callable[..., str]] = {
         predicted_reductions,
         predicted_lookups,
         predicted_trainings,
+        reshardings,
         searches,
         shardings,
         stencil_peers,

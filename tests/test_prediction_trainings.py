@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from examples.benchmarks import predict_lookups, predict_training
+from examples.benchmarks import predict_lookups, predict_resharding, predict_training
 from examples.benchmarks.predict_training import (
     between,
     record,
@@ -19,6 +19,7 @@ from examples.benchmarks.predict_training import (
     without_profiler,
 )
 from examples.benchmarks.prediction import rank_trainings, timed_steps, trainings
+from examples.benchmarks.prediction.gloo_ranks import start_ranks
 from examples.benchmarks.prediction.timed_steps import time_steps
 from examples.benchmarks.prediction.trainings import TRAININGS, training_step
 from schedules.cost.machine import load_machine
@@ -225,6 +226,14 @@ def test_two_ranks_predict_each_others_trainings(monkeypatch, tmp_path):
         assert sorted(id_ for op in found.ops for id_ in op.after) == launched
     for by in ("own_trace", "other_batches"):
         assert all(0 < time < math.inf for time in results["predicted_ms"][by])
+
+
+@pytest.mark.slow
+def test_other_shardings_of_a_trace(tmp_path):
+    start_ranks(predict_resharding.MODULE, tmp_path, ["--tasks", "1", "--rounds", "1"])
+    results, tasks = predict_resharding.compared(tmp_path)
+    assert results["shardings"] == len(tasks["0"]["measured"]) == 5
+    assert all(0 < ratio < math.inf for ratio in tasks["0"]["predicted"].values())
 
 
 @pytest.mark.slow
