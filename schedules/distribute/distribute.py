@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
+from typing import Any
 
 import tvm_ffi
 from tvm import s_tir, tirx
@@ -240,54 +244,75 @@ def distribute(
         If loops, sizes, grid or transfers do not fit the function, or if what a part reads cannot
         be bounded, is owned by no rank, or without ``infer`` is brought by no transfer.
     """
-    loops = [loop] if isinstance(loop, str | int | s_tir.schedule.LoopRV) else list(loop)
+    loops = _loops(loop)
     nest = read_loop_nest(source, loops)
-    if not loops:
-        raise OpError("no loop to distribute is named")
-    if exchange_every < 1 or (exchange_every > 1 and not repeat):
+    if not _is_count(exchange_every) or (exchange_every > 1 and not repeat):
         raise OpError(
-            f"exchange_every is {exchange_every}; expected 1, or more for a function with repeat="
+            f"exchange_every is {exchange_every!r}; expected 1, or more for a function with repeat="
         )
     choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
+    if ranks is not None and not _is_count(ranks):
+        raise OpError(f"ranks is {ranks!r}; expected a positive integer")
     if sizes is not None:
+        if grid is not None:
+            raise OpError("a grid is given, and sizes, which are one already; leave either out")
         return _plan(nest, _given(nest, sizes, ranks), choices)
     if ranks is None:
         raise OpError("neither the number of ranks nor the sizes of parts are given")
-    if grid is None:
-        candidates = grids(max(ranks, 1), len(loops))
-    else:
-        candidates = [tuple(grid)]
-        _check_grid(candidates[0], ranks, loops)
-    plans = (_plan(nest, Partition(_bounds(nest, parts, ranks)), choices) for parts in candidates)
+    candidates = grids(ranks, len(loops)) if grid is None else [_grid(grid, ranks, loops)]
+    plans = (_plan(nest, Partition(_bounds(nest, parts)), choices) for parts in candidates)
     return min(plans, key=lambda plan: (plan.bytes, len(plan.exchange.messages)))
 
 
-def _bounds(nest: LoopNest, grid: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    if ranks < 1:
-        grid = (ranks,)
-    return tuple(balanced(extent, n) for extent, n in zip(nest.extents, grid, strict=False))
+def _is_count(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0
 
 
-def _check_grid(grid: Sequence[int], ranks: int, loops: Sequence[object]) -> None:
-    count = 1
-    for parts in grid:
-        count *= parts
-    if len(grid) != len(loops) or count != ranks or min(grid) < 1:
+def _loops(loop: Any) -> list[str | int | s_tir.schedule.LoopRV]:
+    """The loops that are named, one or several."""
+    kinds = str, int, s_tir.schedule.LoopRV
+    loops = [loop] if isinstance(loop, kinds) or not isinstance(loop, Sequence) else list(loop)
+    if not loops:
+        raise OpError("no loop to distribute is named")
+    for one in loops:
+        if not isinstance(one, kinds):
+            raise OpError(
+                f"a loop is {one!r}; expected its name, an axis of the output, or a loop of the "
+                "schedule"
+            )
+    return loops
+
+
+def _bounds(nest: LoopNest, grid: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(balanced(extent, n) for extent, n in zip(nest.extents, grid, strict=True))
+
+
+def _grid(grid: Any, ranks: int, loops: Sequence[object]) -> tuple[int, ...]:
+    """The ranks along each loop, as they are given."""
+    counts = list(grid) if isinstance(grid, Iterable) else [grid]
+    if (
+        len(counts) != len(loops)
+        or not all(map(_is_count, counts))
+        or math.prod(map(int, counts)) != ranks
+    ):
         raise OpError(
-            f"grid {list(grid)} does not spread {len(loops)} loops over {ranks} ranks; expected "
+            f"grid {counts} does not spread {len(loops)} loops over {ranks} ranks; expected "
             f"{len(loops)} positive numbers whose product is {ranks}"
         )
+    return tuple(map(int, counts))
 
 
 def _given(
     nest: LoopNest, sizes: Sequence[int] | Sequence[Sequence[int]], ranks: int | None
 ) -> Partition:
     """The partition of given sizes."""
-    lists: list[Sequence[int]] = [
-        list(one) if isinstance(one, Sequence) else [one] for one in sizes
-    ]
-    if all(isinstance(one, int) for one in sizes):
+    lists = [list(one) if isinstance(one, Iterable) else [one] for one in sizes]
+    if not any(isinstance(one, Iterable) for one in sizes):
         lists = [[size for one in lists for size in one]]
+    for size in itertools.chain.from_iterable(lists):
+        if not isinstance(size, Integral):
+            raise OpError(f"sizes have {size!r}; expected integers")
+    lists = [list(map(int, one)) for one in lists]
     if len(lists) != len(nest.extents):
         raise OpError(f"sizes are given for {len(lists)} loops; expected {len(nest.extents)}")
     parts = zip(nest.loop_names, nest.extents, lists, strict=True)

@@ -154,6 +154,11 @@ def read_loop_nest(
         writes, or at an index that is loaded.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
+    if not isinstance(func, tirx.PrimFunc):
+        raise OpError(
+            f"a {type(func).__name__} is to be distributed; expected a function of TensorIR, or a "
+            "schedule whose main it is"
+        )
     stages = read_stages(func)
     if stages is None:
         raise OpError(

@@ -27,6 +27,7 @@ from schedules.distribute.transfer import Transfer
 from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
 
+from ..compiler.launches import launches
 from ..compiler.targets.target import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
 from .device.device import Device, resolve_devices
@@ -281,12 +282,14 @@ def compile(
     OpError
         If the function cannot be distributed so, or a split does not fit.
     InvalidInputError
-        If devices are given for a rank that is none.
+        If devices are given for a rank that is none, or threads are no positive number.
     TargetError
         If the target is unknown, or no CPU, or one of a device is no GPU.
     """
     if overlap not in ("auto", "always", "never"):
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
+    if not isinstance(threads, int) or threads < 1:
+        raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError(
@@ -461,4 +464,10 @@ class _Kernels:
             return schedule_function(name, func, self.target, RULES)
         own = s_tir.Schedule(func)
         schedule(own)
-        return own.mod["main"].with_attr("tirx.is_scheduled", True)
+        scheduled = own.mod["main"]
+        if launches(scheduled.body):
+            raise OpError(
+                f"the schedule of {name} binds loops to threads of a GPU, and this part is for a "
+                "CPU; give it to a device: devices=[Device(..., schedule=...)]"
+            )
+        return scheduled.with_attr("tirx.is_scheduled", True)

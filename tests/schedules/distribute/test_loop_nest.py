@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import tvm
 from loop_nests import CASES, blur, function, image, matmul, turned
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
@@ -118,6 +119,11 @@ def in_and_out(
 def test_inputs_that_are_outputs() -> None:
     with pytest.raises(OpError, match="'first' reads 'b' before a later block writes it; give"):
         read_loop_nest(in_and_out, [0])
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(OpError, match="a IRModule is to be distributed; expected a function of"):
+        read_loop_nest(tvm.IRModule({"main": in_and_out}), [0])
 
 
 def test_symbolic_extents() -> None:

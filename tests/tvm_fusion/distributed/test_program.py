@@ -369,6 +369,11 @@ rank  iterations               sends    receives    compute   exchange        ov
     assert "0:0" not in overlapped and "none" in overlapped
 
 
+def on_gpu(schedule: s_tir.Schedule) -> None:
+    """A schedule that no CPU can run."""
+    schedule.bind(schedule.get_loops("by")[0], "threadIdx.x")
+
+
 def test_overlap_by_the_model() -> None:
     slow = Network(latency=1e-3, progress=1.0)
     idle = Processor(rate=1e6, bandwidth=1e9)
@@ -385,6 +390,10 @@ def test_overlap_by_the_model() -> None:
         ({"target": "opencl"}, TargetError, "the target of ranks is their CPU; name GPUs as"),
         ({"repeat": "B"}, OpError, "repeat names 'B'; the inputs are A"),
         ({"repeat": "A"}, OpError, "'A' of shape .* cannot take the output"),
+        ({"loop": 1.5}, OpError, "a loop is 1.5; expected its name, an axis of the output"),
+        ({"threads": 0}, InvalidInputError, "threads is 0; expected a positive integer"),
+        ({"devices": "opencl"}, InvalidInputError, "devices are 'opencl'; expected a list of them"),
+        ({"schedule": on_gpu}, OpError, "schedule of part_0 binds loops to threads of a GPU, and"),
         ({"schedule": {2: print}}, OpError, "given for rank 2; ranks are 0 to 1"),
     ],
 )

@@ -31,8 +31,8 @@ CASES = {
     "crash": rf"{KILLED} {AFTER}",
     "hang": rf"{WAITED} in exchange 3; rank 1 is {AFTER}",
     "barrier": rf"({WAITED} in a barrier; rank 1 is in exchange 3|{BACK} in exchange 3; rank 0 is)",
-    "short message": rf"rank . of 2 {SIZES}",
-    "long message": rf"rank . of 2 {SIZES}",
+    "short message": rf"rank . of 2: {SIZES}",
+    "long message": rf"rank . of 2: {SIZES}",
     "late start": r"rank 0 waited 1 s for the other ranks to begin their session",
     "no start": r"rank 0 waited 1 s for the other ranks to begin their session",
 }
