@@ -276,8 +276,8 @@ def _axis(
     name = loop if isinstance(loop, str) else str(source.get(loop).loop_var.name)
     if name in stage.loops[len(stage.axes) :]:
         raise OpError(
-            f"loop {name!r} of block {stage.name!r} is a reduction; parts of it would have to be "
-            f"combined over ranks: distribute one of {', '.join(filter(None, spatial))}"
+            f"loop {name!r} of block {stage.name!r} is a reduction, which can only be "
+            f"distributed, and alone; name one of {', '.join(filter(None, spatial))}"
         )
     if name not in spatial:
         raise OpError(

@@ -8,7 +8,7 @@ share them (:mod:`schedules.distribute.localize`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_of
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, difference, region_size
-from schedules.distribute.localize import LocalShape, localize, scalar_arguments
+from schedules.distribute.localize import localize, scalar_arguments
 from schedules.distribute.transfer import Transfer
 from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
@@ -318,6 +318,8 @@ def compile(
         plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     else:
         plan = planned(exchange_every=exchange_every)
+    if devices and plan.reduction is not None:
+        raise OpError("devices compute parts of outputs, and not of a reduction; leave them out")
     placed = resolve_devices(devices, plan.ranks, resolved)
     shares = plan_shares(plan, placed, split, figures.processor)
     kernels = _Kernels(plan, resolved, schedule)
@@ -408,7 +410,7 @@ class _Kernels:
         self.plan = plan
         self.target = target
         self.functions: dict[str, tirx.PrimFunc] = {}
-        self._names: dict[tuple[LocalShape, Schedule | None, tuple[Transfer, ...]], str] = {}
+        self._names: dict[Hashable, str] = {}
         self._schedules = schedule if isinstance(schedule, Mapping) else {}
         self._schedule = None if isinstance(schedule, Mapping) else schedule
         strange = sorted(set(self._schedules) - set(range(plan.ranks)))
@@ -445,10 +447,11 @@ class _Kernels:
         waits: tuple[Transfer, ...] = (),
         is_interior: bool = False,
     ) -> KernelPiece:
-        nest, windows = self.plan.nest, self.plan.parts[rank].windows
+        nest, windows = self.plan.nest_of(rank), self.plan.parts[rank].windows
         local = localize(nest, rows, windows)
         schedule = self._schedules.get(rank, self._schedule)
-        key = local.shape, schedule, waits
+        reduced = tuple(int(axis.dom.extent) for stage in nest.stages for axis in stage.reduced)
+        key = local.shape, reduced, schedule, waits
         if key not in self._names:
             name = self._names[key] = f"part_{len(self._names)}"
             func = self._scheduled(name, local.func, schedule)

@@ -17,7 +17,7 @@ from schedules.errors import OpError
 @pytest.mark.parametrize(
     ("loops", "reason"),
     [
-        (["k"], "'k' of block 'C' is a reduction.*distribute one of i, j"),
+        (["k"], "'k' of block 'C' is a reduction, which can only be .* name one of i, j"),
         (["z"], "which computes an output, has no loop 'z'; it has i, j"),
         ([2], "loop 2 is not an axis of 'C'; it has 2"),
         (["i", 0], "name one loop twice"),
