@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.stencils import blur
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from tvm_fusion import distributed
 from tvm_fusion.cli.commands.run_model import save_outputs
@@ -79,6 +80,8 @@ def main() -> None:
         write_slowly(world)
         if MODE == "barrier" and world.rank != 1:
             world.barrier()
+        if MODE == "argument":  # on all ranks
+            distributed.compile(blur(4, 4), sizes=[1])
         if MODE == "plans":
             world.agree(f"rows {3 + is_one}", "plans")
         if MODE == "second hangs":

@@ -33,6 +33,7 @@ CASES = {
     "barrier": rf"({WAITED} in a barrier; rank 1 is in exchange 3|{BACK} in exchange 3; rank 0 is)",
     "short message": rf"rank . of 2: {SIZES}",
     "long message": rf"rank . of 2: {SIZES}",
+    "argument": r"rank . of 2 failed: sizes \[1\] of loop 'i' sum up to 1; expected its",
     "late start": r"rank 0 waited 1 s for the other ranks to begin their session",
     "no start": r"rank 0 waited 1 s for the other ranks to begin their session",
 }
