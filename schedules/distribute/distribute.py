@@ -13,7 +13,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import tvm_ffi
 from tvm import s_tir, tirx
@@ -253,7 +252,9 @@ def distribute(
         If loops, sizes, grid or transfers do not fit the function, or if what a part reads cannot
         be bounded, is owned by no rank, or without ``infer`` is brought by no transfer.
     """
-    loops = _loops(loop)
+    loops = list(loop) if isinstance(loop, Sequence) and not isinstance(loop, str) else [loop]
+    if not loops:
+        raise OpError("no loop to distribute is named")
     if ranks is not None and not is_count(ranks):
         raise OpError(f"ranks is {ranks!r}; expected a positive integer")
     if not is_count(exchange_every) or (exchange_every > 1 and not repeat):
@@ -280,21 +281,6 @@ def distribute(
     plans = (_plan(nest, even(nest.extents, parts), choices) for parts in candidates)
     best = min(plans, key=lambda plan: (plan.bytes, len(plan.exchange.messages)))
     return replace(best, reduction=reduction)
-
-
-def _loops(loop: Any) -> list[str | int | s_tir.schedule.LoopRV]:
-    """The loops that are named, one or several."""
-    kinds = str, int, s_tir.schedule.LoopRV
-    loops = [loop] if isinstance(loop, kinds) or not isinstance(loop, Sequence) else list(loop)
-    if not loops:
-        raise OpError("no loop to distribute is named")
-    for one in loops:
-        if not isinstance(one, kinds):
-            raise OpError(
-                f"a loop is {one!r}; expected its name, an axis of the output, or a loop of the "
-                "schedule"
-            )
-    return loops
 
 
 @dataclass(frozen=True)

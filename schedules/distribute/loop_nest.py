@@ -273,7 +273,7 @@ def _axis(
                 f"loop {loop} is not an axis of {stage.output.name!r}; it has {len(spatial)}"
             )
         return loop
-    name = loop if isinstance(loop, str) else str(source.get(loop).loop_var.name)
+    name = name_of(source, loop)
     if name in stage.loops[len(stage.axes) :]:
         raise OpError(
             f"loop {name!r} of block {stage.name!r} is a reduction, which can only be "
@@ -285,6 +285,24 @@ def _axis(
             f"it has {', '.join(filter(None, spatial))}"
         )
     return spatial.index(name)
+
+
+def name_of(source: tirx.PrimFunc | s_tir.Schedule, loop: str | s_tir.schedule.LoopRV) -> str:
+    """Name of a loop, which may be one of the schedule that is the source.
+
+    Raises
+    ------
+    OpError
+        If it is something else.
+    """
+    if isinstance(loop, str):
+        return loop
+    if isinstance(loop, s_tir.schedule.LoopRV) and isinstance(source, s_tir.Schedule):
+        return str(source.get(loop).loop_var.name)
+    raise OpError(
+        f"a loop is {loop!r}; expected its name, an axis of the output, or a loop of the schedule "
+        "that is distributed"
+    )
 
 
 def _reads(stage: Stage) -> tuple[Read, ...]:

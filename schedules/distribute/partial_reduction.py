@@ -36,6 +36,7 @@ from ..tir.block_expressions import Stage, read_stages
 from ..tir.expression_walk import loads, substitute
 from ..workload.reduce import constant
 from .localize import whole_function
+from .loop_nest import name_of
 from .partition import balanced
 
 _OPERATORS = {
@@ -102,7 +103,7 @@ def partial_reduction(
     stages = read_stages(func) if isinstance(func, tirx.PrimFunc) else None
     if stages is None or isinstance(loop, int):
         return None
-    name = loop if isinstance(loop, str) else str(source.get(loop).loop_var.name)
+    name = name_of(source, loop)
     outputs = [stage for stage in stages if stage.output in list(func.params)]
     found = [stage for stage in outputs if name in stage.loops[len(stage.axes) :]]
     if not found or any(constant(n) is None for stage in stages for n in stage.shape):

@@ -21,6 +21,7 @@ from schedules.errors import OpError
         (["z"], "which computes an output, has no loop 'z'; it has i, j"),
         ([2], "loop 2 is not an axis of 'C'; it has 2"),
         (["i", 0], "name one loop twice"),
+        ([["i"]], r"a loop is \['i'\]; expected its name, an axis of the output, or a loop of"),
     ],
 )
 def test_loops(loops: list, reason: str) -> None:
@@ -33,6 +34,8 @@ def test_reduction_of_a_schedule() -> None:
     loop = schedule.get_loops(schedule.get_sblock("C"))[2]
     with pytest.raises(OpError, match="is a reduction"):
         read_loop_nest(schedule, [loop])
+    with pytest.raises(OpError, match="or a loop of the schedule that is distributed"):
+        read_loop_nest(matmul(), [loop])
 
 
 def test_split_loops() -> None:
