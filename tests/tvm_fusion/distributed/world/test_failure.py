@@ -77,6 +77,7 @@ def test_who_has_sent_is_not_waited_for() -> None:
     ("mode", "text"),
     [
         ("ranks", "the program is for 4 ranks, and this job has 3; start it by mpiexec -n 4"),
+        ("ranks of one", "the program of rank 1 is for 4 ranks, and this job has 3; start it by"),
         ("plans", "rank 1 and rank 0 have different plans: start the same program"),
     ],
 )
