@@ -30,7 +30,8 @@ from .exchange import (
 )
 from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
-from .partition import Partition, balanced, bounds_of, grids
+from .partial_reduction import PartialReduction, partial_reduction
+from .partition import Partition, even, grid_of, grids, is_count, sized
 from .regions import regions_needed
 from .repetition import needed_by_steps, repeated_inputs, rows_of_steps, windows_of_steps
 from .transfer import Transfer, check_waits, deliver
@@ -87,6 +88,8 @@ class Distribution:
         The inferred exchange: everything else that a rank reads and does not own.
     repeat : Mapping[str, str]
         Inputs, and the outputs that they take in the next step.
+    reduction : PartialReduction, optional
+        The reduction of which each rank computes a part, if the distributed loop is one.
     """
 
     nest: LoopNest
@@ -95,6 +98,7 @@ class Distribution:
     transfers: tuple[Transfer, ...]
     exchange: Exchange
     repeat: Mapping[str, str]
+    reduction: PartialReduction | None = None
 
     @property
     def ranks(self) -> int:
@@ -129,6 +133,12 @@ class Distribution:
     def after(self) -> tuple[Transfer, ...]:
         """The transfers of outputs, at the end of a run."""
         return tuple(t for t in self.transfers if t not in self.before)
+
+    def nest_of(self, rank: int) -> LoopNest:
+        """The function of which a rank computes its part: that of all, but of a reduction."""
+        if self.reduction is None:
+            return self.nest
+        return read_loop_nest(self.reduction.of_rank(rank), [0])
 
     def interior(self, rank: int) -> Region:
         """The largest range of a rank's loops, found axis by axis, that reads only what it owns.
@@ -207,7 +217,9 @@ def distribute(
         The function, or a schedule of which it is the ``main``, before its loops are split.
     loop : str, int, LoopRV, or a sequence of them
         Loops of the block that computes the output: names, axes of the output, loops of the
-        schedule. If there are several outputs, each has such loops, with the same extents.
+        schedule. If there are several outputs, each has such loops, with the same extents. One that
+        is a reduction is distributed alone (:mod:`.partial_reduction`): the output of the function
+        then has the parts of the ranks along an axis before the others.
     ranks : int, optional
         Number of ranks; parts differ by at most one iteration. Not needed with ``sizes``.
     sizes : Sequence[int], optional
@@ -240,63 +252,35 @@ def distribute(
         If loops, sizes, grid or transfers do not fit the function, or if what a part reads cannot
         be bounded, is owned by no rank, or without ``infer`` is brought by no transfer.
     """
-    loops = [loop] if isinstance(loop, str | int | s_tir.schedule.LoopRV) else list(loop)
-    nest = read_loop_nest(source, loops)
+    loops = list(loop) if isinstance(loop, Sequence) and not isinstance(loop, str) else [loop]
     if not loops:
         raise OpError("no loop to distribute is named")
-    if exchange_every < 1 or (exchange_every > 1 and not repeat):
+    if ranks is not None and not is_count(ranks):
+        raise OpError(f"ranks is {ranks!r}; expected a positive integer")
+    if not is_count(exchange_every) or (exchange_every > 1 and not repeat):
         raise OpError(
-            f"exchange_every is {exchange_every}; expected 1, or more for a function with repeat="
+            f"exchange_every is {exchange_every!r}; expected 1, or more for a function with repeat="
         )
+    reduction = partial_reduction(source, loops[0], ranks or 1) if len(loops) == 1 else None
+    if reduction is not None:
+        if sizes is not None or grid is not None or repeat is not None:
+            raise OpError(
+                f"the loop {loops[0]!r} is a reduction, of which the parts differ by at most one "
+                "iteration, and whose result no input takes; leave out sizes=, grid= and repeat="
+            )
+        source, loops = reduction.func, [0]
+    nest = read_loop_nest(source, loops)
     choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
     if sizes is not None:
-        return _plan(nest, _given(nest, sizes, ranks), choices)
+        if grid is not None:
+            raise OpError("a grid is given, and sizes, which are one already; leave either out")
+        return _plan(nest, sized(nest.extents, nest.loop_names, sizes, ranks), choices)
     if ranks is None:
         raise OpError("neither the number of ranks nor the sizes of parts are given")
-    if grid is None:
-        candidates = grids(max(ranks, 1), len(loops))
-    else:
-        candidates = [tuple(grid)]
-        _check_grid(candidates[0], ranks, loops)
-    plans = (_plan(nest, Partition(_bounds(nest, parts, ranks)), choices) for parts in candidates)
-    return min(plans, key=lambda plan: (plan.bytes, len(plan.exchange.messages)))
-
-
-def _bounds(nest: LoopNest, grid: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    if ranks < 1:
-        grid = (ranks,)
-    return tuple(balanced(extent, n) for extent, n in zip(nest.extents, grid, strict=False))
-
-
-def _check_grid(grid: Sequence[int], ranks: int, loops: Sequence[object]) -> None:
-    count = 1
-    for parts in grid:
-        count *= parts
-    if len(grid) != len(loops) or count != ranks or min(grid) < 1:
-        raise OpError(
-            f"grid {list(grid)} does not spread {len(loops)} loops over {ranks} ranks; expected "
-            f"{len(loops)} positive numbers whose product is {ranks}"
-        )
-
-
-def _given(
-    nest: LoopNest, sizes: Sequence[int] | Sequence[Sequence[int]], ranks: int | None
-) -> Partition:
-    """The partition of given sizes."""
-    lists: list[Sequence[int]] = [
-        list(one) if isinstance(one, Sequence) else [one] for one in sizes
-    ]
-    if all(isinstance(one, int) for one in sizes):
-        lists = [[size for one in lists for size in one]]
-    if len(lists) != len(nest.extents):
-        raise OpError(f"sizes are given for {len(lists)} loops; expected {len(nest.extents)}")
-    parts = zip(nest.loop_names, nest.extents, lists, strict=True)
-    partition = Partition(
-        tuple(bounds_of(extent, one, f"loop {name!r}") for name, extent, one in parts)
-    )
-    if ranks not in (None, partition.ranks):
-        raise OpError(f"sizes are given for {partition.ranks} ranks; expected {ranks}")
-    return partition
+    candidates = grids(ranks, len(loops)) if grid is None else [grid_of(grid, ranks, len(loops))]
+    plans = (_plan(nest, even(nest.extents, parts), choices) for parts in candidates)
+    best = min(plans, key=lambda plan: (plan.bytes, len(plan.exchange.messages)))
+    return replace(best, reduction=reduction)
 
 
 @dataclass(frozen=True)

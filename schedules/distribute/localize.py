@@ -99,7 +99,24 @@ def localize(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> Loc
         )
         for buffer in nest.func.params
     }
-    return LocalFunction(shape, _write(nest, shape, _Frame(los, bases, firsts)))
+    frame = _Frame(los, bases, firsts)
+    return LocalFunction(shape, _write(nest.func.params, nest.stages, shape, frame))
+
+
+def whole_function(params: Sequence[tirx.Buffer], stages: Sequence[Stage]) -> tirx.PrimFunc:
+    """Write the function of some stages; a stage comes after those that it reads.
+
+    Parameters
+    ----------
+    params : Sequence[tirx.Buffer]
+        Its parameters, of constant extents; other buffers are allocated.
+    stages : Sequence[Stage]
+        The stages.
+    """
+    extents = tuple(tuple((extent, 0) for extent in shape_of(stage.output)) for stage in stages)
+    bases = {stage.output: tuple(_zeros(stage.output)) for stage in stages}
+    shape = LocalShape(extents, tuple(map(shape_of, params)))
+    return _write(params, stages, shape, _Frame((), bases, {}))
 
 
 def scalar_arguments(
@@ -215,11 +232,13 @@ def _check_windows(
             )
 
 
-def _write(nest: LoopNest, shape: LocalShape, frame: _Frame) -> tirx.PrimFunc:
-    """Write the function of a part."""
+def _write(
+    buffers: Sequence[tirx.Buffer], stages: Sequence[Stage], shape: LocalShape, frame: _Frame
+) -> tirx.PrimFunc:
+    """Write the function of a part, whose parameters hold windows of some buffers."""
     params = {
         buffer: tirx.decl_buffer(extents, buffer.dtype, buffer.name)
-        for buffer, extents in zip(nest.func.params, _typed(nest, shape.windows), strict=True)
+        for buffer, extents in zip(buffers, _typed(buffers, shape.windows), strict=True)
     }
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
@@ -233,21 +252,23 @@ def _write(nest: LoopNest, shape: LocalShape, frame: _Frame) -> tirx.PrimFunc:
             with T.sblock("root"):
                 T.reads()
                 T.writes()
-                buffers = dict(params)
-                for stage, axes in zip(nest.stages, shape.stages, strict=True):
-                    if stage.output not in buffers:
-                        buffers[stage.output] = _allocate(stage, axes)
-                for stage, axes in zip(nest.stages, shape.stages, strict=True):
+                local = dict(params)
+                for stage, axes in zip(stages, shape.stages, strict=True):
+                    if stage.output not in local:
+                        local[stage.output] = _allocate(stage, axes)
+                for stage, axes in zip(stages, shape.stages, strict=True):
                     if axes is not None:
-                        _write_stage(stage, [extent for extent, _ in axes], frame, buffers)
+                        _write_stage(stage, [extent for extent, _ in axes], frame, local)
     return builder.get().without_attr("global_symbol")
 
 
-def _typed(nest: LoopNest, windows: Sequence[tuple[int, ...]]) -> list[tuple[tirx.Expr, ...]]:
+def _typed(
+    buffers: Sequence[tirx.Buffer], windows: Sequence[tuple[int, ...]]
+) -> list[tuple[tirx.Expr, ...]]:
     """Shapes of windows in the types of the whole buffers' extents; no extent is 0."""
     return [
         tuple(tirx.const(max(1, n), str(e.ty.dtype)) for n, e in zip(w, b.shape, strict=True))
-        for w, b in zip(windows, nest.func.params, strict=True)
+        for w, b in zip(windows, buffers, strict=True)
     ]
 
 

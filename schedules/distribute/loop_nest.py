@@ -154,6 +154,11 @@ def read_loop_nest(
         writes, or at an index that is loaded.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
+    if not isinstance(func, tirx.PrimFunc):
+        raise OpError(
+            f"a {type(func).__name__} is to be distributed; expected a function of TensorIR, or a "
+            "schedule whose main it is"
+        )
     stages = read_stages(func)
     if stages is None:
         raise OpError(
@@ -268,11 +273,11 @@ def _axis(
                 f"loop {loop} is not an axis of {stage.output.name!r}; it has {len(spatial)}"
             )
         return loop
-    name = loop if isinstance(loop, str) else str(source.get(loop).loop_var.name)
+    name = name_of(source, loop)
     if name in stage.loops[len(stage.axes) :]:
         raise OpError(
-            f"loop {name!r} of block {stage.name!r} is a reduction; parts of it would have to be "
-            f"combined over ranks: distribute one of {', '.join(filter(None, spatial))}"
+            f"loop {name!r} of block {stage.name!r} is a reduction, which can only be "
+            f"distributed, and alone; name one of {', '.join(filter(None, spatial))}"
         )
     if name not in spatial:
         raise OpError(
@@ -280,6 +285,24 @@ def _axis(
             f"it has {', '.join(filter(None, spatial))}"
         )
     return spatial.index(name)
+
+
+def name_of(source: tirx.PrimFunc | s_tir.Schedule, loop: str | s_tir.schedule.LoopRV) -> str:
+    """Name of a loop, which may be one of the schedule that is the source.
+
+    Raises
+    ------
+    OpError
+        If it is something else.
+    """
+    if isinstance(loop, str):
+        return loop
+    if isinstance(loop, s_tir.schedule.LoopRV) and isinstance(source, s_tir.Schedule):
+        return str(source.get(loop).loop_var.name)
+    raise OpError(
+        f"a loop is {loop!r}; expected its name, an axis of the output, or a loop of the schedule "
+        "that is distributed"
+    )
 
 
 def _reads(stage: Stage) -> tuple[Read, ...]:

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from ..errors import OpError
 from .exchange import Region
@@ -86,6 +89,73 @@ class Partition:
         """Iterations of each loop that a rank computes."""
         places = zip(self.bounds, self.place(rank), strict=True)
         return tuple((bounds[k], bounds[k + 1]) for bounds, k in places)
+
+
+def even(extents: Sequence[int], grid: Sequence[int]) -> Partition:
+    """Parts of loops that differ by at most one iteration, so many of each."""
+    return Partition(tuple(balanced(n, parts) for n, parts in zip(extents, grid, strict=True)))
+
+
+def sized(
+    extents: Sequence[int],
+    names: Sequence[str],
+    sizes: Sequence[int] | Sequence[Sequence[int]],
+    ranks: int | None,
+) -> Partition:
+    """Parts of loops of given sizes.
+
+    Parameters
+    ----------
+    extents, names : Sequence
+        Of the loops.
+    sizes : Sequence[int] or Sequence[Sequence[int]]
+        Of the parts of one loop, or of each loop.
+    ranks : int or None
+        What the number of parts must be.
+
+    Raises
+    ------
+    OpError
+        If the sizes do not fit the loops, or the ranks.
+    """
+    lists = [list(one) if isinstance(one, Iterable) else [one] for one in sizes]
+    if not any(isinstance(one, Iterable) for one in sizes):
+        lists = [[size for [size] in lists]]
+    for size in itertools.chain.from_iterable(lists):
+        if not isinstance(size, Integral):
+            raise OpError(f"sizes have {size!r}; expected integers")
+    if len(lists) != len(extents):
+        raise OpError(f"sizes are given for {len(lists)} loops; expected {len(extents)}")
+    bounds = [
+        bounds_of(extent, list(map(int, one)), f"loop {name!r}")
+        for name, extent, one in zip(names, extents, lists, strict=True)
+    ]
+    partition = Partition(tuple(bounds))
+    if ranks not in (None, partition.ranks):
+        raise OpError(f"sizes are given for {partition.ranks} ranks; expected {ranks}")
+    return partition
+
+
+def grid_of(grid: Any, ranks: int, loops: int) -> tuple[int, ...]:
+    """Given numbers of ranks along each of some loops.
+
+    Raises
+    ------
+    OpError
+        If they are none, or their product is not the number of ranks.
+    """
+    counts = list(grid) if isinstance(grid, Iterable) else [grid]
+    if len(counts) != loops or not all(map(is_count, counts)) or math.prod(counts) != ranks:
+        raise OpError(
+            f"grid {counts} does not spread {loops} loops over {ranks} ranks; expected "
+            f"{loops} positive numbers whose product is {ranks}"
+        )
+    return tuple(map(int, counts))
+
+
+def is_count(number: object) -> bool:
+    """True for a positive integer."""
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0
 
 
 def grids(ranks: int, loops: int) -> list[tuple[int, ...]]:

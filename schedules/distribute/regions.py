@@ -77,7 +77,7 @@ def _walk(
         if filled := [region for region in regions if region_size(region)]:
             needed[output] = filled
     for stage, reads in zip(reversed(nest.stages), reversed(nest.reads), strict=True):
-        if stage.output not in needed:
+        if not needed.get(stage.output):  # by no block, or by none in this part
             continue
         needed[stage.output] = computed(stage, needed[stage.output])
         for part in needed[stage.output]:

@@ -42,6 +42,8 @@ def repeated_inputs(
             f"repeat names {repeat!r}, and the function has the outputs {names}; say which of them "
             f"it takes in the next step: repeat={{{repeat!r}: {nest.outputs[0].name!r}}}"
         )
+    if not isinstance(repeat, str | Mapping | None):
+        raise OpError(f"repeat is {repeat!r}; expected an input, or inputs and their outputs")
     pairs = {repeat: nest.outputs[0].name} if isinstance(repeat, str) else dict(repeat or {})
     if len(set(pairs.values())) < len(pairs):
         raise OpError(f"repeat is {pairs}: two inputs cannot take one output")

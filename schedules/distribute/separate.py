@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from tvm import s_tir, tirx
 
@@ -62,11 +63,14 @@ def separate_at(
     """
     nest = read_loop_nest(source, [loop])
     extent = nest.extents[0]
+    points = list(points) if isinstance(points, Iterable) else [points]
     bounds = [0, *points, extent]
-    if any(begin >= end for begin, end in zip(bounds, bounds[1:], strict=False)):
+    if not all(isinstance(point, Integral) for point in points) or any(
+        begin >= end for begin, end in zip(bounds, bounds[1:], strict=False)
+    ):
         raise OpError(
-            f"points {list(points)} do not cut the loop {nest.loop_names[0]!r}: expected "
-            f"ascending numbers from 1 to {extent - 1}"
+            f"points {points} do not cut the loop {nest.loop_names[0]!r}: expected "
+            f"ascending integers from 1 to {extent - 1}"
         )
     windows: dict[str, Region] = {
         buffer.name: tuple((0, n) for n in shape_of(buffer)) for buffer in nest.func.params

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import OpError
 from .exchange import Exchange, Message, Region, difference, intersection, region_size
@@ -91,9 +93,21 @@ def send_recv(
         Block of the function before whose loops source and destination wait for the transfer, of an
         input, if it does not block; by default they wait before the first block. No earlier block
         may read the input.
+
+    Raises
+    ------
+    OpError
+        If the rows are no ranges.
     """
-    leading = (rows,) if isinstance(rows[0], int) else rows
-    return Transfer(buffer, tuple((int(b), int(e)) for b, e in leading), source, dest, mode, before)
+    try:
+        leading: Any = rows if isinstance(rows[0], Iterable) else (rows,)
+        region = tuple((operator.index(begin), operator.index(end)) for begin, end in leading)
+    except (IndexError, TypeError, ValueError):
+        raise OpError(
+            f"rows of a transfer of {buffer!r} are {rows!r}; expected (begin, end), or one such "
+            "pair for each of several leading dimensions"
+        ) from None
+    return Transfer(buffer, region, source, dest, mode, before)
 
 
 @dataclass(frozen=True)

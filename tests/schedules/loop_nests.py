@@ -182,6 +182,22 @@ def concatenation(rows: int = 4, cols: int = 3) -> tirx.PrimFunc:
     )
 
 
+def joined(rows: int = 4, cols: int = 3) -> tirx.PrimFunc:
+    """One computed image below another: a part may need nothing of a block."""
+    a, b = image(rows, cols), image(rows + 3, cols, name="B")
+    p = te.compute((rows, cols), lambda i, j: a[i, j] * 2.0, "P")
+    q = te.compute((rows + 3, cols), lambda i, j: b[i, j] + 1.0, "Q")
+    return function(
+        a,
+        b,
+        te.compute(
+            (2 * rows + 3, cols),
+            lambda i, j: tirx.if_then_else(i < rows, p[i, j], q[i - rows, j]),
+            "C",
+        ),
+    )
+
+
 def matmul(rows: int = 7, cols: int = 5, inner: int = 4) -> tirx.PrimFunc:
     """A product of matrices: rows of one input, columns of the other."""
     a, b, k = image(rows, inner), image(inner, cols, name="B"), window(0, inner)
@@ -257,6 +273,7 @@ CASES: dict[str, Case] = {
         chain,
         flip,
         concatenation,
+        joined,
         matmul,
         centred,
     )

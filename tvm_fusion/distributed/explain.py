@@ -30,8 +30,9 @@ def describe(
     loops = ", ".join(plan.nest.loop_names)
     grid = " x ".join(map(str, plan.partition.grid))
     messages = sum(len(exchange.messages) for exchange in plan.exchanges)
+    what = f"{plan.reduction.operator} of loop" if plan.reduction else "loops"
     lines = [
-        f"loops {loops} over {grid} ranks; {plan.bytes} bytes in {messages} messages; "
+        f"{what} {loops} over {grid} ranks; {plan.bytes} bytes in {messages} messages; "
         f"overlap: {overlap}",
         f"{'rank':>4}  {'iterations':<18}{'sends':>12}{'receives':>12}"
         f"{'compute':>11}{'exchange':>11}{'overlap':>15}  kernels",
@@ -69,7 +70,11 @@ def _line(
     gain = overlap_gain_of(plan, rank, network, processor)
     chosen = "yes" if any(piece.is_interior for piece in pieces) else "no"
     gained = "-" if gain is None else f"{chosen}, {_time(gain, '+')}"
-    rows = _text(part.rows) if region_size(part.rows) else "none"
+    region = part.rows
+    if plan.reduction is not None:
+        begin, end = plan.reduction.bounds[rank : rank + 2]
+        region = ((begin, end),)
+    rows = _text(region) if region_size(region) else "none"
     return (
         f"{rank:>4}  {rows:<18}{_bytes(plan, sent):>12}{_bytes(plan, received):>12}"
         f"{_time(compute):>11}{_time(exchange):>11}{gained:>15}  {kernels}"

@@ -61,6 +61,9 @@ class Ranks(Protocol):
     def agree(self, text: str, of: str = "programs") -> None:
         """Compare a text on all ranks, and raise if it differs."""
 
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        """The arrays of all ranks, stacked in order of the ranks."""
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
 
@@ -128,6 +131,16 @@ class KernelPiece:
     step: int
     is_interior: bool
 
+
+_COMBINE = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.logical_and,
+    "or": np.logical_or,
+}
+"""What combines parts of a reduction, by its operator."""
 
 _running = threading.local()
 """The program whose kernel runs in this thread, for its calls of :func:`_finish_exchange`."""
@@ -238,7 +251,8 @@ class LocalProgram:
         -------
         np.ndarray or tuple[np.ndarray, ...]
             This rank's part of the output, of several a tuple in their order; valid until the next
-            call.
+            call. If the distributed loop is a reduction, the whole result, on all ranks, of which
+            the parts are combined in their order.
 
         Raises
         ------
@@ -266,6 +280,10 @@ class LocalProgram:
             self.world.start(transfer.exchange, self.buffers)
             self.world.finish(transfer.exchange)
         owned = tuple(output.owned for output in self.outputs.values())
+        if self.plan.reduction is not None:
+            parts = self.world.all_gather(owned[0])[:, 0]
+            combine = _COMBINE[self.plan.reduction.operator]
+            return np.asarray(combine.reduce(parts, axis=0, dtype=parts.dtype))
         return owned if len(owned) > 1 else owned[0]
 
     def _exchange(self, step: int, begins: bool) -> None:

@@ -8,7 +8,7 @@ share them (:mod:`schedules.distribute.localize`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,11 +22,12 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_of
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, difference, region_size
-from schedules.distribute.localize import LocalShape, localize, scalar_arguments
+from schedules.distribute.localize import localize, scalar_arguments
 from schedules.distribute.transfer import Transfer
 from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
 
+from ..compiler.launches import launches
 from ..compiler.targets.target import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
 from .device.device import Device, resolve_devices
@@ -281,12 +282,14 @@ def compile(
     OpError
         If the function cannot be distributed so, or a split does not fit.
     InvalidInputError
-        If devices are given for a rank that is none.
+        If devices are given for a rank that is none, or threads are no positive number.
     TargetError
         If the target is unknown, or no CPU, or one of a device is no GPU.
     """
     if overlap not in ("auto", "always", "never"):
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
+    if not isinstance(threads, int) or threads < 1:
+        raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError(
@@ -315,6 +318,8 @@ def compile(
         plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     else:
         plan = planned(exchange_every=exchange_every)
+    if devices and plan.reduction is not None:
+        raise OpError("devices compute parts of outputs, and not of a reduction; leave them out")
     placed = resolve_devices(devices, plan.ranks, resolved)
     shares = plan_shares(plan, placed, split, figures.processor)
     kernels = _Kernels(plan, resolved, schedule)
@@ -405,7 +410,7 @@ class _Kernels:
         self.plan = plan
         self.target = target
         self.functions: dict[str, tirx.PrimFunc] = {}
-        self._names: dict[tuple[LocalShape, Schedule | None, tuple[Transfer, ...]], str] = {}
+        self._names: dict[Hashable, str] = {}
         self._schedules = schedule if isinstance(schedule, Mapping) else {}
         self._schedule = None if isinstance(schedule, Mapping) else schedule
         strange = sorted(set(self._schedules) - set(range(plan.ranks)))
@@ -442,10 +447,11 @@ class _Kernels:
         waits: tuple[Transfer, ...] = (),
         is_interior: bool = False,
     ) -> KernelPiece:
-        nest, windows = self.plan.nest, self.plan.parts[rank].windows
+        nest, windows = self.plan.nest_of(rank), self.plan.parts[rank].windows
         local = localize(nest, rows, windows)
         schedule = self._schedules.get(rank, self._schedule)
-        key = local.shape, schedule, waits
+        reduced = tuple(int(axis.dom.extent) for stage in nest.stages for axis in stage.reduced)
+        key = local.shape, reduced, schedule, waits
         if key not in self._names:
             name = self._names[key] = f"part_{len(self._names)}"
             func = self._scheduled(name, local.func, schedule)
@@ -461,4 +467,10 @@ class _Kernels:
             return schedule_function(name, func, self.target, RULES)
         own = s_tir.Schedule(func)
         schedule(own)
-        return own.mod["main"].with_attr("tirx.is_scheduled", True)
+        scheduled = own.mod["main"]
+        if launches(scheduled.body):
+            raise OpError(
+                f"the schedule of {name} binds loops to threads of a GPU, and this part is for a "
+                "CPU; give it to a device: devices=[Device(..., schedule=...)]"
+            )
+        return scheduled.with_attr("tirx.is_scheduled", True)

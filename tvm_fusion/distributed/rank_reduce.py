@@ -22,6 +22,7 @@ import numpy as np
 from schedules.workload.reduce import (
     FLOATS,
     MAX_SUM_EXP,
+    OPERATORS,
     ReduceWorkload,
     normal_axes,
 )
@@ -99,7 +100,8 @@ def reduce(
     names = [axes] if isinstance(axes, int) else axes
     workload = _workload(operator, names, part)
     [axis] = normal_axes([axis], part.ndim)
-    extents = _extents(world, part, f"{workload} {operator}", axis)
+    about = f"{operator} of {workload.dtype} over axes {list(workload.axes)}"
+    extents = _extents(world, part, about, axis)
     run = _Reduction(world, part, workload, axis, extents, target)
     if run.elements == 0:
         fields = run.of_no_elements(operator)
@@ -228,6 +230,9 @@ def _accumulator(workload: ReduceWorkload) -> np.dtype:
 def _workload(operator: str, axes: Sequence[int] | None, part: np.ndarray) -> ReduceWorkload:
     """Check the operator, the axes and the type."""
     dtype = part.dtype.name
+    known = (*OPERATORS, *_OF_FLOATS)
+    if operator not in known:
+        raise OpError(f"reduction {operator!r} is unknown; expected one of {', '.join(known)}")
     if operator not in _OF_FLOATS:
         return ReduceWorkload.create(operator, axes, part.ndim, dtype)
     if dtype not in FLOATS:
@@ -246,8 +251,8 @@ def _extents(world: World, part: np.ndarray, about: str, axis: int) -> np.ndarra
     if strange.size:
         raise DisagreementError(
             f"{name_ranks(strange.tolist())} and rank 0 reduce differently; on this rank it is "
-            f"{about} of shape {list(part.shape)} over axis {axis}: call it with the same "
-            "arguments, and parts that differ along that axis alone"
+            f"{about} of a part of shape {list(part.shape)}, axis {axis} over ranks: call it with "
+            "the same arguments, and parts that differ along that axis alone"
         )
     return rows[:, 0]
 

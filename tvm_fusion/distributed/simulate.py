@@ -20,6 +20,7 @@ from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Exchange, Message, Region
 
 from ..errors import EngineError, InvalidInputError
+from ..written_aside import written_aside
 
 RANKS = tuple(2**k for k in range(13))
 """1 to 4096."""
@@ -93,17 +94,25 @@ class Scaling:
         ------
         EngineError
             If matplotlib is not installed.
+        InvalidInputError
+            If it has no such format.
+        ArtifactError
+            If the file cannot be written.
         """
         try:
-            import matplotlib
+            from matplotlib.figure import Figure
         except ImportError as error:
             raise EngineError(
                 "a drawing needs matplotlib; install it by: pip install 'tvm-fusion[bench]'"
             ) from error
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots()
+        path = Path(path)
+        figure = Figure()
+        formats = sorted(figure.canvas.get_supported_filetypes())
+        if path.suffix[1:].lower() not in formats:
+            raise InvalidInputError(
+                f"cannot draw to {str(path)!r}; expected a suffix of {', '.join(formats)}"
+            )
+        axes = figure.subplots()
         ranks = [point.ranks for point in self.points]
         first = self.points[0]
         ideal = [first.seconds * (first.ranks / n if self.kind == "strong" else 1) for n in ranks]
@@ -115,8 +124,8 @@ class Scaling:
             axes.axvspan(ranks[0], max(measured), alpha=0.2, label="network measured")
         axes.set(xlabel="ranks", ylabel="seconds", title=f"{self.kind} scaling, predicted")
         axes.legend()
-        figure.savefig(path)
-        pyplot.close(figure)
+        with written_aside(path) as aside:
+            figure.savefig(aside, format=path.suffix[1:].lower())
 
 
 def simulate(

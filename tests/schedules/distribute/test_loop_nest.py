@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import tvm
 from loop_nests import CASES, blur, function, image, matmul, turned
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
@@ -16,10 +17,11 @@ from schedules.errors import OpError
 @pytest.mark.parametrize(
     ("loops", "reason"),
     [
-        (["k"], "'k' of block 'C' is a reduction.*distribute one of i, j"),
+        (["k"], "'k' of block 'C' is a reduction, which can only be .* name one of i, j"),
         (["z"], "which computes an output, has no loop 'z'; it has i, j"),
         ([2], "loop 2 is not an axis of 'C'; it has 2"),
         (["i", 0], "name one loop twice"),
+        ([["i"]], r"a loop is \['i'\]; expected its name, an axis of the output, or a loop of"),
     ],
 )
 def test_loops(loops: list, reason: str) -> None:
@@ -32,6 +34,8 @@ def test_reduction_of_a_schedule() -> None:
     loop = schedule.get_loops(schedule.get_sblock("C"))[2]
     with pytest.raises(OpError, match="is a reduction"):
         read_loop_nest(schedule, [loop])
+    with pytest.raises(OpError, match="or a loop of the schedule that is distributed"):
+        read_loop_nest(matmul(), [loop])
 
 
 def test_split_loops() -> None:
@@ -118,6 +122,11 @@ def in_and_out(
 def test_inputs_that_are_outputs() -> None:
     with pytest.raises(OpError, match="'first' reads 'b' before a later block writes it; give"):
         read_loop_nest(in_and_out, [0])
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(OpError, match="a IRModule is to be distributed; expected a function of"):
+        read_loop_nest(tvm.IRModule({"main": in_and_out}), [0])
 
 
 def test_symbolic_extents() -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from loop_nests import blur
 
@@ -75,6 +78,17 @@ def test_outputs() -> None:
 def test_refused(transfer: Transfer, reason: str) -> None:
     with pytest.raises(OpError, match=reason):
         plan_of(transfer)
+
+
+@pytest.mark.parametrize("rows", [5, (), (1, 2, 3), ((0, 1), 2), (0.5, 2)])
+def test_rows_that_are_no_ranges(rows: Any) -> None:
+    with pytest.raises(OpError, match=r"rows of a transfer of 'A' are .*; expected \(begin, end\)"):
+        send_recv("A", rows, 0, 1)
+
+
+def test_rows_of_numpy() -> None:
+    rows = np.array([0, 2])
+    assert send_recv("A", (rows[0], rows[1]), 0, 1) == send_recv("A", (0, 2), 0, 1)
 
 
 def test_refused_wait_before_what_the_schedule_has_left_out() -> None:

@@ -6,11 +6,13 @@ The argument ``all`` checks every operator, ``some`` a third of them, ``few`` tw
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 
 import ml_dtypes
 import numpy as np
+from tvm import te, tirx
 
 from tvm_fusion import distributed
 from tvm_fusion.errors import DistributedError, OpError
@@ -111,6 +113,37 @@ def check(world, number, case):
             assert (bits == bits[0]).all()
 
 
+OPERATORS = {
+    "sum": (te.sum, np.add),
+    "min": (te.min, np.minimum),
+    "max": (te.max, np.maximum),
+    "prod": (te.comm_reducer(lambda x, y: x * y, lambda t: tirx.const(1, t), "prod"), np.multiply),
+}
+
+
+def of_columns(kind, dtype, rows):
+    """A reduction of six columns."""
+    a, k = te.placeholder((rows, 6), dtype, "A"), te.reduce_axis((0, rows), "k")
+    return te.create_prim_func([a, te.compute((6,), lambda j: kind(a[k, j], k), "C")])
+
+
+def check_loops(world, cases):
+    """The reduced loop of a function over the ranks."""
+    for operator, dtype, rows in cases:
+        kind, combine = OPERATORS[operator]
+        func = of_columns(kind, dtype, rows)
+        whole = np.nan_to_num(array(np.random.default_rng(rows), dtype, (rows, 6)), neginf=-1)
+        local = distributed.compile(func, world.size, loop="k").on(world)
+        held = local.input("A")
+        held.owned[...] = whole[slice(*held.region[0])]
+        found = local()
+        assert found.dtype == whole.dtype and found.tobytes() == local().tobytes()
+        expected = combine.reduce(whole, axis=0, dtype=whole.dtype)
+        np.testing.assert_allclose(found, expected, rtol=tolerance(dtype), atol=tolerance(dtype))
+        bits = world.all_gather(np.frombuffer(found.tobytes(), "uint8"))
+        assert (bits == bits[0]).all()
+
+
 def check_special(world):
     """No elements, one of several parts, and what cannot be reduced."""
     reduce, rank = distributed.reduce, world.rank
@@ -128,7 +161,10 @@ def check_special(world):
     assert reduce(world, one, "argmin", 0).tolist() == [0] * 3
     for call, text in (
         (lambda: reduce(world, empty, "max", 0), "max over axes [0] has no elements"),
-        (lambda: reduce(world, empty, "median", 0), "reduction 'median' is unknown"),
+        (
+            lambda: reduce(world, empty, "median", 0),
+            "mean, sum_squares, argmin, argmax, variance, logsumexp, max",
+        ),
         (lambda: reduce(world, part.astype("int8"), "variance"), "variance of int8; expected a fl"),
         (lambda: reduce(world, part, "sum", axis=2), "axis 2 is out of range"),
         (lambda: reduce(world, part, "sum" if rank else "min"), "rank 0 reduce differently"),
@@ -146,6 +182,11 @@ with distributed.session(timeout=60) as world, warnings.catch_warnings():
     more = {"all": MORE, "some": MORE[1::3], "few": []}[sys.argv[1]]
     for number, case in enumerate(CASES + more):
         check(world, number, case)
+    loops = [("sum", "float32", 23), ("prod", "int8", 41)]  # which wraps around
+    if sys.argv[1] == "all":
+        types = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
+        loops = itertools.product(OPERATORS, types, (1, 12, 31))
+    check_loops(world, loops)
     if more:
         check_special(world)
     print("all checked", flush=True)

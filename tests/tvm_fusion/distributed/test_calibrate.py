@@ -26,6 +26,7 @@ def test_command(tmp_path: Path) -> None:
     outcome = run_ranks(2, "tvm_fusion.cli", "calibrate", "--network", "--output", str(file))
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout.count("network.latency") == 1
+    assert outcome.stdout.count("network.progress") == 1  # also where it is nothing
     machine = load_machine(file)
     network = network_of(machine)
     assert network.latency > 0 and network.bandwidth > 0 and 0 <= network.progress <= 1

@@ -323,6 +323,30 @@ def test_transfer_of_an_output() -> None:
         np.testing.assert_array_equal(rows, expected[:8])
 
 
+def test_reduced_loop() -> None:
+    """All ranks have the whole result; parts differ, are empty, and read halos."""
+    a, k = image(5, 9), te.reduce_axis((0, 4), "k")
+    d = te.compute((4, 9), lambda i, j: a[i + 1, j] - a[i, j], "d")
+    func = function(a, te.compute((9,), lambda j: te.sum(d[k, j] * d[k, j], axis=k), "C"))
+    arrays = random_arrays(func)
+    expected = (np.diff(arrays["A"].astype(np.float64), axis=0) ** 2).sum(0)
+    for ranks in (1, 3, 7):
+        program = compile(func, ranks, loop="k", overlap="always")
+        assert program.explain().startswith(f"sum of loop k over {ranks} ranks; ")
+        assert (ranks == 7) == ("  none" in program.explain())
+
+        def work(world: LocalWorld, program: Program = program) -> np.ndarray:
+            local = program.on(world)
+            held = local.input("A")
+            held.owned[...] = arrays["A"][slices(held.region)]
+            poison(local, world)
+            return local()
+
+        first, *others = run_ranks(ranks, work)
+        np.testing.assert_allclose(first, expected, rtol=1e-5)
+        assert all(other.tobytes() == first.tobytes() for other in others)
+
+
 def test_own_schedules() -> None:
     arrays, expected = one_rank("blur")
     seen = []
@@ -369,6 +393,11 @@ rank  iterations               sends    receives    compute   exchange        ov
     assert "0:0" not in overlapped and "none" in overlapped
 
 
+def on_gpu(schedule: s_tir.Schedule) -> None:
+    """A schedule that no CPU can run."""
+    schedule.bind(schedule.get_loops("by")[0], "threadIdx.x")
+
+
 def test_overlap_by_the_model() -> None:
     slow = Network(latency=1e-3, progress=1.0)
     idle = Processor(rate=1e6, bandwidth=1e9)
@@ -385,6 +414,11 @@ def test_overlap_by_the_model() -> None:
         ({"target": "opencl"}, TargetError, "the target of ranks is their CPU; name GPUs as"),
         ({"repeat": "B"}, OpError, "repeat names 'B'; the inputs are A"),
         ({"repeat": "A"}, OpError, "'A' of shape .* cannot take the output"),
+        ({"loop": "k", "devices": ["opencl"]}, OpError, "has no loop 'k'"),
+        ({"loop": 1.5}, OpError, "a loop is 1.5; expected its name, an axis of the output"),
+        ({"threads": 0}, InvalidInputError, "threads is 0; expected a positive integer"),
+        ({"devices": "opencl"}, InvalidInputError, "devices are 'opencl'; expected a list of them"),
+        ({"schedule": on_gpu}, OpError, "schedule of part_0 binds loops to threads of a GPU, and"),
         ({"schedule": {2: print}}, OpError, "given for rank 2; ranks are 0 to 1"),
     ],
 )

@@ -14,7 +14,7 @@ from schedules.distribute.distribute import distribute
 from schedules.distribute.exchange import LocalBuffer
 from tvm_fusion.distributed.simulate import simulate
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
-from tvm_fusion.errors import InvalidInputError
+from tvm_fusion.errors import ArtifactError, InvalidInputError
 
 PROCESSOR = Processor(rate=1e9, bandwidth=1e8)
 NETWORK = Network(latency=1e-5, bandwidth=1e7)
@@ -92,6 +92,16 @@ def test_drawing(tmp_path: Path) -> None:
     scaling = simulate(blur(64, 5), PROCESSOR, [1, 2, 4])
     scaling.draw(tmp_path / "scaling.svg")
     assert "strong scaling, predicted" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_drawings_that_cannot_be_written(tmp_path: Path) -> None:
+    scaling = simulate(blur(64, 5), PROCESSOR, [1, 2])
+    for name in ("scaling.foo", "scaling"):
+        with pytest.raises(InvalidInputError, match=f"cannot draw to '.*{name}'; expected"):
+            scaling.draw(tmp_path / name)
+    with pytest.raises(ArtifactError, match="cannot write .*: No such file or directory"):
+        scaling.draw(tmp_path / "no" / "scaling.svg")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_ranks() -> None:

@@ -124,6 +124,8 @@ def _calibrate_network(output: Path, timeout: float, as_json: bool) -> None:
         table = Table("figure", "value", title=f"{machine.title}: {output}")
         for name, figure in machine.figures.items():
             table.add_row(name, f"{figure.value:.4g}")
+        if "network.progress" not in machine.figures:  # a file has no figures of 0
+            table.add_row("network.progress", "0")
         show_table(machine.to_json(), table, as_json)
 
 

@@ -110,10 +110,13 @@ def resolve_devices(
     Raises
     ------
     InvalidInputError
-        If devices are given for a rank that is none, or an index or a number of chunks is negative.
+        If devices are no sequence, or given for a rank that is none, or an index or a number of
+        chunks is negative.
     TargetError
         If a target is unknown or is no GPU, or means a GPU of this machine and there is none.
     """
+    if isinstance(devices, str | Device):
+        raise InvalidInputError(f"devices are {devices!r}; expected a list of them")
     if isinstance(devices, Mapping):
         strange = sorted(set(devices) - set(range(ranks)))
         if strange:

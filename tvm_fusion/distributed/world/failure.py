@@ -109,8 +109,11 @@ def tell(record: NodeRecord, rank: int, size: int, doing: str, error: BaseExcept
         return
     if isinstance(error, Exception) and not isinstance(error, TVMFusionError):
         traceback.print_exception(error)
-    where = "" if isinstance(error, DistributedError) else f", {doing}"  # its text says so
-    print_line(f"rank {rank} of {size} {describe(error)}{where}")
+    who, text = f"rank {rank} of {size}", describe(error) or ""
+    if not isinstance(error, DistributedError):
+        print_line(f"{who} {text}, {doing}")
+    else:  # its text says where; that of a deadline goes on with what the rank did
+        print_line(f"{who} {text}" if text.startswith("waited ") else f"{who}: {text}")
 
 
 def print_line(text: str) -> None:

@@ -20,6 +20,7 @@ from ...version import __version__
 from . import failure
 from .communicator import World, load_mpi, require_mpi
 from .numa_placement import NUMA, Numa, Placement, memory_bound, part, placements
+from .parcel import name_ranks
 from .shared_slots import NodeSlots, shared_file
 from .watch import NodeRecord, record_bytes
 
@@ -162,11 +163,15 @@ def _open_slots(node: Any, places: Mapping[int, int], rank: int) -> NodeSlots | 
 
 
 def _check(world: World, ranks: int | None) -> None:
-    """Refuse another number of ranks, and ranks of different versions."""
-    if ranks is not None and ranks != world.size:
+    """Refuse another number of ranks, and ranks of different versions; on all ranks alike."""
+    wanted = world.all_gather(np.array([world.size if ranks is None else ranks]))[:, 0]
+    wrong = np.flatnonzero(wanted != world.size).tolist()
+    if wrong:
+        whose = "" if len(wrong) == world.size else f" of {name_ranks(wrong)}"
+        needed = int(wanted[wrong[0]])
         raise failure.DisagreementError(
-            f"the program is for {ranks} ranks, and this job has {world.size}; start it by "
-            f"mpiexec -n {ranks}, the one of the MPI that mpi4py uses"
+            f"the program{whose} is for {needed} ranks, and this job has {world.size}; start it by "
+            f"mpiexec -n {needed}, the one of the MPI that mpi4py uses"
         )
     packages = ("apache-tvm", "apache-tvm-ffi", "numpy")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]

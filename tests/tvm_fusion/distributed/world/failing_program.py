@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.stencils import blur
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from tvm_fusion import distributed
 from tvm_fusion.cli.commands.run_model import save_outputs
@@ -70,7 +71,8 @@ def main() -> None:
     is_one = "1" == os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
     if is_one:
         fail_early()
-    with distributed.session(4 if MODE == "ranks" else None, timeout=1) as world:
+    is_wrong = MODE == "ranks" or (MODE == "ranks of one" and is_one)
+    with distributed.session(4 if is_wrong else None, timeout=1) as world:
         buffers = {"A": LocalBuffer(np.zeros(8), (0,))}
         world.start(halo(2), buffers)
         world.finish(halo(2))
@@ -79,6 +81,8 @@ def main() -> None:
         write_slowly(world)
         if MODE == "barrier" and world.rank != 1:
             world.barrier()
+        if MODE == "argument":  # on all ranks
+            distributed.compile(blur(4, 4), sizes=[1])
         if MODE == "plans":
             world.agree(f"rows {3 + is_one}", "plans")
         if MODE == "second hangs":

@@ -31,8 +31,9 @@ CASES = {
     "crash": rf"{KILLED} {AFTER}",
     "hang": rf"{WAITED} in exchange 3; rank 1 is {AFTER}",
     "barrier": rf"({WAITED} in a barrier; rank 1 is in exchange 3|{BACK} in exchange 3; rank 0 is)",
-    "short message": rf"rank . of 2 {SIZES}",
-    "long message": rf"rank . of 2 {SIZES}",
+    "short message": rf"rank . of 2: {SIZES}",
+    "long message": rf"rank . of 2: {SIZES}",
+    "argument": r"rank . of 2 failed: sizes \[1\] of loop 'i' sum up to 1; expected its",
     "late start": r"rank 0 waited 1 s for the other ranks to begin their session",
     "no start": r"rank 0 waited 1 s for the other ranks to begin their session",
 }
@@ -76,6 +77,7 @@ def test_who_has_sent_is_not_waited_for() -> None:
     ("mode", "text"),
     [
         ("ranks", "the program is for 4 ranks, and this job has 3; start it by mpiexec -n 4"),
+        ("ranks of one", "the program of rank 1 is for 4 ranks, and this job has 3; start it by"),
         ("plans", "rank 1 and rank 0 have different plans: start the same program"),
     ],
 )

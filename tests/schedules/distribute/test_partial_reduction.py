@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduced loops over ranks: the function of the parts, what they read, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import tvm
+from loop_nests import matmul
+from tvm import s_tir, te, tirx
+from tvm.script import tirx as T
+
+from examples.stencils import function, image
+from schedules.distribute.distribute import distribute
+from schedules.distribute.partial_reduction import partial_reduction
+from schedules.distribute.separate import separate_at
+from schedules.errors import OpError
+
+
+def column_sums(rows: int = 40, dtype: str = "float32", kind: Callable = te.sum) -> tirx.PrimFunc:
+    """A reduction of each column."""
+    a, k = image(rows, 8, dtype=dtype), te.reduce_axis((0, rows), "k")
+    return function(a, te.compute((8,), lambda j: kind(a[k, j], axis=k), "C"))
+
+
+@T.prim_func(s_tir=True)
+def of_four(
+    A: T.Buffer((T.int64(40), T.int64(8)), "float32"),  # noqa: N803
+    C: T.Buffer((T.int64(4), T.int64(8)), "float32"),  # noqa: N803
+) -> None:
+    T.func_attr({"tirx.noalias": True})
+    for k, j, k_1 in T.grid(T.int64(4), T.int64(8), T.int64(10)):
+        with T.sblock("C"):
+            vp, vj, vk = T.axis.remap("SSR", [k, j, k_1])
+            with T.init():
+                C[vp, vj] = T.float32(0)
+            C[vp, vj] = C[vp, vj] + A[vp * T.int64(10) + vk, vj]
+
+
+def test_text() -> None:
+    parts = partial_reduction(column_sums(), "k", 4)
+    assert parts is not None and parts.operator == "sum" and parts.bounds == (0, 10, 20, 30, 40)
+    expected = of_four.without_attr("global_symbol")
+    tvm.ir.assert_structural_equal(parts.func, expected)
+    assert parts.of_rank(3) is parts.func
+
+
+def test_parts_that_differ() -> None:
+    parts = partial_reduction(column_sums(7), "k", 3)
+    assert parts is not None and parts.bounds == (0, 2, 4, 7)
+    assert "if_then_else" in parts.func.script()
+    assert parts.of_rank(0) is parts.of_rank(1) is not parts.of_rank(2)
+    assert "if_then_else" not in parts.of_rank(2).script()
+    empty = partial_reduction(column_sums(1), "k", 2)
+    assert empty is not None and empty.of_rank(0) is empty.func
+
+
+def test_other_loops_are_left_alone() -> None:
+    schedule = s_tir.Schedule(column_sums())
+    column, row = schedule.get_loops("C")
+    for loop in ("j", 0, "other", column):
+        assert partial_reduction(schedule, loop, 2) is None
+    assert partial_reduction(schedule, row, 2) is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4, 9])
+def test_no_byte_is_sent_where_ranks_own_what_they_reduce(ranks: int) -> None:
+    plan = distribute(matmul(7, 5, 8), "k", ranks)
+    assert plan.bytes == 0 and plan.nest.outputs[0].name == "C"
+    for part in plan.parts:
+        begin, end = plan.reduction.bounds[part.rank : part.rank + 2]  # type: ignore[union-attr]
+        assert part.owned["A"][1] == part.owned["B"][0] == (begin, end)
+
+
+def test_halos_of_what_is_reduced() -> None:
+    """Squares of the differences of rows: a rank reads one row of the next."""
+    a, k = image(12, 5), te.reduce_axis((0, 11), "k")
+    d = te.compute((11, 5), lambda i, j: a[i + 1, j] - a[i, j], "d")
+    plan = distribute(
+        function(a, te.compute((5,), lambda j: te.sum(d[k, j] * d[k, j], axis=k), "C")), "k", 3
+    )
+    assert plan.bytes == 2 * 5 * 4 and len(plan.exchange.messages) == 2
+
+
+def odd(init: int) -> Callable:
+    """What is no reduction that parts can share."""
+    if init:
+        return te.comm_reducer(lambda x, y: x + y, lambda t: tirx.const(init, t), "sum")
+    return te.comm_reducer(lambda x, y: 2 * x + y, lambda t: tirx.const(0, t), "odd")
+
+
+def two(of: Callable[[te.Tensor], te.Tensor], both: bool) -> tirx.PrimFunc:
+    """Sums, and what reads them."""
+    a, k = image(6, 8), te.reduce_axis((0, 6), "k")
+    c = te.compute((8,), lambda j: te.sum(a[k, j], axis=k), "C")
+    return function(*((a, c, of(c)) if both else (a, of(c))))
+
+
+def doubled(c: te.Tensor) -> te.Tensor:
+    return te.compute((8,), lambda j: c[j] * 2.0, "D")
+
+
+@pytest.mark.parametrize(
+    ("func", "options", "reason"),
+    [
+        (column_sums(kind=odd(0)), {}, "'k' of block 'C' is a reduction whose parts cannot be"),
+        (column_sums(kind=odd(5)), {}, "each begun with the value that changes nothing"),
+        (column_sums(), {"sizes": [20, 20], "ranks": None}, "leave out sizes=, grid= and repeat="),
+        (column_sums(), {"grid": [2]}, "leave out sizes=, grid= and repeat="),
+        (column_sums(), {"loop": ["j", "k"]}, "is a reduction, which can only be distributed, and"),
+        (column_sums(), {"ranks": None}, "neither the number of ranks nor the sizes"),
+        (two(doubled, both=True), {}, "distributed where its result is the only output, and no"),
+        (two(doubled, both=False), {}, "'D', which computes an output, has no loop 'k'; it has j"),
+    ],
+)
+def test_refused(func: tirx.PrimFunc, options: Mapping[str, Any], reason: str) -> None:
+    given = {"loop": "k", "ranks": 2, **options}
+    with pytest.raises(OpError, match=reason):
+        distribute(func, **given)
+
+
+def test_no_cuts() -> None:
+    with pytest.raises(OpError, match="is a reduction, which can only be distributed, and alone"):
+        separate_at(column_sums(), "k", [20])
