@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion import distributed
-from tvm_fusion.distributed import Device
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.distributed import Device
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
@@ -50,7 +50,7 @@ SIZES = {
     "sobel": (8192, 8192),
     "heat2d": (4096, 4096),
 }
-STEPS = {"heat2d": 50}
+STEPS = {"heat2d": 20}
 """Stencils whose rows stay on the device for so many steps of a run."""
 PARTS = 16
 """Steps of the sweep, from the device alone to the CPU alone."""
