@@ -51,7 +51,7 @@ SIZES = {
     "sobel": (8192, 8192),
     "heat2d": (4096, 4096),
 }
-STEPS = {"heat2d": 20}
+STEPS = {"heat2d": 10}
 """Stencils whose rows stay on the device for so many steps of a run."""
 _RUNS = 5  # of a turn
 PARTS = 16
