@@ -33,6 +33,7 @@ from rich.table import Table
 from tvm_fusion import distributed
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.distributed.local_program import LocalProgram
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
@@ -109,14 +110,15 @@ REPEATED: dict[str, str | dict[str, str]] = {
 """Inputs of stencils that take an output in the next step."""
 
 
-def compile_case(case: Case, ranks: int, threads: int) -> distributed.Program:
-    """Compile a stencil for some ranks."""
+def compile_case(case: Case, ranks: int, threads: int, **options: Any) -> distributed.Program:
+    """Compile a stencil for some ranks, with further options."""
     pixels = {} if case.dtype == "float32" else {"dtype": case.dtype}
     return distributed.compile(
         STENCILS[case.stencil](case.rows, case.cols, **pixels),
         ranks,
         repeat=REPEATED.get(case.stencil),
         threads=threads,
+        **options,
     )
 
 
@@ -126,12 +128,12 @@ def serve(name: str, ranks: int, threads: int) -> None:
     with distributed.session(ranks, threads=threads) as world:
         program = compile_case(case, ranks, threads)
         local = program.on(world)
-        _fill(local, program)
+        fill(local)
         local(case.steps)
         checksum = sum(
             _checksum(output.owned, output.region[0][0]) for output in local.outputs.values()
         )
-        _fill(local, program)
+        fill(local)
         runs = _times(world, lambda: local(case.steps))
         exchange = _times(world, lambda: _exchange(world, program, local))
         checksums = world.all_gather(np.array(checksum, np.uint64))
@@ -147,9 +149,9 @@ def serve(name: str, ranks: int, threads: int) -> None:
             print(json.dumps(found))
 
 
-def _fill(local: Any, program: distributed.Program) -> None:
+def fill(local: LocalProgram) -> None:
     """Give each row of the inputs values that do not depend on who owns it."""
-    for number, buffer in enumerate(program.distribution.nest.inputs):
+    for number, buffer in enumerate(local.plan.nest.inputs):
         held = local.input(buffer.name)
         for row, values in enumerate(held.owned, start=held.region[0][0]):
             random = np.random.default_rng((number, row))

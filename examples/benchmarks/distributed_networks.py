@@ -59,11 +59,14 @@ def built(name: str) -> onnx.ModelProto:
     return ZOO[network](**sizes)
 
 
-def compiled(name: str, ranks: int, threads: int, folder: Path) -> Path:
+def compiled(
+    name: str, ranks: int, threads: int, folder: Path, exchange: str | None = None
+) -> Path:
     """The file of a network for some ranks, compiled unless it is there."""
-    path = folder / f"{name}_{ranks}_{threads}.so"
+    path = folder / f"{name}_{ranks}_{threads}{f'_{exchange}' if exchange else ''}.so"
     if not path.exists():
-        exchange = "always" if name == "small" else "auto"  # it is too small to gain by ranks
+        if exchange is None:
+            exchange = "always" if name == "small" else "auto"  # it is too small to gain by ranks
         model = distributed.compile_network(built(name), ranks, threads=threads, exchange=exchange)
         model.save(path)
     return path

@@ -44,14 +44,18 @@ def find_platforms() -> list[cl.Platform]:
     ``OCL_ICD_VENDORS``, where it is set, decides instead. Only the first call in a process counts,
     since the loader looks for libraries once.
     """
-    library = _intel_library()
-    if library is not None:
-        # The wheel's own entry for the loader has the path of a folder in which it is not.
-        os.environ.setdefault("OCL_ICD_VENDORS", library)
+    _choose_library()
     try:
         return cl.get_platforms()
     except cl.Error:  # so the loader says that there is none
         return []
+
+
+def _choose_library() -> None:
+    library = _intel_library()
+    if library is not None:
+        # The wheel's own entry for the loader has the path of a folder in which it is not.
+        os.environ.setdefault("OCL_ICD_VENDORS", library)
 
 
 def _intel_library() -> str | None:
@@ -114,3 +118,6 @@ def _run(device: cl.Device) -> int:
     result = np.empty(1, "int64")
     cl.enqueue_copy(queue, result, total)
     return int(result[0])
+
+
+_choose_library()  # compilation for an OpenCL device asks the loader, perhaps as the first

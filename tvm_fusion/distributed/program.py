@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,9 +31,12 @@ from schedules.schedule_rule import schedule_function
 from ..compiler.launches import launches
 from ..compiler.targets.target import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
-from .device.device import Device, resolve_devices
+from ..machine.host import host_cpu
+from ..prediction.machines import NATIVE, calibrations, find_machine
+from .device.device import Device, ResolvedDevice, resolve_devices
 from .device.device_run import DeviceRun
 from .device.driver import open_driver
+from .device.measure_split import measure_split
 from .device.shares import Shares, Split, plan_shares
 from .explain import describe
 from .local_program import KernelPiece, LocalProgram, Ranks, check_ranks
@@ -259,7 +263,8 @@ def compile(
     threads : int
         Threads of each rank's kernels.
     network, processor : Network, Processor, optional
-        Figures for predictions, by default estimates.
+        Figures for predictions, by default estimates; of a CPU that ``tvm-fusion calibrate`` has
+        measured, its figures.
     devices : Sequence or Mapping
         Devices that compute rows of every rank beside its CPU, or from ranks to theirs: names such
         as ``"cuda"``, ``"cuda:1"`` or ``"opencl"``, or :class:`.device.device.Device`. Their rows
@@ -268,9 +273,10 @@ def compile(
         compute is copied. Messages of other ranks pass through the rank's memory, too.
     split : str, sequence, mapping or MeasuredSplit
         Iterations of the first distributed loop that the CPU and each device compute, in this
-        order, of every rank or from ranks to theirs; ``"auto"`` takes those that end first by the
-        figures of ``processor`` and the devices, :func:`.device.measure_split.measure_split` by
-        measured ones.
+        order, of every rank or from ranks to theirs. ``"model"`` takes those that end first by the
+        figures of ``processor`` and the devices, what
+        :func:`.device.measure_split.measure_split` returns by measured times. ``"auto"`` measures
+        one rank whose devices are here, if no such figures are given, and else is ``"model"``.
 
     Returns
     -------
@@ -295,7 +301,7 @@ def compile(
         raise TargetError(
             "the target of ranks is their CPU; name GPUs as devices=, and a CPU as the target"
         )
-    figures = _Figures(network or Network(), processor or estimated_processor(resolved))
+    figures = _Figures(network or Network(), processor or default_processor(resolved))
     if devices:
         ranks = 1 if ranks is None and sizes is None else ranks
         _check_devices(overlap, exchange_every, transfers)
@@ -320,7 +326,11 @@ def compile(
         plan = planned(exchange_every=exchange_every)
     if devices and plan.reduction is not None:
         raise OpError("devices compute parts of outputs, and not of a reduction; leave them out")
-    placed = resolve_devices(devices, plan.ranks, resolved)
+    placed = resolve_devices(devices, plan.ranks, resolved, figures.processor)
+    if split == "auto" and plan.ranks == 1 and processor is None:
+        options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
+        options |= {"repeat": repeat, "threads": threads, "target": target}
+        split = _measured(source, devices, placed[0], options)
     shares = plan_shares(plan, placed, split, figures.processor)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
@@ -344,6 +354,23 @@ def compile(
     )
 
 
+def _measured(
+    source: tirx.PrimFunc | s_tir.Schedule,
+    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]],
+    placed: Sequence[ResolvedDevice],
+    options: Mapping[str, Any],
+) -> Split:
+    """Measured times of one rank whose devices are here, else that the model is to decide."""
+    given = devices.get(0, ()) if isinstance(devices, Mapping) else devices
+    if not given or any(isinstance(each, Device) and each.figures for each in given):
+        return "model"
+    with suppress(TargetError, DistributedError, InvalidInputError):
+        for device in placed:
+            open_driver(device.kind, device.index)
+        return measure_split(source, given, **options)
+    return "model"  # compiled elsewhere, or too large or too few rows for a measurement
+
+
 def _check_devices(
     overlap: Overlap, exchange_every: int | str, transfers: Sequence[Transfer]
 ) -> None:
@@ -359,6 +386,15 @@ def _check_devices(
         )
     if any(transfer.before for transfer in transfers):
         raise OpError("before= of a transfer is for ranks without devices; leave it out")
+
+
+def default_processor(target: Target) -> Processor:
+    """Figures of this CPU as ``tvm-fusion calibrate`` has measured them, else estimates."""
+    name = str(target.attrs["mcpu"])
+    if name != host_cpu() or not any(calibrations().glob(f"{name}-*.json")):
+        return estimated_processor(target)
+    machine = find_machine(NATIVE, CPUInfo.from_target(target).num_cores)
+    return Processor(machine.peak_flops("float32"), machine["bandwidth.memory"])
 
 
 def estimated_processor(target: Target) -> Processor:

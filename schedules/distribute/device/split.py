@@ -42,12 +42,15 @@ class Accelerator:
         Bytes per second of copies from the host, and at the same time of copies to it.
     latency : float
         Seconds of a copy or a kernel beside its bytes and operations.
+    overlaps : bool
+        Whether copies run beside kernels, and not on the cores that compute.
     """
 
     rate: float
     bandwidth: float
     link: float
     latency: float
+    overlaps: bool = True
 
     def stages(self, work: Work, bytes_in: float, bytes_out: float) -> tuple[float, float, float]:
         """Seconds of copy in, kernels and copy out of a chunk."""
@@ -57,6 +60,10 @@ class Accelerator:
             self.latency + compute,
             self.latency + bytes_out / self.link,
         )
+
+    def seconds(self, stages: Sequence[tuple[float, float, float]], slots: int) -> float:
+        """Seconds of all chunks, of which ``slots`` have memory at a time."""
+        return sequence_seconds(stages, slots)[-1] if self.overlaps else sum(map(sum, stages))
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,7 @@ def predicted_seconds(
         )
         for number, chunk in enumerate(sequence.chunks)
     ]
-    return sequence_seconds(stages, sequence.slots)[-1]
+    return figures.seconds(stages, sequence.slots)
 
 
 def split_rows(extent: int, seconds: Sequence[SecondsOfRows]) -> tuple[int, ...]:
@@ -235,7 +242,7 @@ def _best(
         )
         first = (into + work.resident / figures.link, compute, out)
         stages = [first, *[(into, compute, out)] * (count - 1)]
-        found.append((sequence_seconds(stages, slots)[-1], count))
+        found.append((figures.seconds(stages, slots), count))
     return min(found)
 
 

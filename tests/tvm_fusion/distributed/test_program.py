@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,18 @@ from rank_stencils import poison, slices
 from tvm import s_tir, te, tirx
 
 from examples.stencils import function, image
+from schedules.cost.machine import Figure, Machine
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.exchange import Exchange
 from schedules.distribute.transfer import FINISH, Mode, send_recv
 from tests.selection import in_turns
-from tvm_fusion.distributed import Program, compile
+from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.distributed import Program, compile, estimated_processor
+from tvm_fusion.distributed.program import default_processor
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
+from tvm_fusion.machine.host import host_cpu
+from tvm_fusion.prediction.machines import calibration_path
 
 
 def run(program: Program, arrays: dict[str, np.ndarray], steps: int = 1) -> np.ndarray:
@@ -449,3 +456,18 @@ def test_refused_inputs() -> None:
     program = compile(matmul(), 1)
     with pytest.raises(InvalidInputError, match="no input is called 'C'; the inputs are"):
         run_ranks(1, lambda world: program.on(world).input("C"))
+
+
+def test_figures_of_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this CPU are taken; of another one, or without a file, there are estimates."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = resolve("native", 1)
+    assert default_processor(target) == estimated_processor(target)
+    measured = {"peak_flops.float32": 3e10, "bandwidth.memory": 7e9, "multiprocessors": 1}
+    figures = {name: Figure(value, "measured") for name, value in measured.items()}
+    path = calibration_path(1)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(Machine(host_cpu(), "cpu", "this CPU", figures).to_json()))
+    assert compile(blur(), 2).processor == Processor(3e10, 7e9)
+    other = resolve("znver2" if host_cpu() != "znver2" else "znver3", 1)
+    assert default_processor(other) == estimated_processor(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ from examples.benchmarks import (
     campaign,
     cooperative,
     distributed,
+    distributed_choices,
     distributed_networks,
     exchanges,
     networks,
@@ -44,8 +46,10 @@ from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.targets import target
 from tvm_fusion.distributed import compile as compile_ranks
 from tvm_fusion.distributed import run_ranks as threads_of_ranks
+from tvm_fusion.distributed.device.driver import open_driver
 from tvm_fusion.distributed.world.local_world import LocalWorld
 from tvm_fusion.errors import DistributedError
+from tvm_fusion.machine.host import usable_processors
 
 PLAN = Plan(rounds=1, runs=1)
 ENGINES = [EngineSpec("tvm-fusion"), EngineSpec("onnxruntime")]
@@ -309,6 +313,45 @@ def test_cooperative_sweep_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     splits = json.loads(path.read_text())["results"]["blur"]["splits"]
     assert len(splits) == 19 and splits["16/16"]["cpu_rows"] == 32
     assert "measured" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_cooperative_sweep_on_one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opencl_context()
+    if usable_processors() < 2:
+        pytest.skip("the device needs a core of its own")
+    monkeypatch.setattr("tvm_fusion.distributed.program.open_driver", open_driver)  # put back after
+    path = tmp_path / "cooperative.json"
+    arguments = ["--only", "heat2d", "--size", "64", "32", "--device", "opencl", "--rounds", "1"]
+    before = os.sched_getaffinity(0)
+    assert cooperative.main([*arguments, "--threads=1", "--one-core-each", f"--output={path}"]) == 0
+    assert os.sched_getaffinity(0) == before
+    found = json.loads(path.read_text())
+    assert found["device"].startswith("opencl on one core of this CPU")
+    assert len(found["results"]["heat2d"]["splits"]) == 19
+
+
+def test_distances_of_choices() -> None:
+    turns = {"overlap never": [4.0], "overlap always": [5.0], "every 2": [2.0], "every 4": [3.0]}
+    chosen = {"overlap": "overlap never", "every": "every 4"}
+    found = distributed_choices.distances({"chosen": chosen, "turns_ms": turns})
+    assert found["overlap"] == ("overlap never", "overlap never", 1.0)
+    assert found["every"] == ("every 4", "every 2", 1.5)
+    networks = {"chosen": {"exchange": "auto"}, "turns_ms": {"once": [1.0], "auto": [1.1]}}
+    assert distributed_choices.distances(networks)["exchange"] == ("auto", "once", 1.1)
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_distributed_choices(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    path = tmp_path / "choices.json"
+    monkeypatch.setenv(distributed.SMALL, "1")
+    arguments = ["--rounds", "1", "--output", str(path), "--only", "heat2d", "small"]
+    assert distributed_choices.main(arguments) == 0
+    results = json.loads(path.read_text())["results"]
+    assert set(results["heat2d"]["chosen"]) == {"overlap", "every"}
+    assert list(results["small"]["turns_ms"]) == ["always", "once", "auto"]
+    assert "to the best" in capsys.readouterr().out
 
 
 def test_distributed_network(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,13 @@ from tvm import s_tir
 from tvm.target import Target
 
 from schedules.cost.machine import Machine, load_machine
+from schedules.cpu.core.machine import CPUInfo
+from schedules.distribute.cost import Processor
 from schedules.distribute.device.split import Accelerator
 
 from ...compiler.targets.target import is_gpu, resolve
 from ...errors import InvalidInputError, TargetError
+from ...machine.host import usable_processors
 
 Schedule = Callable[[s_tir.Schedule], None]
 
@@ -28,7 +31,8 @@ _MACHINES = {
     "sm_89": "l4",
     "sm_90": "h100",
 }
-_NEWEST, _OPENCL = "h100", "p4"  # stand for architectures without a file, and for any OpenCL
+_NEWEST, _OPENCL = "h100", "p4"  # stand for architectures without a file, and for other OpenCL
+_ENQUEUE_SECONDS = 2e-5  # of a copy or a kernel by an OpenCL on the cores of the host
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class Device:
         Pieces in which rows are copied and computed; by default as many as are predicted to be
         fastest, but of a program with ``repeat`` the rows stay on the device.
     figures : Accelerator, optional
-        Figures of the predictions; by default those of a GPU of its architecture.
+        Figures of the predictions; by default those of a GPU of its architecture, or of the cores
+        of the host, where its OpenCL device is this CPU.
     """
 
     target: str | Mapping[str, Any] | Target = "cuda"
@@ -74,6 +79,8 @@ class ResolvedDevice:
         As given.
     accelerator : Accelerator
         Figures of its operations.
+    has_cores : bool
+        Whether it computes on other cores than the CPU.
     """
 
     target: Target
@@ -81,6 +88,7 @@ class ResolvedDevice:
     schedule: Schedule | None
     chunks: int | None
     accelerator: Accelerator
+    has_cores: bool = True
 
     @property
     def kind(self) -> str:
@@ -94,7 +102,10 @@ class ResolvedDevice:
 
 
 def resolve_devices(
-    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]], ranks: int, host: Target
+    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]],
+    ranks: int,
+    host: Target,
+    processor: Processor,
 ) -> tuple[tuple[ResolvedDevice, ...], ...]:
     """Devices of each rank.
 
@@ -106,6 +117,8 @@ def resolve_devices(
         Number of ranks.
     host : tvm.target.Target
         The CPU of every rank.
+    processor : Processor
+        Its figures.
 
     Raises
     ------
@@ -124,10 +137,10 @@ def resolve_devices(
                 f"devices are given for rank {strange[0]}; ranks are 0 to {ranks - 1}"
             )
         return tuple(
-            tuple(_resolve(device, host) for device in devices.get(rank, ()))
+            tuple(_resolve(device, host, processor) for device in devices.get(rank, ()))
             for rank in range(ranks)
         )
-    return (tuple(_resolve(device, host) for device in devices),) * ranks
+    return (tuple(_resolve(device, host, processor) for device in devices),) * ranks
 
 
 def accelerator_of(machine: Machine) -> Accelerator:
@@ -146,7 +159,40 @@ def accelerator_of(machine: Machine) -> Accelerator:
     )
 
 
-def _resolve(device: str | Device, host: Target) -> ResolvedDevice:
+def host_accelerator(
+    units: int, host: Target, processor: Processor, vectors: bool = False
+) -> Accelerator:
+    """Figures of an OpenCL device that is this CPU, on those of its cores that are left.
+
+    Our kernels for devices compute an element a work-item: a CPU does so without its vectors, and
+    takes about a cycle for each operation. Copies go through its memory, and are read and written
+    by the cores that compute.
+
+    Parameters
+    ----------
+    units : int
+        Compute units of the device.
+    host : tvm.target.Target
+        The CPU.
+    processor : Processor
+        Its figures.
+    vectors : bool
+        Whether the kernels use vectors, by a user's schedule.
+    """
+    cpu = CPUInfo.from_target(host)
+    cores = max(1, min(units, usable_processors() - cpu.num_cores)) / cpu.num_cores
+    slower = 1 if vectors else 2 * cpu.lanes("float32") * cpu.fma_per_cycle
+    bandwidth = processor.bandwidth * cores
+    return Accelerator(
+        processor.rate * cores / slower,
+        bandwidth,
+        bandwidth / 2,
+        _ENQUEUE_SECONDS,
+        overlaps=False,
+    )
+
+
+def _resolve(device: str | Device, host: Target, processor: Processor) -> ResolvedDevice:
     if isinstance(device, str):
         device = Device(device)
     numbered = (
@@ -166,14 +212,28 @@ def _resolve(device: str | Device, host: Target) -> ResolvedDevice:
             f"device {device.target!r} is a CPU, which computes its rows without being named here; "
             "expected 'cuda', 'cuda -arch=sm_90' or 'opencl'"
         )
-    if target.kind.name == "cuda":
-        known = _MACHINES.get(str(target.attrs["arch"]).rstrip("af"), _NEWEST)
+    units = _cpu_units(device.index) if target.kind.name == "opencl" else 0
+    if units:
+        figures = host_accelerator(units, host, processor, device.schedule is not None)
+    elif target.kind.name == "cuda":
+        arch = str(target.attrs["arch"]).rstrip("af")
+        figures = accelerator_of(load_machine(_MACHINES.get(arch, _NEWEST)))
     else:
-        known = _OPENCL
+        figures = accelerator_of(load_machine(_OPENCL))
     return ResolvedDevice(
         Target(target, host),
         device.index,
         device.schedule,
         device.chunks,
-        device.figures or accelerator_of(load_machine(known)),
+        device.figures or figures,
+        not units or usable_processors() > CPUInfo.from_target(host).num_cores,
     )
+
+
+def _cpu_units(index: int) -> int:
+    """Compute units of an OpenCL device that is a CPU, else 0."""
+    try:
+        from .opencl_driver import cpu_units
+    except TargetError:  # compiled where there is no OpenCL
+        return 0
+    return cpu_units(index)

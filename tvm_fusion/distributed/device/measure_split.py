@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tvm import s_tir, tirx
 
-from schedules.distribute.device.split import MeasuredRows, MeasuredSplit
+from schedules.distribute.device.split import MeasuredRows, MeasuredSplit, split_rows
 from schedules.distribute.distribute import distribute
 
 from ...errors import InvalidInputError
@@ -28,7 +29,10 @@ _LEAST_RUNS = 3
 def measure_split(
     source: tirx.PrimFunc | s_tir.Schedule, devices: Sequence[str | Device], **options: Any
 ) -> MeasuredSplit:
-    """Measure the CPU and each device of this machine by themselves, on half of the rows and all.
+    """Measure the CPU and each device of this machine by themselves, then together.
+
+    By themselves on half of the rows and all. Where together they take longer than the faster one
+    alone, such as an OpenCL device that is this CPU, the split gives it all rows.
 
     Parameters
     ----------
@@ -42,8 +46,8 @@ def measure_split(
     Returns
     -------
     MeasuredSplit
-        For ``compile(..., split=...)``, also with ranks, whose parts are shorter. That one slows
-        down the other where both run is not in it.
+        For ``compile(..., split=...)``, also with ranks, whose parts are shorter. By how much one
+        slows down the other where both run is not in it.
 
     Raises
     ------
@@ -58,8 +62,9 @@ def measure_split(
     if extent < 2:
         raise InvalidInputError(f"a loop of {extent} rows cannot be measured; expected at least 2")
 
-    def measured(*rows: int) -> list[float]:
-        return _measure(compile(source, 1, devices=devices, split=rows, **options).alone())
+    def measured(*rows: int, together: bool = False) -> list[float]:
+        local = compile(source, 1, devices=devices, split=rows, **options).alone()
+        return _measure(local, together)
 
     half = extent // 2
     points: list[list[tuple[int, float]]] = [[] for _ in range(len(devices) + 1)]
@@ -71,24 +76,33 @@ def measure_split(
             for place in (place for place, count in enumerate(rows) if count):
                 points[place].append((rows[place], next(times)))
     points[0].append((extent, measured(extent, *(0 for _ in devices))[0]))
-    cpu, *others = (MeasuredRows.through(few[0], few[-1]) for few in map(sorted, points))
-    return MeasuredSplit(cpu, tuple(others))
+    lines = [MeasuredRows.through(few[0], few[-1]) for few in map(sorted, points)]
+    chosen = split_rows(extent, lines)
+    best = min(lines, key=lambda line: line(extent))
+    if sum(map(bool, chosen)) > 1 and measured(*chosen, together=True)[0] >= best(extent):
+        lines = [line if line is best else MeasuredRows(math.inf, line.a_row) for line in lines]
+    return MeasuredSplit(lines[0], tuple(lines[1:]))
 
 
-def _measure(local: LocalProgram) -> list[float]:
-    """Seconds of the CPU's pieces, if it has any, then of each device that has rows."""
+def _measure(local: LocalProgram, together: bool) -> list[float]:
+    """Seconds of the CPU's pieces, if it has any, then of each device that has rows; or of all."""
     for buffer in local.plan.nest.inputs:
         held = local.input(buffer.name).window.array
         held[...] = np.random.default_rng(0).integers(0, 2, held.shape)
+
+    def run(devices: Sequence[Beside], first: bool = False, cpu: bool = False) -> None:
+        for device in devices:
+            device.start(local.buffers, first, last=False)
+        if cpu:
+            local.run_pieces()
+        for device in devices:
+            device.finish()
+
+    run(local.devices, first=True)
+    if together:
+        return [_median(lambda: run(local.devices, cpu=True))]
     found = [_median(local.run_pieces)] if local.has_pieces else []
-
-    def run(device: Beside, first: bool = False) -> None:
-        device.start(local.buffers, first, last=False)
-        device.finish()
-
-    for device in local.devices:
-        run(device, first=True)
-    return [*found, *(_median(functools.partial(run, device)) for device in local.devices)]
+    return [*found, *(_median(functools.partial(run, [device])) for device in local.devices)]
 
 
 def _median(call: Callable[[], object]) -> float:

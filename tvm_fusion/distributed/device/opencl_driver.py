@@ -38,6 +38,12 @@ def opencl_devices() -> list[Any]:
     return sorted(found, key=lambda device: bool(device.type & cl.device_type.CPU))
 
 
+def cpu_units(index: int) -> int:
+    """Compute units of a device that is a CPU; 0 of another one, and where there is none."""
+    devices = opencl_devices()[index : index + 1]
+    return sum(each.max_compute_units for each in devices if each.type & cl.device_type.CPU)
+
+
 class OpenCLDriver:
     """One OpenCL device.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -32,7 +33,7 @@ from ...errors import OpError
 from .device import ResolvedDevice, Schedule
 from .device_functions import DeviceCall, DeviceCode, DeviceFunctions
 
-RankSplit: TypeAlias = "Literal['auto'] | Sequence[int] | MeasuredSplit"
+RankSplit: TypeAlias = "Literal['auto', 'model'] | Sequence[int] | MeasuredSplit"
 """Rows of the CPU and of each device, or by which figures they are chosen."""
 Split: TypeAlias = "RankSplit | Mapping[int, Sequence[int]]"
 """That of every rank, or of some ranks."""
@@ -143,8 +144,10 @@ def plan_shares(
 
 
 def _of_rank(split: Split, rank: int, ranks: int) -> RankSplit:
-    if isinstance(split, str) and split != "auto":
-        raise OpError(f"split is {split!r}; expected 'auto' or rows of the CPU and each device")
+    if isinstance(split, str) and split not in ("auto", "model"):
+        raise OpError(
+            f"split is {split!r}; expected 'auto', 'model' or rows of the CPU and each device"
+        )
     if isinstance(split, Mapping):
         strange = sorted(set(split) - set(range(ranks)))
         if strange:
@@ -183,7 +186,7 @@ def _seconds(
     plan: Distribution,
     rows: Region,
     devices: Sequence[ResolvedDevice],
-    split: Literal["auto"] | MeasuredSplit,
+    split: Literal["auto", "model"] | MeasuredSplit,
     processor: Processor,
 ) -> list[SecondsOfRows]:
     """Predicted times of numbers of rows, on the CPU and on each device."""
@@ -205,6 +208,8 @@ def _seconds(
                 device.chunks,
                 repeat=None if device.chunks else plan.repeat,
             )
+            if device.has_cores
+            else lambda count: math.inf if count else 0.0
             for device in devices
         ),
     ]

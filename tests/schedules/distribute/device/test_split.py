@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -90,6 +91,22 @@ def test_predictions_are_those_of_the_parts() -> None:
         assert device_seconds(nest, rows, FLOATS, GPU, chunks)(400) == pytest.approx(exact)
     whole = sequence.bytes(FLOATS)
     assert exact > max(whole) / GPU.link  # the link is what takes longest
+
+
+def test_copies_by_the_cores_that_compute() -> None:
+    """Nothing runs beside anything, so that chunks gain nothing."""
+    nest = read_loop_nest(blur(400, 64), ["i"])
+    rows = ((0, 400),)
+    figures = dataclasses.replace(GPU, overlaps=False)
+    assert choose_chunks(nest, rows, FLOATS, figures) == 1 < choose_chunks(nest, rows, FLOATS, GPU)
+    sequence = operation_sequence(nest, rows, 4)
+    stages = [
+        figures.stages(work_of(nest, each.rows, FLOATS), *sequence.chunk_bytes(number, FLOATS))
+        for number, each in enumerate(sequence.chunks)
+    ]
+    exact = predicted_seconds(nest, sequence, FLOATS, figures)
+    assert exact == pytest.approx(sum(map(sum, stages)))
+    assert device_seconds(nest, rows, FLOATS, figures, 4)(400) == pytest.approx(exact)
 
 
 def test_weights_are_in_the_prediction_once() -> None:

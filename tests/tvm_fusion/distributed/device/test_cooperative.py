@@ -205,6 +205,57 @@ def test_the_split_of_the_model(opened: list[WatchedDriver]) -> None:
     assert compile(blur(400, 64), devices=[slow]).shares.devices == ((),)
 
 
+def test_one_rank_whose_devices_are_here_is_measured(
+    opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def measured(source: Any, devices: Any, **options: Any) -> MeasuredSplit:
+        asked.append(options)
+        return MeasuredSplit(MeasuredRows(0.0, 1.0), (MeasuredRows(0.0, 3.0),))
+
+    monkeypatch.setattr("tvm_fusion.distributed.program.measure_split", measured)
+    for devices in (["opencl"], {0: ["opencl"]}):
+        program = compile(blur(12, 6), devices=devices, threads=2)
+        assert program.shares.cpu == (((0, 9),),)
+    assert [options["threads"] for options in asked] == [2, 2] and len(opened) == 2
+    figures = Accelerator(rate=1e9, bandwidth=1e9, link=1e9, latency=1e-6)
+    compile(blur(12, 6), devices=[opencl(figures=figures)])
+    compile(blur(12, 6), devices=["opencl"], processor=Processor(1e9, 1e9))
+    compile(blur(12, 6), devices=["opencl"], split="model")
+    compile(blur(12, 6), 2, devices=["opencl"])
+    assert len(asked) == 2
+
+
+def test_devices_that_are_not_here_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(kind: str, index: int) -> None:
+        raise TargetError("this machine has no device")
+
+    monkeypatch.setattr("tvm_fusion.distributed.program.open_driver", absent)
+    found = [compile(blur(), devices=["opencl"], split=split) for split in ("auto", "model")]
+    assert found[0].shares.cpu == found[1].shares.cpu
+
+
+@pytest.mark.parametrize(("pair", "device_rows"), [(0.7, 4), (1.3, 0)])
+def test_measured_together(
+    pair: float, device_rows: int, opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where two take longer than the faster one, such as on the same cores, it has all rows."""
+
+    def seconds(local: Any, together: bool) -> list[float]:
+        cpu = sum(end - begin for begin, end in [local.plan.parts[0].rows[0]])
+        rows = sum(share.rows[0][1] - share.rows[0][0] for share in shares_of(local))
+        return [pair] if together else [t for t in ((cpu - rows) / 12, rows / 6) if t]
+
+    def shares_of(local: Any) -> list[Any]:
+        return [device._share for device in local.devices]
+
+    monkeypatch.setattr("tvm_fusion.distributed.device.measure_split._measure", seconds)
+    found = measure_split(blur(12, 6), ["opencl"])
+    program = compile(blur(12, 6), devices=["opencl"], split=found)
+    assert program.shares.cpu == (((0, 12 - device_rows), (0, 6))[:1],)
+
+
 @pytest.mark.slow
 def test_the_split_of_a_measurement(opened: list[WatchedDriver]) -> None:
     found = measure_split(blur(64, 32), ["opencl"])
@@ -237,7 +288,7 @@ rank  iterations               sends    receives    compute   exchange        ov
         ({"devices": [Device("opencl", -1)]}, InvalidInputError, "index -1 and None chunks"),
         ({"devices": [Device("opencl", chunks=0)]}, InvalidInputError, "index 0 and 0 chunks"),
         ({"devices": {3: ["opencl"]}}, InvalidInputError, "for rank 3; ranks are 0 to 1"),
-        ({"split": "half"}, OpError, "split is 'half'; expected 'auto' or rows"),
+        ({"split": "half"}, OpError, "split is 'half'; expected 'auto', 'model' or rows"),
         ({"split": {2: [1]}}, OpError, "a split is given for rank 2; ranks are 0 to 1"),
         ({"split": [4, 4]}, OpError, r"split \[4, 4\] is not a split of 6 rows"),
         ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),

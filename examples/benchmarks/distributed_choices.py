@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model chooses for two ranks, beside the alternatives, in one job of MPI.
+
+    python examples/benchmarks/distributed_choices.py [--only NAME ...] [--rounds 15] [--files DIR]
+
+Stencils: whether the interior is computed while messages travel, and how many steps an exchange is
+for. Networks: where rows are exchanged. All alternatives take turns, each on two ranks of one
+thread. Prints how far the choice is from the best of them, and writes
+results/CPU/distributed_choices.json. With --files, compiled networks are kept there and used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tvm_fusion import distributed
+from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.written_aside import written_aside
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.distributed import (  # noqa: E402
+    CASES,
+    REPEATED,
+    case_of,
+    compile_case,
+    fill,
+    launch,
+)
+from examples.benchmarks.distributed_networks import CASES as NETWORKS  # noqa: E402
+from examples.benchmarks.distributed_networks import compiled  # noqa: E402
+
+OVERLAPS = ("never", "always")
+STEPS = (1, 2, 4, 8)
+"""Of a run these are divisors; of those between two exchanges, the alternatives."""
+EXCHANGES = ("always", "once", "auto")
+DEFAULT = ("blur", "gaussian", "heat2d", "heat3d", "resnet_18", "mobilenet_v2")
+
+Run = Callable[[], object]
+
+
+def stencil_runs(name: str, world: distributed.World) -> tuple[dict[str, Run], dict[str, str]]:
+    """A run of each alternative, and which one the model chooses of each kind."""
+    case = case_of(name)
+    repeated = case.stencil in REPEATED
+    options: dict[str, dict[str, Any]] = {f"overlap {how}": {"overlap": how} for how in OVERLAPS}
+    if repeated:
+        options |= {f"every {count}": {"exchange_every": count} for count in STEPS[1:]}
+    runs: dict[str, Run] = {}
+    for title, given in options.items():
+        local = compile_case(case, 2, 1, **given).on(world)
+        fill(local)
+        runs[title] = functools.partial(local, max(STEPS) if repeated else 1)
+    program = compile_case(case, 2, 1)
+    overlaps = any(piece.is_interior for pieces in program.pieces for piece in pieces)
+    chosen = {"overlap": f"overlap {OVERLAPS[overlaps]}"}
+    if repeated:
+        plan = compile_case(case, 2, 1, exchange_every="auto").distribution
+        steps = len(plan.parts[0].steps)
+        chosen["every"] = f"every {steps}" if steps > 1 else "overlap never"
+    return runs, chosen
+
+
+def network_runs(
+    files: dict[str, str], world: distributed.World
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """A run of each alternative; the model's choice is one of its own."""
+    runs: dict[str, Run] = {}
+    for exchange, path in files.items():
+        model = distributed.load(path).on(world)
+        x = {
+            spec.name: np.random.default_rng(0).random(tuple(map(int, spec.shape)), np.float32)
+            for spec in model.inputs
+        }
+        runs[exchange] = functools.partial(model, **x)
+    return runs, {"exchange": "auto"}
+
+
+def serve(name: str, rounds: int, files: dict[str, str]) -> None:
+    """Measure a case on this rank; the first rank prints the milliseconds of all turns, as JSON."""
+    with distributed.session(2, threads=1) as world:
+        runs, chosen = network_runs(files, world) if files else stencil_runs(name, world)
+        turns: dict[str, list[float]] = {title: [] for title in runs}
+        for number in range(rounds + 1):
+            for title, run in runs.items():
+                run()  # the caches have what it reads
+                world.barrier()
+                begin = time.perf_counter()
+                run()
+                mine = np.array(time.perf_counter() - begin)
+                slowest = float(world.all_gather(mine).max())
+                if number:  # the first round prepares
+                    turns[title].append(slowest * 1e3)
+        if world.rank == 0:
+            print(json.dumps({"chosen": chosen, "turns_ms": turns}))
+
+
+def measure(name: str, rounds: int, folder: Path) -> dict[str, Any]:
+    """Let the alternatives of a case take turns in a job."""
+    files = {}
+    if name in NETWORKS:
+        files = {how: str(compiled(name, 2, 1, folder, how)) for how in EXCHANGES}
+    job = ["--job", name, "--rounds", str(rounds), "--compiled", json.dumps(files)]
+    found = json.loads(launch(2, [__file__, *job], f"the choices of {name}").splitlines()[-1])
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "chosen": found["chosen"], "turns_ms": found["turns_ms"]}
+
+
+def distances(result: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
+    """Of each choice: the chosen alternative, the best one, and how many times as long it takes."""
+    medians = {title: statistics.median(turns) for title, turns in result["turns_ms"].items()}
+    found = {}
+    for kind, chosen in result["chosen"].items():
+        among = {
+            title: seconds
+            for title, seconds in medians.items()
+            if title.startswith(kind) or kind == "exchange" or title == chosen
+        }
+        if kind == "every":
+            among["overlap never"] = medians["overlap never"]
+        best = min(among, key=lambda title: among[title])
+        found[kind] = (chosen, best, medians[chosen] / medians[best])
+    return found
+
+
+def table_of(results: dict[str, dict[str, Any]]) -> Table:
+    """One row a choice."""
+    table = Table(title="Choices for two ranks, medians in ms")
+    for number, heading in enumerate(("case", "alternatives", "chosen", "best", "to the best")):
+        table.add_column(heading, justify="right" if number > 3 else "left")
+    for name, result in results.items():
+        all_of_them = "; ".join(
+            f"{title} {statistics.median(turns):.2f}" for title, turns in result["turns_ms"].items()
+        )
+        for chosen, best, ratio in distances(result).values():
+            table.add_row(name, all_of_them, chosen, best, f"{ratio:.3f}x")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all cases, or be a rank of one."""
+    options = argparse.ArgumentParser(description=__doc__)
+    names = [*CASES, *NETWORKS]
+    options.add_argument("--only", nargs="+", choices=names, default=list(DEFAULT))
+    options.add_argument("--rounds", type=int, default=15, help="turns of each alternative")
+    options.add_argument("--files", type=Path, help="folder of the compiled networks")
+    options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed_choices.json")
+    options.add_argument("--job", choices=names, help=argparse.SUPPRESS)
+    options.add_argument("--compiled", type=json.loads, help=argparse.SUPPRESS)
+    given = options.parse_args(arguments)
+    if given.job:
+        serve(given.job, given.rounds, given.compiled)
+        return 0
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+    results = kept.get("results", {})
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in given.only:
+            results[name] = measure(name, given.rounds, given.files or Path(temporary))
+            text = json_text({"machine": host_info(), "results": results})
+            with written_aside(given.output) as aside:
+                aside.write_text(text)
+    console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
+    console.print(table_of({name: results[name] for name in given.only}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
