@@ -143,7 +143,7 @@ def measure_tasks(folder: Path, tasks: int, rounds: int) -> None:
         dist.all_reduce(times, dist.ReduceOp.MAX)
         typical = np.percentile(times[1:].numpy(), 10, axis=0)
         found[str(seed)] = dict(zip(steps, typical.tolist(), strict=True))
-        record_rank(steps[TRACED], folder / f"task{seed}", STEPS, structure=True)
+        record_rank(steps[TRACED], folder / f"task{seed}", STEPS, structure=False)
         if dist.get_rank() == 0:
             print(f"task {seed}: {1e3 * typical.min():.2f} to {1e3 * typical.max():.2f} ms")
             sys.stdout.flush()
