@@ -232,7 +232,7 @@ def test_two_ranks_predict_each_others_trainings(monkeypatch, tmp_path):
 def test_other_shardings_of_a_trace(tmp_path):
     start_ranks(predict_resharding.MODULE, tmp_path, ["--tasks", "1", "--rounds", "1"])
     results, tasks = predict_resharding.compared(tmp_path)
-    assert results["shardings"] == len(tasks["0"]["measured"]) == 5
+    assert results["shardings"] == len(tasks["0"]["measured"]) == 4
     assert all(0 < ratio < math.inf for ratio in tasks["0"]["predicted"].values())
 
 

@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from schedules.cost.kernels.embedding import predict_lookups
@@ -42,11 +42,15 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Held:
-    """Launches of each rank in a step, bags, seconds of a table, and bytes by exchange."""
+    """Launches of each rank in a step, bags, seconds of a table, and bytes by exchange.
+
+    ``backward`` is empty where it is not known of each table.
+    """
 
     ranks: tuple[tuple[_Launch, ...], ...]
     bags: int
     seconds: dict[EmbeddingTable, float]
+    backward: dict[EmbeddingTable, float]
     exchanges: dict[_Key, Callable[[EmbeddingTable], float]]
 
     @property
@@ -127,11 +131,12 @@ def _find_tables(graphs: Sequence[ExecutionGraph]) -> _Held:
         common = math.gcd(*map(len, chosen))
         for steps in (n for n in range(1, common + 1) if common % n == 0):
             ranks = tuple(tuple(each[: len(each) // steps]) for each in chosen)
-            held = _Held(ranks, bags, _median_seconds(chosen), {})
+            held = _Held(ranks, bags, _median_seconds(chosen), {}, {})
             exchanges = _exchanges(held, messages)
             if any(exchanged is _result for exchanged in exchanges.values()):
                 _refuse_empty(graphs, held)
-                return replace(held, exchanges=exchanges)
+                backward = _backward_seconds(graphs, chosen, steps)
+                return replace(held, backward=backward, exchanges=exchanges)
     raise PredictionError(
         "this run has no embedding tables that its ranks share out: no all-to-all passes on the "
         "results of embedding bags on every rank (traces need record_shapes=True)"
@@ -144,6 +149,31 @@ def _median_seconds(ranks: Sequence[Sequence[_Launch]]) -> dict[EmbeddingTable, 
     for launch in itertools.chain.from_iterable(ranks):
         for table in launch.tables:
             found.setdefault(table, []).append(launch.seconds / len(launch.tables))
+    return {table: statistics.median(each) for table, each in found.items()}
+
+
+def _backward_seconds(
+    graphs: Sequence[ExecutionGraph], ranks: Sequence[Sequence[_Launch]], steps: int
+) -> dict[EmbeddingTable, float]:
+    """Median seconds of a table's gradient and update; empty where they are of several tables.
+
+    Gradients come in the reverse order of the lookups, updates in their order.
+    """
+    found: dict[EmbeddingTable, list[float]] = {}
+    for graph, launches in zip(graphs, ranks, strict=True):
+        tables = [table for launch in launches for table in launch.tables]
+        gradient, sizes = _gradients(launches), {float(table.bytes) for table in tables}
+        ops = [op for op in graph.ops if gradient.search(op.name)]
+        updates = [one for op in graph.ops for one in op.kernels if _is_update(op, one, sizes)]
+        written = [one.call.written_bytes for one in updates if one.call is not None]
+        if len(ops) != len(tables) or written != [float(table.bytes) for table in tables]:
+            return {}
+        own = len(tables) // steps
+        for number, table in enumerate(tables):
+            step, place = divmod(number, own)
+            op = ops[(step + 1) * own - 1 - place]
+            seconds = sum(kernel.seconds for kernel in op.kernels) + updates[number].seconds
+            found.setdefault(table, []).append(seconds)
     return {table: statistics.median(each) for table, each in found.items()}
 
 
@@ -232,8 +262,11 @@ def _factors(
     before = [table for table, owner in held.owners if owner == rank]
     after = [table for (table, _), owner in zip(held.owners, ranks, strict=True) if owner == rank]
     if machine is None:
-        new, old = (sum(held.seconds[table] for table in part) for part in (after, before))
-        return new / old, new / old
+        forward, backward = (
+            sum(each[table] for table in after) / sum(each[table] for table in before)
+            for each in (held.seconds, held.backward or held.seconds)
+        )
+        return forward, backward
     together = held.together
     return tuple(  # type: ignore[return-value]
         _seconds(held.bags, after, together, machine, back)
@@ -262,7 +295,7 @@ def _retimed(
     stretch: dict[_Key, float],
 ) -> Callable[[Kernel, Op], Kernel]:
     """Change of a rank's kernels: lookups, gradients, updates of the tables, and exchanges."""
-    gradient = re.compile("|".join({_gradient(launch.op) for launch in launches}))
+    gradient = _gradients(launches)
     sizes = {float(table.bytes) for launch in launches for table in launch.tables}
 
     def change(kernel: Kernel, op: Op) -> Kernel:
@@ -271,8 +304,7 @@ def _retimed(
             return _stretched(kernel, part, stretch)
         if call is not None and call.op == "embedding_bag" and call.size("B") == held.bags:
             return replace(kernel, seconds=kernel.seconds * factors[0])
-        updates = op.name == "aten::add_" and call is not None and call.written_bytes in sizes
-        if updates or gradient.search(op.name):
+        if _is_update(op, kernel, sizes) or gradient.search(op.name):
             return replace(kernel, seconds=kernel.seconds * factors[1])
         return kernel
 
@@ -283,6 +315,17 @@ def _stretched(kernel: Kernel, part: Collective, stretch: dict[_Key, float]) -> 
     factor = stretch.get((part.group, part.sequence), 1.0)
     longer = replace(part, bytes=part.bytes * factor)
     return replace(kernel, seconds=kernel.seconds * factor, collective=longer)
+
+
+def _is_update(op: Op, kernel: Kernel, sizes: Collection[float]) -> bool:
+    """Whether a kernel updates a table of one of some sizes."""
+    call = kernel.call
+    return op.name == "aten::add_" and call is not None and call.written_bytes in sizes
+
+
+def _gradients(launches: Sequence[_Launch]) -> re.Pattern[str]:
+    """Regular expression of the operators that compute the gradients of some lookups."""
+    return re.compile("|".join(sorted({_gradient(launch.op) for launch in launches})))
 
 
 def _gradient(op: str) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.api import load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Collectives, Curve
 from tvm_fusion.prediction.resharding import reshard
+from tvm_fusion.prediction.timeline.edits import map_kernels
 from tvm_fusion.prediction.timeline.execution_graph import (
     HOST,
     Collective,
@@ -79,6 +81,24 @@ def test_tables_take_their_times_along() -> None:
     assert micros(first) == before[0] | {0: 15, 1: 5, 20: 4.5, 21: 4.5, 30: 1.5, 31: 1.5}
     assert micros(second) == before[1] | {0: 40, 20: 18, 30: 6}
     assert notes == ("lookups as measured, exchanges in proportion to their bytes",)
+
+
+def test_gradients_and_updates_take_their_own_times_along() -> None:
+    def slower(kernel: Kernel, _: Op) -> Kernel:
+        return replace(kernel, seconds=2 * kernel.seconds) if kernel.id == 20 else kernel
+
+    graphs = two_ranks()
+    # Gradients come in reverse: the first one is of the second table, of 200 rows.
+    graphs[0] = map_kernels(graphs[0], slower)
+    (first, second), _ = reshard(graphs, "size_greedy", None)
+    assert micros(first)[30] == pytest.approx(3 * 12 / 33, abs=1e-3)
+    assert micros(second)[30] == pytest.approx(3 * 33 / 12, abs=1e-3)
+    assert micros(first)[0] == 15  # lookups as before
+    # Updates of which one cannot tell the table: all of backward as the lookups.
+    other = [replace(op, name="x") if op.name == "aten::add_" else op for op in graphs[0].ops]
+    graphs[0] = replace(graphs[0], ops=tuple(other))
+    (first, _), _ = reshard(graphs, "size_greedy", None)
+    assert micros(first)[21] == 4.5
 
 
 def test_a_longer_message_takes_longer() -> None:
