@@ -488,9 +488,9 @@ def _halide_stages(hl: Any, stencil: str, image: Any, out: Any, x: Any, y: Any) 
         out[x, y] = hl.f32(255) - hl.min(image[x, y] * hl.f32(1.5), hl.f32(255))
     else:
         gx, gy = hl.f32(0), hl.f32(0)
-        for k, weight in ((0, 1.0), (1, 2.0), (2, 1.0)):
-            gx += (image[x + 2, y + k] - image[x, y + k]) * hl.f32(weight)
-            gy += (image[x + k, y + 2] - image[x + k, y]) * hl.f32(weight)
+        for k, factor in ((0, 1.0), (1, 2.0), (2, 1.0)):
+            gx += (image[x + 2, y + k] - image[x, y + k]) * hl.f32(factor)
+            gy += (image[x + k, y + 2] - image[x + k, y]) * hl.f32(factor)
         out[x, y] = hl.sqrt(gx * gx + gy * gy)
     return None
 
