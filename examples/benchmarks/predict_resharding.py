@@ -34,7 +34,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
 from examples.benchmarks.predict_lookups import Launch, keep_freed_memory  # noqa: E402
-from examples.benchmarks.predict_sharding import draw_task  # noqa: E402
+from examples.benchmarks.predict_sharding import draw_task, splits  # noqa: E402
 from examples.benchmarks.predict_traces import errors  # noqa: E402
 from examples.benchmarks.prediction.gloo_ranks import (  # noqa: E402
     RANKS,
@@ -94,12 +94,7 @@ class ShardedTables:
             nn.EmbeddingBag(launch.rows[n], launch.widths[n], mode="sum", sparse=True) for n in own
         )
         self._optimizer = torch.optim.SGD(self._tables.parameters(), lr=1e-3)
-        samples = len(launch.batches[0][0][1]) // RANKS
-        widths = [0] * RANKS
-        for rank, width in zip(ranks, launch.widths, strict=True):
-            widths[rank] += width
-        self._sent = [samples * widths[me]] * RANKS
-        self._received = [samples * width for width in widths]
+        self._sent, self._received = splits(launch, ranks)
 
     def __call__(self) -> None:
         """Look up, exchange, and all of it backward."""

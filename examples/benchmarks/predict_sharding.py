@@ -102,6 +102,15 @@ def predicted(seed: int, machine: Path) -> tuple[Sharding, ...]:
     return shard(ShardingTask(tables, bags // RANKS, load_machine(machine), RANKS, curves), seed)
 
 
+def splits(launch: Launch, ranks: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Elements of the tables' results that this rank sends to each rank, and gets from each."""
+    samples = len(launch.batches[0][0][1]) // RANKS
+    widths = [0] * RANKS
+    for rank, width in zip(ranks, launch.widths, strict=True):
+        widths[rank] += width
+    return [samples * widths[dist.get_rank()]] * RANKS, [samples * width for width in widths]
+
+
 class Iteration:
     """Iteration of this rank with its part of a task's tables, on each of the batches.
 
@@ -126,12 +135,7 @@ class Iteration:
         )
         tables = tables_in(arena, part)
         self._runs = [(forward(tables, batch), backward(tables, batch)) for batch in batches]
-        samples = len(launch.batches[0][0][1]) // RANKS
-        widths = [0] * RANKS
-        for rank, width in zip(ranks, launch.widths, strict=True):
-            widths[rank] += width
-        self._sent = [samples * widths[me]] * RANKS
-        self._received = [samples * width for width in widths]
+        self._sent, self._received = splits(launch, ranks)
 
     def __call__(self, batch: int) -> None:
         """Look up, exchange both ways, and update."""
