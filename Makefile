@@ -70,10 +70,11 @@ bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO
 bench-zoo: $(VENV)/.stamp-bench $(VENV)/.stamp-pytorch-cpu $(VENV)/.stamp-zoo ## race exported architectures against ONNX Runtime; BENCH_ARGS="--only bert --resume"
 	$(BIN)/python examples/benchmarks/zoo.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 
-bench-mpi: $(VENV)/.stamp-mpi ## run stencils, networks and exchanges on one rank and on two, each a process of MPI
+bench-mpi: $(VENV)/.stamp-mpi ## run stencils, networks, exchanges and choices on one rank and on two, each a process of MPI
 	$(BIN)/python examples/benchmarks/distributed.py $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/distributed_networks.py $(BENCH_ARGS)
 	$(BIN)/python examples/benchmarks/exchanges.py $(BENCH_ARGS)
+	$(BIN)/python examples/benchmarks/distributed_choices.py $(BENCH_ARGS)
 
 # Offline: no environment is made, PYTHON must have TVM, PyTorch and what else is to be compared.
 bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there is none
