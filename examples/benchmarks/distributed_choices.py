@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model chooses for two ranks, beside the alternatives, in one job of MPI.
+"""Choices of the model for two ranks, beside the alternatives, in one job of MPI.
 
     python examples/benchmarks/distributed_choices.py [--only NAME ...] [--rounds 15] [--files DIR]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import statistics
 import sys
@@ -151,6 +152,11 @@ def random_input(stencil: str, sizes: Sizes) -> np.ndarray:
     if stencil == "heat3d":
         shape.append(sizes.cols)
     return np.random.default_rng(0).random(shape, np.float32)
+
+
+def row_shape(stencil: str, a: np.ndarray) -> tuple[int, ...]:
+    """Shape of a row of the output for an input."""
+    return ARRAYS[stencil](np, a[: HALO[stencil] + 1]).shape[1:]
 
 
 def check(stencil: str, sizes: Sizes, a: np.ndarray, first: int, result: np.ndarray) -> None:
@@ -323,7 +329,8 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
     else:
         local = whole[begin : end + halo].copy()
         flat = local.reshape(len(local), -1)
-        wide = sizes.cols * (1 if stencil == "cvt_color" else CHANNELS.get(stencil, 1))
+        shape = row_shape(stencil, whole)
+        wide = math.prod(shape)
         out = np.empty((end - begin, wide), np.float32)
         kernel = numba.njit(fastmath=True)(KERNELS[stencil])
         extra = CONSTANTS.get(stencil, np.empty((3, wide), np.float32))
@@ -337,8 +344,7 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
             kernel(flat, out, extra)
 
         def result() -> np.ndarray:
-            whole_rows = ARRAYS[stencil](np, whole[: halo + 1])
-            return out.reshape(end - begin, *whole_rows.shape[1:])
+            return out.reshape(end - begin, *shape)
 
     run()
     check(stencil, sizes, whole, begin, result())
@@ -374,9 +380,8 @@ def jax_devices(stencil: str, sizes: Sizes) -> float | None:
             before = jax.lax.ppermute(field[-1:], "ranks", [(0, 1)])
             after = jax.lax.ppermute(field[:1], "ranks", [(1, 0)])
             new = heat_inside(jnp.concatenate([before, field, after]))
-            row = jnp.expand_dims(jnp.arange(len(field)), tuple(range(1, field.ndim))) + rank * len(
-                field
-            )
+            own = jnp.arange(len(field)).reshape(-1, *(1,) * (field.ndim - 1))
+            row = own + rank * len(field)
             fixed = (row == 0) | (row == sizes.rows - 1)
             return field.at[inside].set(jnp.where(fixed, field[inside], new))
 
@@ -445,8 +450,8 @@ def halide_threads(stencil: str, sizes: Sizes) -> float | None:
     out.split(y, yo, yi, 32).parallel(yo).vectorize(x, lanes)
     if first is not None:
         first.store_at(out, yo).compute_at(out, yi).vectorize(x, lanes)
-    expected = ARRAYS[stencil](np, whole[: HALO[stencil] + 1])
-    result = np.empty((sizes.rows, expected[0].size), np.float32)
+    shape = row_shape(stencil, whole)
+    result = np.empty((sizes.rows, math.prod(shape)), np.float32)
     buffer = hl.Buffer(result)
     out.compile_jit()
 
@@ -454,7 +459,7 @@ def halide_threads(stencil: str, sizes: Sizes) -> float | None:
         out.realize(buffer)
 
     run()
-    check(stencil, sizes, whole, 0, result.reshape(sizes.rows, *expected.shape[1:]))
+    check(stencil, sizes, whole, 0, result.reshape(sizes.rows, *shape))
     return alone(run)
 
 

@@ -140,7 +140,7 @@ _COMBINE = {
     "and": np.logical_and,
     "or": np.logical_or,
 }
-"""What combines parts of a reduction, by its operator."""
+"""Functions that combine parts of a reduction, by its operator."""
 
 _running = threading.local()
 """The program whose kernel runs in this thread, for its calls of :func:`_finish_exchange`."""
