@@ -7,8 +7,8 @@
 
 All splits take turns. Prints a table and writes results/CPU/cooperative.json. Ends with 2 where the
 device is not there; --dry-run compiles all splits and prints predicted times, without a device.
-With --one-core-each the device, an OpenCL for CPUs, has the last processor, with kernels for a
-CPU, and the CPU has the others.
+With --one-core-each the device, an OpenCL for CPUs, has the last processor, and the CPU has the
+others.
 """
 
 from __future__ import annotations
@@ -187,10 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     beside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     where = device
     if given.one_core_each:
-        from examples.benchmarks.device_on_core import rows_in_vectors, use_one_core
+        from examples.benchmarks.device_on_core import use_one_core
 
         beside = use_one_core(0).cpu_beside
-        device = Device(device, schedule=rows_in_vectors)
         where = f"{given.device} on one core of this CPU, beside the CPU on another"
     for name in given.only:
         rows, cols = given.size or SIZES[name]

@@ -13,24 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from tvm import s_tir
 
 from tvm_fusion.distributed import program
 from tvm_fusion.distributed.device.opencl_driver import OpenCLDriver, OpenCLQueue, cl
 from tvm_fusion.errors import TargetError
 
 _ADD = "__kernel void add(__global float* a) { a[get_global_id(0)] += 1.0f; }"
-
-
-def rows_in_vectors(schedule: s_tir.Schedule) -> None:
-    """Schedule for a CPU: a row a work-item, in vectors, with all stages inline."""
-    *stages, last = schedule.get_child_blocks(schedule.get_sblock("root"))
-    for stage in stages:
-        schedule.compute_inline(stage)
-    rows, *columns = schedule.get_loops(last)
-    schedule.bind(rows, "blockIdx.x")
-    _, lanes = schedule.split(schedule.fuse(*columns), [None, 16])
-    schedule.vectorize(lanes)
 
 
 class SleepingQueue(OpenCLQueue):

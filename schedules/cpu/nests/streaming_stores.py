@@ -17,6 +17,7 @@ goes through the caches.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import tvm_ffi
@@ -30,6 +31,8 @@ from .truncated_tails import fresh
 
 STREAM = "tvm_fusion.stream"
 """Annotation of a block whose vectors bypass the caches: the bytes of a vector register."""
+IMPORT = "pragma_import_llvm"
+"""Attribute around what calls the stores: their text."""
 
 _LEAST_CACHES = 2  # so many times the last-level cache: little of a smaller output leaves it
 _MOST_VECTORS = 4
@@ -52,6 +55,20 @@ _VECTOR = """\
   %{part}{at}.to = getelementptr i8, ptr %to, i64 {at}
   store <{width} x i8> %{part}{at}, ptr %{part}{at}.to, align {align}
 """
+_STORE_NAME = re.compile(r"tvm_fusion_stream_(\d+)_(\d+)")
+_OPENCL = """
+int {name}(__global void* to, const __private void* from) {{
+  __global uint{lanes}* past = (__global uint{lanes}*)to;
+  for (int i = 0; i < {count}; ++i) {{
+    uint{lanes} vector = vload{lanes}(i, (const __private uint*)from);
+    if ((ulong)to % {width} == 0)
+      __builtin_nontemporal_store(vector, past + i);
+    else
+      vstore{lanes}(vector, i, (__global uint*)to);
+  }}
+  return 0;
+}}
+"""
 _FENCE_NAME = "tvm_fusion_stream_end"
 _FENCE = f"""
 define i32 @{_FENCE_NAME}() {{
@@ -68,11 +85,12 @@ def worth_streaming(kernel: Kernel, facts: BlockFacts) -> bool:
     if not kernel.cpu.has_streaming_stores:
         return False
     buffers = {access.buffer for access in facts.accesses}
-    moved = sum(math.prod(constant(n) or 0 for n in b.shape) * _item_bytes(b) for b in buffers)
+    moved = sum(math.prod(constant(n) or 0 for n in b.shape) * item_bytes(b) for b in buffers)
     return moved >= _LEAST_CACHES * kernel.cpu.l3_bytes
 
 
-def _item_bytes(buffer: ir.Var) -> int:
+def item_bytes(buffer: ir.Var) -> int:
+    """Bytes of an element."""
     return max(1, tvm_ffi.dtype(str(buffer.dtype)).bits // 8)
 
 
@@ -98,7 +116,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if store is None:
             return nest[0]
         width = int(lane.body.block.annotations[STREAM])
-        size = int(lane.extent) * _item_bytes(store.buffer)
+        size = int(lane.extent) * item_bytes(store.buffer)
         if size % width or size > _MOST_VECTORS * width:
             return nest[0]
         shape = [loop.extent for loop in nest]
@@ -115,6 +133,20 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
     done = tvm_ffi.structural_map(func, (tirx.For, rewrite_rows))
     done = tvm_ffi.structural_map(done, (tirx.For, lambda loop: rewrite([loop])))
     return _with_functions(done, lines, "".join(texts.values())) if texts else func
+
+
+def is_fence(stmt: tirx.Stmt) -> bool:
+    """Return whether a statement waits for the stores of its thread."""
+    return isinstance(stmt, tirx.Evaluate) and _FENCE_NAME in str(stmt.value.args[:1])
+
+
+def opencl_store(name: str) -> str | None:
+    """Return the text in OpenCL of one of the functions that store, by its name."""
+    found = _STORE_NAME.fullmatch(name)
+    if found is None:
+        return None
+    size, width = map(int, found.groups())
+    return _OPENCL.format(name=name, lanes=width // 4, width=width, count=size // width)
 
 
 def _stored_vector(loop: tirx.For) -> tirx.BufferStore | None:
@@ -200,7 +232,7 @@ def _with_functions(func: tirx.PrimFunc, lines: list[ir.Var], texts: str) -> tir
     fence = tirx.Evaluate(tirx.call_extern("int32", _FENCE_NAME))
     body = tirx.AttrStmt(
         tirx.IntImm("int32", 0),
-        "pragma_import_llvm",
+        IMPORT,
         ir.StringImm(texts + _FENCE),
         tirx.SeqStmt([root.block.body, fence]),
     )

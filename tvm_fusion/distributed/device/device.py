@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,6 +81,8 @@ class ResolvedDevice:
         Figures of its operations.
     has_cores : bool
         Whether it computes on other cores than the CPU.
+    cpu : tvm.target.Target, optional
+        Of an OpenCL device that is a CPU: the cores that are left to it.
     """
 
     target: Target
@@ -89,11 +91,17 @@ class ResolvedDevice:
     chunks: int | None
     accelerator: Accelerator
     has_cores: bool = True
+    cpu: Target | None = None
 
     @property
     def kind(self) -> str:
         """``cuda`` or ``opencl``."""
         return str(self.target.kind.name)
+
+    @property
+    def kernels(self) -> Hashable:
+        """What is the same for devices that share their kernels."""
+        return str(self.target), str(self.cpu), self.schedule
 
     @property
     def name(self) -> str:
@@ -159,32 +167,22 @@ def accelerator_of(machine: Machine) -> Accelerator:
     )
 
 
-def host_accelerator(
-    units: int, host: Target, processor: Processor, vectors: bool = False
-) -> Accelerator:
+def host_accelerator(device: Target, host: Target, processor: Processor) -> Accelerator:
     """Figures of an OpenCL device that is this CPU, on those of its cores that are left.
 
-    Our kernels for devices compute an element a work-item: a CPU does so without its vectors, and
-    takes about a cycle for each operation. Copies go through its memory, and are read and written
-    by the cores that compute.
+    Copies go through its memory, and are read and written by the cores that compute.
 
     Parameters
     ----------
-    units : int
-        Compute units of the device.
-    host : tvm.target.Target
-        The CPU.
+    device, host : tvm.target.Target
+        The CPU, with the cores of the device and those of the kernels beside it.
     processor : Processor
-        Its figures.
-    vectors : bool
-        Whether the kernels use vectors, by a user's schedule.
+        Figures of the latter.
     """
-    cpu = CPUInfo.from_target(host)
-    cores = max(1, min(units, usable_processors() - cpu.num_cores)) / cpu.num_cores
-    slower = 1 if vectors else 2 * cpu.lanes("float32") * cpu.fma_per_cycle
-    bandwidth = processor.bandwidth * cores
+    share = _cores(device) / _cores(host)
+    bandwidth = processor.bandwidth * share
     return Accelerator(
-        processor.rate * cores / slower,
+        processor.rate * share,
         bandwidth,
         bandwidth / 2,
         _ENQUEUE_SECONDS,
@@ -213,8 +211,11 @@ def _resolve(device: str | Device, host: Target, processor: Processor) -> Resolv
             "expected 'cuda', 'cuda -arch=sm_90' or 'opencl'"
         )
     units = _cpu_units(device.index) if target.kind.name == "opencl" else 0
+    left = usable_processors() - _cores(host)
+    cpu = None
     if units:
-        figures = host_accelerator(units, host, processor, device.schedule is not None)
+        cpu = Target({**host.export(), "num-cores": max(1, min(units, left))})
+        figures = host_accelerator(cpu, host, processor)
     elif target.kind.name == "cuda":
         arch = str(target.attrs["arch"]).rstrip("af")
         figures = accelerator_of(load_machine(_MACHINES.get(arch, _NEWEST)))
@@ -226,8 +227,13 @@ def _resolve(device: str | Device, host: Target, processor: Processor) -> Resolv
         device.schedule,
         device.chunks,
         device.figures or figures,
-        not units or usable_processors() > CPUInfo.from_target(host).num_cores,
+        not units or left > 0,
+        cpu,
     )
+
+
+def _cores(cpu: Target) -> int:
+    return CPUInfo.from_target(cpu).num_cores
 
 
 def _cpu_units(index: int) -> int:

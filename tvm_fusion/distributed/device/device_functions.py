@@ -13,6 +13,8 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from schedules.cpu import RULES as CPU_RULES
+from schedules.cpu.nests.work_groups import work_groups
 from schedules.distribute.localize import LocalFunction
 from schedules.gpu import RULES
 from schedules.schedule_rule import schedule_function
@@ -23,7 +25,7 @@ from ...compiler.gpu_phases import STOCK_RULES
 from ...compiler.launches import launches
 from ...errors import OpError
 from ...runtime.arguments import numpy_dtype
-from .device import Schedule
+from .device import ResolvedDevice
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class DeviceCode:
         All kernels as text.
     cubin : bytes
         Their machine code for CUDA, else empty.
+    called : str
+        OpenCL text of functions that kernels call.
     hosts, kernels : Mapping[str, tirx.PrimFunc]
         Host functions and kernels.
     """
@@ -81,13 +85,14 @@ class DeviceCode:
     kind: str
     text: str
     cubin: bytes
+    called: str
     hosts: Mapping[str, tirx.PrimFunc]
     kernels: Mapping[str, tirx.PrimFunc]
 
     @property
     def programs(self) -> dict[str, str]:
         """OpenCL text of each kernel."""
-        return opencl_texts(self.text)
+        return {name: self.called + text for name, text in opencl_texts(self.text).items()}
 
     def calls(self, function: str, scalars: Sequence[int]) -> tuple[DeviceCall, ...]:
         """The launches of a call of a function.
@@ -126,15 +131,15 @@ class DeviceFunctions:
 
     Parameters
     ----------
-    target : Target
-        With a host.
-    schedule : Schedule | None
-        That of a user; by default our rules, then those of TVM.
+    device : ResolvedDevice
+        The device. Without a schedule of its user our rules for GPUs do, then those of TVM; of a
+        device that is a CPU those for CPUs, where OpenCL has names for what they use.
     """
 
-    def __init__(self, target: Target, schedule: Schedule | None) -> None:
-        self.target = target
-        self._schedule = schedule
+    def __init__(self, device: ResolvedDevice) -> None:
+        self.target = device.target
+        self._schedule, self._cpu = device.schedule, device.cpu
+        self._called: dict[str, None] = {}
         self._names: dict[object, str] = {}
         self._functions: dict[str, tirx.PrimFunc] = {}
 
@@ -170,9 +175,15 @@ class DeviceFunctions:
             built = tirx.build(tvm.IRModule(self._functions), target=self.target)
         text = str(built.imports[0].inspect_source(kind if arch else ""))
         cubin = compile_cuda(text, arch).cubin if arch else b""
-        return DeviceCode(kind, text, cubin, *split.functions())
+        return DeviceCode(kind, text, cubin, "".join(self._called), *split.functions())
 
     def _scheduled(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+        if self._schedule is None and self._cpu is not None:
+            with self._cpu:
+                grouped = work_groups(schedule_function(name, func, self._cpu, CPU_RULES))
+            if grouped is not None:
+                self._called |= dict.fromkeys(grouped.called)
+                return grouped.func
         if self._schedule is None:
             with self.target:
                 return schedule_function(name, func, self.target, (*RULES, *STOCK_RULES))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -30,7 +30,7 @@ from schedules.distribute.exchange import Region, region_size
 from schedules.distribute.localize import localize, scalar_arguments
 
 from ...errors import OpError
-from .device import ResolvedDevice, Schedule
+from .device import ResolvedDevice
 from .device_functions import DeviceCall, DeviceCode, DeviceFunctions
 
 RankSplit: TypeAlias = "Literal['auto', 'model'] | Sequence[int] | MeasuredSplit"
@@ -119,15 +119,14 @@ def plan_shares(
         _cut(plan, rank, devices[rank], _of_rank(split, rank, plan.ranks), processor)
         for rank in range(plan.ranks)
     ]
-    functions: dict[tuple[str, Schedule | None], DeviceFunctions] = {}
+    functions: dict[Hashable, DeviceFunctions] = {}
     wanted: list[list[tuple[ResolvedDevice, Region, OperationSequence, list[str]]]] = []
     for rank, (_, *regions) in enumerate(cut):
         wanted.append([])
         for device, rows in zip(devices[rank], regions, strict=True):
             if region_size(rows) == 0:
                 continue
-            key = str(device.target), device.schedule
-            ours = functions.setdefault(key, DeviceFunctions(device.target, device.schedule))
+            ours = functions.setdefault(device.kernels, DeviceFunctions(device))
             others = [other for other in cut[rank] if other is not rows]
             sequence = _sequence(plan, rank, device, rows, others)
             names = [
@@ -137,7 +136,7 @@ def plan_shares(
             wanted[-1].append((device, rows, sequence, names))
     code = {key: ours.compile() for key, ours in functions.items()}
     shares = [
-        tuple(_share(plan, *one, code[str(one[0].target), one[0].schedule]) for one in of_rank)
+        tuple(_share(plan, *one, code[one[0].kernels]) for one in of_rank)
         for of_rank in wanted
     ]
     return Shares(tuple(regions[0] for regions in cut), tuple(shares))
