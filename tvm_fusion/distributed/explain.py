@@ -91,6 +91,8 @@ def _device(plan: Distribution, share: DeviceShare) -> str:
             f"      {name} meanwhile: {rows}, which stay there; {into} bytes in first, {out} out "
             f"last, {each_in} in and {each_out} out between steps; {seconds} a step"
         )
+    if share.sequence.in_place:
+        return f"      {name} meanwhile: {rows} in the memory of the host, {seconds}"
     count = len(share.sequence.chunks)
     return (
         f"      {name} meanwhile: {rows} in {count} chunk{'s' if count > 1 else ''}, "

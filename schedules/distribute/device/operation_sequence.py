@@ -10,13 +10,13 @@ There are three sequences, each in order: copies in, kernels, copies out. Events
 
 So the copies of one chunk run beside the kernel of another, and the memory that the device needs
 does not grow with the number of rows. Rows that are computed again and again may stay on the device
-instead (``kept_rows.py``).
+instead (``kept_rows.py``), and a device that shares the host's memory copies nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
@@ -91,6 +91,8 @@ class OperationSequence:
         Chunks that the device has memory for.
     kept : KeptRows | None
         What is copied between steps, if the rows stay on the device; then there is one chunk.
+    in_place : bool
+        Whether the device computes in the rank's windows; then there is one chunk, and no copy.
     """
 
     chunks: tuple[Chunk, ...]
@@ -98,17 +100,18 @@ class OperationSequence:
     resident: tuple[str, ...]
     slots: int
     kept: KeptRows | None = None
+    in_place: bool = False
 
     def copied_in(self, number: int) -> dict[str, Region]:
         """Regions of inputs that are copied for a chunk; those that stay come with the first."""
         skipped = {*self.outputs, *(self.resident if number else ())}
-        copied = self.chunks[number].copied
+        copied = {} if self.in_place else self.chunks[number].copied
         return {name: region for name, region in copied.items() if name not in skipped}
 
     def copied_out(self, number: int) -> dict[str, Region]:
         """Regions of outputs that are copied after a chunk."""
         copied = self.chunks[number].copied
-        return {name: copied[name] for name in self.outputs}
+        return {} if self.in_place else {name: copied[name] for name in self.outputs}
 
     def chunk_bytes(self, number: int, itemsizes: Mapping[str, int]) -> tuple[int, int]:
         """Bytes that are copied in and out for a chunk."""
@@ -170,6 +173,30 @@ def operation_sequence(
     ]
     outputs = tuple(buffer.name for buffer in nest.outputs)
     return OperationSequence(tuple(cut), outputs, tuple(resident), min(slots, len(cut)))
+
+
+def rows_in_place(
+    nest: LoopNest, rows: Region, windows: Mapping[str, Region]
+) -> OperationSequence:
+    """Rows that a device computes in the host's memory.
+
+    Parameters
+    ----------
+    nest : LoopNest
+        The function.
+    rows : Region
+        Range of each distributed loop; not empty.
+    windows : Mapping[str, Region]
+        The rank's, of each parameter.
+
+    Raises
+    ------
+    OpError
+        As of :func:`operation_sequence`.
+    """
+    sequence = operation_sequence(nest, rows)
+    [chunk] = sequence.chunks
+    return replace(sequence, chunks=(replace(chunk, windows=windows),), in_place=True)
 
 
 def sequence_seconds(stages: Sequence[tuple[float, float, float]], slots: int) -> tuple[float, ...]:

@@ -39,7 +39,8 @@ class Accelerator:
     bandwidth : float
         Bytes per second from and to its own memory.
     link : float
-        Bytes per second of copies from the host, and at the same time of copies to it.
+        Bytes per second of copies from the host, and at the same time of copies to it; infinite
+        where the device computes in the host's memory.
     latency : float
         Seconds of a copy or a kernel beside its bytes and operations.
     overlaps : bool
@@ -55,10 +56,11 @@ class Accelerator:
     def stages(self, work: Work, bytes_in: float, bytes_out: float) -> tuple[float, float, float]:
         """Seconds of copy in, kernels and copy out of a chunk."""
         compute = Processor(self.rate, self.bandwidth).seconds(work)
+        of_copy = 0.0 if math.isinf(self.link) else self.latency
         return (
-            self.latency + bytes_in / self.link,
+            of_copy + bytes_in / self.link,
             self.latency + compute,
-            self.latency + bytes_out / self.link,
+            of_copy + bytes_out / self.link,
         )
 
     def seconds(self, stages: Sequence[tuple[float, float, float]], slots: int) -> float:

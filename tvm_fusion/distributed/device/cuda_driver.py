@@ -137,6 +137,10 @@ class CUDADriver:
         self._kept.append(("cuMemFree_v2", memory))
         return memory
 
+    def share(self, array: np.ndarray) -> Any:
+        """Refuse: kernels take memory of the device."""
+        raise TargetError(f"{self.name} does not share the host's memory")
+
     def pin(self, array: np.ndarray) -> None:
         """Lock an array's pages, so that it is copied without a detour; not if that fails."""
         if array.nbytes < _PINNED_BYTES or array.ctypes.data in self._arrays:

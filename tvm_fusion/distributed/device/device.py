@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,9 @@ class Device:
     chunks : int, optional
         Pieces in which rows are copied and computed; by default as many as are predicted to be
         fastest, but of a program with ``repeat`` the rows stay on the device.
+    in_place : bool, optional
+        Whether it computes in the host's memory, without copies; by default an OpenCL device of
+        this machine does that can, unless chunks are given.
     figures : Accelerator, optional
         Figures of the predictions; by default those of a GPU of its architecture, or of the cores
         of the host, where its OpenCL device is this CPU.
@@ -62,6 +66,7 @@ class Device:
     index: int = 0
     schedule: Schedule | None = None
     chunks: int | None = None
+    in_place: bool | None = None
     figures: Accelerator | None = None
 
 
@@ -81,6 +86,8 @@ class ResolvedDevice:
         Figures of its operations.
     has_cores : bool
         Whether it computes on other cores than the CPU.
+    in_place : bool
+        Whether it computes in the host's memory.
     cpu : tvm.target.Target, optional
         Of an OpenCL device that is a CPU: the cores that are left to it.
     """
@@ -91,6 +98,7 @@ class ResolvedDevice:
     chunks: int | None
     accelerator: Accelerator
     has_cores: bool = True
+    in_place: bool = False
     cpu: Target | None = None
 
     @property
@@ -132,7 +140,7 @@ def resolve_devices(
     ------
     InvalidInputError
         If devices are no sequence, or given for a rank that is none, or an index or a number of
-        chunks is negative.
+        chunks is negative, or one that copies chunks, or a GPU of NVIDIA, is to compute in place.
     TargetError
         If a target is unknown or is no GPU, or means a GPU of this machine and there is none.
     """
@@ -221,15 +229,33 @@ def _resolve(device: str | Device, host: Target, processor: Processor) -> Resolv
         figures = accelerator_of(load_machine(_MACHINES.get(arch, _NEWEST)))
     else:
         figures = accelerator_of(load_machine(_OPENCL))
+    in_place = _in_place(device, target)
+    figures = device.figures or figures
+    if in_place:
+        figures = replace(figures, link=math.inf)
     return ResolvedDevice(
         Target(target, host),
         device.index,
         device.schedule,
         device.chunks,
-        device.figures or figures,
+        figures,
         not units or left > 0,
+        in_place,
         cpu,
     )
+
+
+def _in_place(device: Device, target: Target) -> bool:
+    """Whether a device computes in the host's memory."""
+    can = target.kind.name == "opencl" and device.chunks is None
+    if device.in_place and not can:
+        raise InvalidInputError(
+            f"the device {device.target} with {device.chunks} chunks is to compute in place; "
+            "expected OpenCL, and no chunks"
+        )
+    if device.in_place is None:
+        return can and _shares_memory(device.index)
+    return device.in_place
 
 
 def _cores(cpu: Target) -> int:
@@ -243,3 +269,12 @@ def _cpu_units(index: int) -> int:
     except TargetError:  # compiled where there is no OpenCL
         return 0
     return cpu_units(index)
+
+
+def _shares_memory(index: int) -> bool:
+    """Whether an OpenCL device of this machine reads and writes any memory of the host."""
+    try:
+        from .opencl_driver import shares_memory
+    except TargetError:
+        return False
+    return shares_memory(index)

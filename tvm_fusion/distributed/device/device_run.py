@@ -35,12 +35,14 @@ class DeviceRun:
         self._sequence = share.sequence
         self._driver = driver
         self._kernels = driver.load(share.code)
-        for buffer in buffers.values():
-            driver.pin(buffer.array)
-        self._memory = {
-            name: self._slots(driver, name, buffer.array.itemsize)
-            for name, buffer in buffers.items()
-        }
+        self._shared: dict[int, Any] = {}  # by address
+        self._memory: dict[str, list[Any]] = {}
+        for name, buffer in buffers.items():
+            if self._sequence.in_place:
+                self._shared[buffer.array.ctypes.data] = driver.share(buffer.array)
+            else:
+                driver.pin(buffer.array)
+                self._memory[name] = self._slots(driver, name, buffer.array.itemsize)
         arguments = [a for calls in share.calls for call in calls for a in call.arguments]
         sizes: dict[int, int] = {}
         for argument in arguments:
@@ -74,6 +76,9 @@ class DeviceRun:
         kernels: list[Event] = []
         ends: list[Event] = []
         names = list(buffers)
+        if self._sequence.in_place:
+            of = {name: self._shared[buffer.array.ctypes.data] for name, buffer in buffers.items()}
+            self._memory = {name: [shared] for name, shared in of.items()}
         for number in range(len(self._sequence.chunks)):
             copied = self._of_slot(kernels, number)
             for name, region in self._copies_in(number, first):

@@ -62,6 +62,15 @@ class Driver(Protocol):
     def allocate(self, nbytes: int) -> Memory:
         """Memory of the device, freed with the driver."""
 
+    def share(self, array: np.ndarray) -> Memory:
+        """An array of the host as memory of the device.
+
+        Raises
+        ------
+        TargetError
+            If the device does not share the host's memory.
+        """
+
     def pin(self, array: np.ndarray) -> None:
         """Keep an array where it lies, where that makes its copies faster."""
 

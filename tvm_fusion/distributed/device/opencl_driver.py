@@ -44,6 +44,15 @@ def cpu_units(index: int) -> int:
     return sum(each.max_compute_units for each in devices if each.type & cl.device_type.CPU)
 
 
+def shares_memory(index: int) -> bool:
+    """Whether a device's kernels take memory of the host as it is; False where there is none."""
+    return any(map(_shares_memory, opencl_devices()[index : index + 1]))
+
+
+def _shares_memory(device: Any) -> bool:
+    return bool(device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_SYSTEM)
+
+
 class OpenCLDriver:
     """One OpenCL device.
 
@@ -79,6 +88,14 @@ class OpenCLDriver:
         """Memory of the device."""
         with _told(f"{self.name} has no {nbytes} bytes of memory; cut its rows into more chunks"):
             return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(1, nbytes))
+
+    def share(self, array: np.ndarray) -> Any:
+        """The host's memory, if the device shares it."""
+        if not all(map(_shares_memory, self._context.devices)):
+            raise TargetError(
+                f"{self.name} does not share the host's memory; compile for it with in_place=False"
+            )
+        return cl.SVM(array) if array.size else self.allocate(1)
 
     def pin(self, array: np.ndarray) -> None:
         """Leave the array as it is: OpenCL pins what it copies."""

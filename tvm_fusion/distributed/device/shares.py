@@ -14,6 +14,7 @@ from schedules.distribute.device.operation_sequence import (
     OperationSequence,
     operation_sequence,
     own_regions,
+    rows_in_place,
 )
 from schedules.distribute.device.split import (
     MeasuredSplit,
@@ -69,7 +70,8 @@ class DeviceShare:
     def identity(self) -> str:
         """Text of what must be the same on all ranks."""
         chunks = [chunk.rows for chunk in self.sequence.chunks]
-        return f"{self.device.name} {self.device.target} {chunks} {self.sequence.kept}"
+        where = self.sequence.kept or self.sequence.in_place
+        return f"{self.device.name} {self.device.target} {chunks} {where}"
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def _seconds(
                 rows,
                 plan.itemsizes,
                 device.accelerator,
-                device.chunks,
+                1 if device.in_place else device.chunks,
                 repeat=None if device.chunks else plan.repeat,
             )
             if device.has_cores
@@ -217,6 +219,8 @@ def _seconds(
 def _sequence(
     plan: Distribution, rank: int, device: ResolvedDevice, rows: Region, others: Sequence[Region]
 ) -> OperationSequence:
+    if device.in_place:
+        return rows_in_place(plan.nest, rows, plan.parts[rank].windows)
     if plan.repeat and device.chunks is None:
         return kept_rows(plan, rank, rows, others)
     chunks = device.chunks or choose_chunks(plan.nest, rows, plan.itemsizes, device.accelerator)
