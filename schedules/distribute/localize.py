@@ -254,7 +254,7 @@ def _write(
                 T.writes()
                 local = dict(params)
                 for stage, axes in zip(stages, shape.stages, strict=True):
-                    if stage.output not in local:
+                    if stage.output not in local and axes is not None:
                         local[stage.output] = _allocate(stage, axes)
                 for stage, axes in zip(stages, shape.stages, strict=True):
                     if axes is not None:
@@ -272,11 +272,10 @@ def _typed(
     ]
 
 
-def _allocate(stage: Stage, axes: Sequence[tuple[int, int]] | None) -> tirx.Buffer:
-    """A local buffer for what is computed of a stage; of one element if that is nothing."""
-    extents = [1] * len(stage.axes) if axes is None else [extent for extent, _ in axes]
+def _allocate(stage: Stage, axes: Sequence[tuple[int, int]]) -> tirx.Buffer:
+    """A local buffer for what is computed of a stage."""
     dtypes = [str(extent.ty.dtype) for extent in stage.output.shape]
-    shape = [tirx.const(n, dtype) for n, dtype in zip(extents, dtypes, strict=True)]
+    shape = [tirx.const(n, dtype) for (n, _), dtype in zip(axes, dtypes, strict=True)]
     buffer = T.sblock_alloc_buffer(shape, stage.output.dtype)
     IRBuilder.name(stage.output.name, buffer)
     return buffer
@@ -347,5 +346,7 @@ class _Rewriter:
             local.append(simplified(at if first is None else at - as_type(first, str(at.ty.dtype))))
         return local
 
-    def _load(self, load: ir.TensorLoad) -> ir.TensorLoad:
+    def _load(self, load: ir.TensorLoad) -> tirx.Expr:
+        if load.source not in self.buffers:  # in a branch that no iteration of the part takes
+            return tirx.const(0, str(load.ty.dtype))
         return self.buffers[load.source][tuple(self.indices(load.source, load.indices))]

@@ -104,7 +104,7 @@ def _grouped(stmt: tirx.Stmt) -> tirx.Stmt:
 
 def _bound(var: tirx.Var, extent: tirx.Expr, body: tirx.Stmt) -> tirx.For:
     block = tirx.IterVar(
-        ir.Range(0, extent),
+        None,
         tirx.Var("blockIdx.x", var.ty),
         tirx.IterVar.ThreadIndex,
         "blockIdx.x",
@@ -133,16 +133,14 @@ def _of_known_length(loop: tirx.For) -> tirx.For:
     if loop.kind != tirx.ForKind.VECTORIZED or extent in _LENGTHS:
         return loop
     lanes = next((n for n in _LENGTHS if extent and extent % n == 0), None)
-    if lanes is None:
+    if lanes is None or extent is None:
         return _with_kind(loop, tirx.ForKind.SERIAL, tirx.ForKind.VECTORIZED)
     var, zero = loop.loop_var, loop.min
     dtype = str(var.ty.dtype)
     outer, lane = tirx.Var(f"{var.name}_outer", var.ty), tirx.Var(var.name, var.ty)
     body = substitute(loop.body, {var: outer * tirx.const(lanes, dtype) + lane})
     inner = tirx.For(lane, zero, tirx.const(lanes, dtype), tirx.ForKind.VECTORIZED, body)
-    return tirx.For(
-        outer, zero, tirx.const(extent // lanes, dtype), tirx.ForKind.UNROLLED, inner
-    )
+    return tirx.For(outer, zero, tirx.const(extent // lanes, dtype), tirx.ForKind.UNROLLED, inner)
 
 
 def _multiply_add(call: ir.Call) -> ir.Expr:
@@ -165,8 +163,10 @@ def _private(body: tirx.Stmt, buffers: Sequence[ir.Var]) -> dict[ir.Var, ir.Var]
     if None in sizes or total > _PRIVATE_BYTES:
         return None
     return {
-        buffer: tirx.decl_buffer(buffer.shape, str(buffer.dtype), buffer.name, scope="local")
-        for buffer in own
+        each: tirx.decl_buffer(
+            each.shape, str(each.dtype), each.name, scope="local", layout=each.ty.layout
+        )
+        for each in own
     }
 
 

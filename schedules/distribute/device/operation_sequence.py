@@ -175,9 +175,7 @@ def operation_sequence(
     return OperationSequence(tuple(cut), outputs, tuple(resident), min(slots, len(cut)))
 
 
-def rows_in_place(
-    nest: LoopNest, rows: Region, windows: Mapping[str, Region]
-) -> OperationSequence:
+def rows_in_place(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> OperationSequence:
     """Rows that a device computes in the host's memory.
 
     Parameters

@@ -11,7 +11,6 @@ from typing import TypeAlias
 import numpy as np
 import tvm
 from tvm import s_tir, tirx
-from tvm.target import Target
 
 from schedules.cpu import RULES as CPU_RULES
 from schedules.cpu.nests.work_groups import work_groups

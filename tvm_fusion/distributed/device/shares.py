@@ -138,8 +138,7 @@ def plan_shares(
             wanted[-1].append((device, rows, sequence, names))
     code = {key: ours.compile() for key, ours in functions.items()}
     shares = [
-        tuple(_share(plan, *one, code[one[0].kernels]) for one in of_rank)
-        for of_rank in wanted
+        tuple(_share(plan, *one, code[one[0].kernels]) for one in of_rank) for of_rank in wanted
     ]
     return Shares(tuple(regions[0] for regions in cut), tuple(shares))
 

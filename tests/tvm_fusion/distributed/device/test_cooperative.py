@@ -24,24 +24,12 @@ from tvm_fusion.codegen.host_code import Launch
 from tvm_fusion.distributed import Device, compile, measure_split
 from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
 
+pytestmark = pytest.mark.usefixtures("as_gpu")
+
 EXACT = ("blur", "upsample", "concatenation", "flip", "pipeline")
 """Their arithmetic is the same in both compilers: no products are joined with sums."""
 LATE = send_recv("A", (0, 2), 0, 1, Mode(blocking=False), before="next")
 QUICK = ("blur", "chain", "concatenation", "every_fourth", "heat2d", "matmul")
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[WatchedDriver]:
-    """The devices that programs open, which are the OpenCL device of the tests."""
-    found: list[WatchedDriver] = []
-
-    def open_driver(kind: str, index: int) -> WatchedDriver:
-        assert kind == "opencl"
-        found.append(WatchedDriver(index))
-        return found[-1]
-
-    monkeypatch.setattr("tvm_fusion.distributed.program.open_driver", open_driver)
-    return found
 
 
 @functools.cache

@@ -25,24 +25,12 @@ from tvm_fusion.distributed import Device, compile, measure_split
 from tvm_fusion.distributed.world import local_world
 from tvm_fusion.errors import InvalidInputError, TargetError
 
+pytestmark = pytest.mark.usefixtures("as_gpu")
+
 PROGRAM = Path(__file__).with_name("gpu_aware_program.py")
 MOVE = send_recv("A", (4, 5), 0, 1)
 FIELDS = {"A": "next", "V": "speed"}
 ALONE = {"devices": ["opencl"], "split": [0, 11]}  # all rows of heat2d on one device
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[WatchedDriver]:
-    """The devices that programs open, which are the OpenCL device of the tests."""
-    opencl_context()
-    found: list[WatchedDriver] = []
-
-    def open_driver(_: str, index: int) -> WatchedDriver:
-        found.append(WatchedDriver(index))
-        return found[-1]
-
-    monkeypatch.setattr("tvm_fusion.distributed.program.open_driver", open_driver)
-    return found
 
 
 def check(
