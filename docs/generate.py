@@ -310,6 +310,25 @@ def stencil_peers() -> str:
     return _table(["CPU", "case", "2 ranks, ms", *titles.values()], rows)
 
 
+def cooperative_splits() -> str:
+    """Stencils on a CPU and a device: each alone, the best split of a sweep, and the chosen ones."""
+    rows = []
+    for cpu, results in _by_cpu("cooperative"):
+        for name, result in results.items():
+            splits = result["splits"]
+            ms = {title: statistics.median(split["turns_ms"]) for title, split in splits.items()}
+            sweep = [title for title in splits if "/" in title]  # from the device alone to the CPU
+            best = min(sweep, key=lambda title: ms[title])
+            alone = ms[sweep[0]], ms[sweep[-1]]
+            size = " x ".join(map(str, result["size"]))
+            chosen = [f"{ms[title] / ms[best]:.2f}x" for title in ("measured", "model")]
+            times = [f"{each:.4g}" for each in (*alone, ms[best])]
+            pair = f"{min(alone) / ms[best]:.2f}x"
+            rows.append([cpu, result["device"], name, size, *times, best, pair, *chosen])
+    head = ["CPU", "device", "stencil", "size", "device alone, ms", "CPU alone", "best split"]
+    return _table([*head, "CPU's rows", "pair", "measured split", "model's split"], rows)
+
+
 def shardings() -> str:
     """Tasks in which the choice among shardings and each sharder alone are near the best."""
     rows = [
@@ -379,6 +398,7 @@ PARTS: dict[str, Callable[..., str]] = {
         operators,
         element_types,
         contrib_operators,
+        cooperative_splits,
         networks,
         pytorch,
         quantized,

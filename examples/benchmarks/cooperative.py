@@ -203,11 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table_of(name, sweep, times))
         if times:
             console.print(verdict(times))
-            results[name] = {"size": [rows, cols], "splits": result_of(sweep, times)}
+            splits = result_of(sweep, times)
+            results[name] = {"size": [rows, cols], "device": where, "splits": splits}
             given.output.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(given.output) as aside:
-                text = {"machine": host_info(), "device": where, "results": results}
-                aside.write_text(json_text(text))
+                aside.write_text(json_text({"machine": host_info(), "results": results}))
     return 0
 
 

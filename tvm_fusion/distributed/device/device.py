@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -263,18 +264,18 @@ def _cores(cpu: Target) -> int:
 
 
 def _cpu_units(index: int) -> int:
-    """Compute units of an OpenCL device that is a CPU, else 0."""
-    try:
+    """Compute units of an OpenCL device of this machine that is its CPU, else 0."""
+    with suppress(TargetError):  # compiled where there is no OpenCL
         from .opencl_driver import cpu_units
-    except TargetError:  # compiled where there is no OpenCL
-        return 0
-    return cpu_units(index)
+
+        return cpu_units(index)
+    return 0
 
 
 def _shares_memory(index: int) -> bool:
-    """Whether an OpenCL device of this machine reads and writes any memory of the host."""
-    try:
+    """Whether an OpenCL device of this machine computes in any memory of the host."""
+    with suppress(TargetError):
         from .opencl_driver import shares_memory
-    except TargetError:
-        return False
-    return shares_memory(index)
+
+        return shares_memory(index)
+    return False
