@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import tvm
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
@@ -28,7 +29,16 @@ _LENGTHS = (16, 8, 4, 2)
 _PRIVATE_BYTES = 32 * 1024
 """Of a work-item; it is memory of a thread's stack."""
 _LLVM_ONLY = ("tirx.call_llvm_intrin", "tirx.call_llvm_pure_intrin", "tirx.call_pure_extern")
-_EXTERN, _FMA = "tirx.call_extern", "tirx.fma"
+_EXTERN = "tirx.call_extern"
+_ROUNDED = "#pragma OPENCL FP_CONTRACT OFF\n"
+"""Products and sums are joined where the rules did, so that results have the bits of the CPU."""
+
+
+def _lower_fma(call: ir.Call) -> ir.Call:
+    return tirx.call_pure_extern(call.ty, "fma", *call.args)
+
+
+tvm.ir.register_op_attr("tirx.fma", "opencl.FLowerIntrinsic", _lower_fma)  # TVM has none
 
 
 @dataclass(frozen=True)
@@ -39,12 +49,12 @@ class WorkGroups:
     ----------
     func : PrimFunc
         The function, scheduled.
-    called : tuple[str, ...]
-        Texts in OpenCL of the functions that its kernels call.
+    before : tuple[str, ...]
+        What stands before its kernels in OpenCL: functions that they call.
     """
 
     func: tirx.PrimFunc
-    called: tuple[str, ...]
+    before: tuple[str, ...]
 
 
 def work_groups(func: tirx.PrimFunc) -> WorkGroups | None:
@@ -68,7 +78,6 @@ def work_groups(func: tirx.PrimFunc) -> WorkGroups | None:
         return None
     body = substitute(body, own)
     body = tvm_ffi.structural_map(body, (tirx.For, _of_known_length))
-    body = tvm_ffi.structural_map(body, (ir.Call, _multiply_add))
     called = _called(body)
     if called is None or not all(map(_is_known_vector, nodes(body, ir.Expr))):
         return None
@@ -84,7 +93,7 @@ def work_groups(func: tirx.PrimFunc) -> WorkGroups | None:
         root.annotations,
     )
     done = func.with_body(s_tir.SBlockRealize([], func.body.predicate, block))
-    return WorkGroups(done, called)
+    return WorkGroups(done, (_ROUNDED, *called))
 
 
 def _grouped(stmt: tirx.Stmt) -> tirx.Stmt:
@@ -141,14 +150,6 @@ def _of_known_length(loop: tirx.For) -> tirx.For:
     body = substitute(loop.body, {var: outer * tirx.const(lanes, dtype) + lane})
     inner = tirx.For(lane, zero, tirx.const(lanes, dtype), tirx.ForKind.VECTORIZED, body)
     return tirx.For(outer, zero, tirx.const(extent // lanes, dtype), tirx.ForKind.UNROLLED, inner)
-
-
-def _multiply_add(call: ir.Call) -> ir.Expr:
-    """A multiply-add as product and sum, which compilers of OpenCL join."""
-    if op_name(call) != _FMA:
-        return call
-    a, b, c = call.args
-    return a * b + c
 
 
 def _private(body: tirx.Stmt, buffers: Sequence[ir.Var]) -> dict[ir.Var, ir.Var] | None:

@@ -75,8 +75,8 @@ class DeviceCode:
         All kernels as text.
     cubin : bytes
         Their machine code for CUDA, else empty.
-    called : str
-        OpenCL text of functions that kernels call.
+    before : str
+        OpenCL that stands before each kernel: functions that they call.
     hosts, kernels : Mapping[str, tirx.PrimFunc]
         Host functions and kernels.
     """
@@ -84,14 +84,14 @@ class DeviceCode:
     kind: str
     text: str
     cubin: bytes
-    called: str
+    before: str
     hosts: Mapping[str, tirx.PrimFunc]
     kernels: Mapping[str, tirx.PrimFunc]
 
     @property
     def programs(self) -> dict[str, str]:
         """OpenCL text of each kernel."""
-        return {name: self.called + text for name, text in opencl_texts(self.text).items()}
+        return {name: self.before + text for name, text in opencl_texts(self.text).items()}
 
     def calls(self, function: str, scalars: Sequence[int]) -> tuple[DeviceCall, ...]:
         """The launches of a call of a function.
@@ -138,7 +138,7 @@ class DeviceFunctions:
     def __init__(self, device: ResolvedDevice) -> None:
         self.target = device.target
         self._schedule, self._cpu = device.schedule, device.cpu
-        self._called: dict[str, None] = {}
+        self._before: dict[str, None] = {}
         self._names: dict[object, str] = {}
         self._functions: dict[str, tirx.PrimFunc] = {}
 
@@ -174,14 +174,14 @@ class DeviceFunctions:
             built = tirx.build(tvm.IRModule(self._functions), target=self.target)
         text = str(built.imports[0].inspect_source(kind if arch else ""))
         cubin = compile_cuda(text, arch).cubin if arch else b""
-        return DeviceCode(kind, text, cubin, "".join(self._called), *split.functions())
+        return DeviceCode(kind, text, cubin, "".join(self._before), *split.functions())
 
     def _scheduled(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         if self._schedule is None and self._cpu is not None:
             with self._cpu:
                 grouped = work_groups(schedule_function(name, func, self._cpu, CPU_RULES))
             if grouped is not None:
-                self._called |= dict.fromkeys(grouped.called)
+                self._before |= dict.fromkeys(grouped.before)
                 return grouped.func
         if self._schedule is None:
             with self.target:

@@ -53,7 +53,7 @@ def after(a: T.Buffer((8, 39), "float32"), c: T.Buffer((8, 39), "float32")):
                 for j in range(39):
                     with T.sblock("both"):
                         vi, vj = T.axis.remap("SS", [i, j])
-                        both[vi, vj] = a[vi, vj] * T.float32(2) + T.float32(1)
+                        both[vi, vj] = T.fma(a[vi, vj], T.float32(2), T.float32(1))
         for i in T.thread_binding(T.int64(8), thread="blockIdx.x"):
             for j_outer in T.unroll(3):
                 for j in T.vectorized(8):
@@ -70,7 +70,7 @@ def after(a: T.Buffer((8, 39), "float32"), c: T.Buffer((8, 39), "float32")):
 
 def test_loops_vectors_and_buffers() -> None:
     found = work_groups(before)
-    assert found is not None and found.called == ()
+    assert found is not None and found.before == ("#pragma OPENCL FP_CONTRACT OFF\n",)
     tvm.ir.assert_structural_equal(found.func, after)
 
 
@@ -85,7 +85,7 @@ def test_stores_past_the_caches() -> None:
     copied = scheduled(function([a], te.compute(a.shape, lambda i, j: a[i, j] + 1)))
     found = work_groups(copied)
     assert found is not None
-    assert [text.split("(")[0] for text in found.called] == ["\nint tvm_fusion_stream_32_32"]
+    assert [text.split("(")[0] for text in found.before[1:]] == ["\nint tvm_fusion_stream_32_32"]
     text = found.func.script()
     assert "tvm_fusion_stream_32_32" in text and "stream_end" not in text
     assert "pragma" not in text and "T.parallel" not in text
