@@ -311,7 +311,7 @@ def stencil_peers() -> str:
 
 
 def cooperative_splits() -> str:
-    """Stencils on a CPU and a device: each alone, the best split of a sweep, and the chosen ones."""
+    """Stencils on a CPU and a device: each alone, the best of 17 splits, and the chosen ones."""
     rows = []
     for cpu, results in _by_cpu("cooperative"):
         for name, result in results.items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..local_program import Beside, LocalProgram
 
 _LEAST_SECONDS = 0.2  # of one measurement, about
-_LEAST_RUNS = 3
+_LEAST_RUNS = 5
 
 
 def measure_split(
@@ -62,9 +62,8 @@ def measure_split(
     if extent < 2:
         raise InvalidInputError(f"a loop of {extent} rows cannot be measured; expected at least 2")
 
-    def measured(*rows: int, together: bool = False) -> list[float]:
-        local = compile(source, 1, devices=devices, split=rows, **options).alone()
-        return _measure(local, together)
+    def program(rows: Sequence[int]) -> LocalProgram:
+        return compile(source, 1, devices=devices, split=rows, **options).alone()
 
     half = extent // 2
     points: list[list[tuple[int, float]]] = [[] for _ in range(len(devices) + 1)]
@@ -72,45 +71,71 @@ def measure_split(
         for left in (half, 0):
             rows = [left, *(0 for _ in devices)]
             rows[number + 1] = extent - left
-            times = iter(measured(*rows))
+            times = iter(_sides(program(rows)))
             for place in (place for place, count in enumerate(rows) if count):
                 points[place].append((rows[place], next(times)))
-    points[0].append((extent, measured(extent, *(0 for _ in devices))[0]))
+    [seconds] = _sides(program([extent, *(0 for _ in devices)]))
+    points[0].append((extent, seconds))
     lines = [MeasuredRows.through(few[0], few[-1]) for few in map(sorted, points)]
     chosen = split_rows(extent, lines)
-    best = min(lines, key=lambda line: line(extent))
-    if sum(map(bool, chosen)) > 1 and measured(*chosen, together=True)[0] >= best(extent):
-        lines = [line if line is best else MeasuredRows(math.inf, line.a_row) for line in lines]
+    best = min(range(len(lines)), key=lambda number: lines[number](extent))
+    alone = [extent if number == best else 0 for number in range(len(lines))]
+    if sum(map(bool, chosen)) > 1 and not _is_faster(program(chosen), program(alone)):
+        lines = [
+            line if number == best else MeasuredRows(math.inf, line.a_row)
+            for number, line in enumerate(lines)
+        ]
     return MeasuredSplit(lines[0], tuple(lines[1:]))
 
 
-def _measure(local: LocalProgram, together: bool) -> list[float]:
-    """Seconds of the CPU's pieces, if it has any, then of each device that has rows; or of all."""
+def _sides(local: LocalProgram) -> list[float]:
+    """Seconds of the CPU's pieces, if it has any, then of each device that has rows."""
+    _prepare(local)
+    calls: list[Callable[[], object]] = [local.run_pieces] if local.has_pieces else []
+    calls += [functools.partial(_run, local, [device]) for device in local.devices]
+    return [seconds for call in calls for seconds in _in_turns(call)]
+
+
+def _is_faster(pair: LocalProgram, alone: LocalProgram) -> bool:
+    """Whether all sides together take less time than one alone."""
+    calls: list[Callable[[], object]] = []
+    for local in (pair, alone):
+        _prepare(local)
+        calls.append(functools.partial(_run, local, local.devices, local.run_pieces))
+    together, by_itself = _in_turns(*calls)
+    return together < by_itself
+
+
+def _prepare(local: LocalProgram) -> None:
+    """Fill the inputs, here and on the devices."""
     for buffer in local.plan.nest.inputs:
         held = local.input(buffer.name).window.array
         held[...] = np.random.default_rng(0).integers(0, 2, held.shape)
-
-    def run(devices: Sequence[Beside], first: bool = False, cpu: bool = False) -> None:
-        for device in devices:
-            device.start(local.buffers, first, last=False)
-        if cpu:
-            local.run_pieces()
-        for device in devices:
-            device.finish()
-
-    run(local.devices, first=True)
-    if together:
-        return [_median(lambda: run(local.devices, cpu=True))]
-    found = [_median(local.run_pieces)] if local.has_pieces else []
-    return [*found, *(_median(functools.partial(run, [device])) for device in local.devices)]
+    _run(local, local.devices, first=True)
 
 
-def _median(call: Callable[[], object]) -> float:
-    """Median of some runs, after one that prepares."""
-    call()
-    times: list[float] = []
-    while len(times) < _LEAST_RUNS or sum(times) < _LEAST_SECONDS:
-        begin = time.perf_counter()
+def _run(
+    local: LocalProgram,
+    devices: Sequence[Beside],
+    meanwhile: Callable[[], None] | None = None,
+    first: bool = False,
+) -> None:
+    for device in devices:
+        device.start(local.buffers, first, last=False)
+    if meanwhile is not None:
+        meanwhile()
+    for device in devices:
+        device.finish()
+
+
+def _in_turns(*calls: Callable[[], object]) -> list[float]:
+    """Lower quartile of each call's times, since other work on a machine only adds to them."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
         call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    while len(times[0]) < _LEAST_RUNS or sum(map(sum, times)) < _LEAST_SECONDS * len(calls):
+        for call, found in zip(calls, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - begin)
+    return [statistics.quantiles(found, n=4)[0] for found in times]

@@ -230,15 +230,21 @@ def test_measured_together(
 ) -> None:
     """Where two take longer than the faster one, such as on the same cores, it has all rows."""
 
-    def seconds(local: Any, together: bool) -> list[float]:
-        cpu = sum(end - begin for begin, end in [local.plan.parts[0].rows[0]])
-        rows = sum(share.rows[0][1] - share.rows[0][0] for share in shares_of(local))
-        return [pair] if together else [t for t in ((cpu - rows) / 12, rows / 6) if t]
+    def rows_of(local: Any) -> list[int]:
+        counts = [device._share.rows[0][1] - device._share.rows[0][0] for device in local.devices]
+        return [local.plan.parts[0].rows[0][1] - sum(counts), *counts]
 
-    def shares_of(local: Any) -> list[Any]:
-        return [device._share for device in local.devices]
+    def sides(local: Any) -> list[float]:
+        cpu, *device = rows_of(local)
+        return [seconds for seconds in (cpu / 12, *(rows / 6 for rows in device)) if seconds]
 
-    monkeypatch.setattr("tvm_fusion.distributed.device.measure_split._measure", seconds)
+    def is_faster(both: Any, alone: Any) -> bool:
+        assert rows_of(both) == [8, 4] and rows_of(alone) == [12]
+        return pair < 1.0
+
+    module = "tvm_fusion.distributed.device.measure_split"
+    monkeypatch.setattr(f"{module}._sides", sides)
+    monkeypatch.setattr(f"{module}._is_faster", is_faster)
     found = measure_split(blur(12, 6), ["opencl"])
     program = compile(blur(12, 6), devices=["opencl"], split=found)
     assert program.shares.cpu == (((0, 12 - device_rows), (0, 6))[:1],)
