@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ from .exchange import (
     messages_of,
     region_size,
 )
+from .gather import Gather
 from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
 from .partial_reduction import PartialReduction, partial_reduction
@@ -121,7 +123,17 @@ class Distribution:
     @property
     def bytes(self) -> int:
         """Bytes that all ranks together send."""
-        return sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
+        exchanged = sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
+        return exchanged + (self.gather.bytes if self.gather else 0)
+
+    @cached_property
+    def gather(self) -> Gather | None:
+        """The gather of the parts of a reduction, at the end of a run."""
+        if self.reduction is None:
+            return None
+        [output] = self.nest.outputs
+        ranks, *shape = shape_of(output)
+        return Gather(output.name, ranks, math.prod(shape), self.itemsizes[output.name])
 
     @cached_property
     def before(self) -> tuple[Transfer, ...]:
@@ -138,7 +150,13 @@ class Distribution:
         """The function of which a rank computes its part: that of all, but of a reduction."""
         if self.reduction is None:
             return self.nest
-        return read_loop_nest(self.reduction.of_rank(rank), [0])
+        return self._nests[self.reduction.extent(rank)]
+
+    @cached_property
+    def _nests(self) -> dict[int, LoopNest]:
+        """The functions of parts of a reduction, by their extents."""
+        exact = self.reduction.exact if self.reduction else {}
+        return {extent: read_loop_nest(func, [0]) for extent, func in exact.items()}
 
     def interior(self, rank: int) -> Region:
         """The largest range of a rank's loops, found axis by axis, that reads only what it owns.
@@ -261,14 +279,17 @@ def distribute(
         raise OpError(
             f"exchange_every is {exchange_every!r}; expected 1, or more for a function with repeat="
         )
-    reduction = partial_reduction(source, loops[0], ranks or 1) if len(loops) == 1 else None
+    reduction = partial_reduction(source, loops[0], ranks, sizes) if len(loops) == 1 else None
     if reduction is not None:
-        if sizes is not None or grid is not None or repeat is not None:
+        if grid is not None or repeat is not None:
             raise OpError(
-                f"the loop {loops[0]!r} is a reduction, of which the parts differ by at most one "
-                "iteration, and whose result no input takes; leave out sizes=, grid= and repeat="
+                f"the loop {loops[0]!r} is a reduction, which is distributed alone, and whose "
+                "whole result all ranks get, so that no input takes it in the next step; leave out "
+                "grid= and repeat=, and write it into the input before the next call"
             )
         source, loops = reduction.func, [0]
+        ranks = None if ranks is None and sizes is None else len(reduction.bounds) - 1
+        sizes = None
     nest = read_loop_nest(source, loops)
     choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
     if sizes is not None:

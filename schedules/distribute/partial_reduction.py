@@ -20,12 +20,14 @@ becomes::
                 C[vp, vj] = 0
             C[vp, vj] = C[vp, vj] + A[10 * vp + vk, vj]
 
-Parts of an extent that ranks do not divide differ by one iteration. The function of all parts
-leaves it out by a condition; kernels are made of functions of parts of one extent, without one.
+Parts differ by at most one iteration, or have given sizes. Where they differ, the function of all
+parts leaves out by a condition what a part has not; kernels are made of functions of parts of one
+extent, without one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +39,7 @@ from ..tir.expression_walk import loads, substitute
 from ..workload.reduce import constant
 from .localize import whole_function
 from .loop_nest import name_of
-from .partition import balanced
+from .partition import balanced, sized
 
 _OPERATORS = {
     tirx.Add: "sum",
@@ -60,7 +62,7 @@ class PartialReduction:
     func : tirx.PrimFunc
         The function.
     exact : Mapping[int, tirx.PrimFunc]
-        The same for parts of some extents.
+        The same for parts of one extent, for each that there is.
     operator : str
         What combines the parts: ``sum``, ``prod``, ``min``, ``max``, ``and`` or ``or``.
     bounds : tuple[int, ...]
@@ -74,13 +76,18 @@ class PartialReduction:
 
     def of_rank(self, rank: int) -> tirx.PrimFunc:
         """The function of which a rank's part is to be computed."""
-        return self.exact.get(self.bounds[rank + 1] - self.bounds[rank], self.func)
+        return self.exact[self.extent(rank)]
+
+    def extent(self, rank: int) -> int:
+        """Iterations of a rank's part."""
+        return self.bounds[rank + 1] - self.bounds[rank]
 
 
 def partial_reduction(
     source: tirx.PrimFunc | s_tir.Schedule,
     loop: str | int | s_tir.schedule.LoopRV,
-    ranks: int,
+    ranks: int | None,
+    sizes: Sequence[int] | None = None,
 ) -> PartialReduction | None:
     """Factor the reduction of an output by the ranks; None if the loop is no reduction.
 
@@ -90,14 +97,16 @@ def partial_reduction(
         The function, or a schedule of which it is the ``main``, before its loops are split.
     loop : str, int or LoopRV
         The loop.
-    ranks : int
-        Number of parts.
+    ranks : int, optional
+        Number of parts, which differ by at most one iteration. Not needed with ``sizes``.
+    sizes : Sequence[int], optional
+        Iterations of each part.
 
     Raises
     ------
     OpError
         If the loop is a reduction whose parts cannot be combined, or of one of several outputs, or
-        of one that another block reads.
+        of one that another block reads, or if the sizes do not fit the loop.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
     stages = read_stages(func) if isinstance(func, tirx.PrimFunc) else None
@@ -109,6 +118,9 @@ def partial_reduction(
     if not found or any(constant(n) is None for stage in stages for n in stage.shape):
         return None
     [stage] = found[:1]
+    number = stage.loops.index(name) - len(stage.axes)
+    if constant(stage.reduced[number].dom.extent) is None:
+        return None
     read = [load.source for other in stages if other is not stage for load in loads(other.value)]
     if len(outputs) > 1 or stage.output in read:
         raise OpError(
@@ -116,18 +128,27 @@ def partial_reduction(
             "result is the only output, and no other block reads it"
         )
     operator = _operator(stage, name)
-    number = stage.loops.index(name) - len(stage.axes)
-    bounds = balanced(int(stage.reduced[number].dom.extent), ranks)
-    extents = {end - begin for begin, end in zip(bounds, bounds[1:], strict=False)}
+    bounds = _bounds(stage.reduced[number], name, ranks, sizes)
+    extents = {end - begin for begin, end in itertools.pairwise(bounds)}
 
     def factored(extent: int | None) -> tirx.PrimFunc:
         parts = _factored(stage, name, number, bounds, extent)
         params = [parts.output if each.same_as(stage.output) else each for each in func.params]
         return whole_function(params, [parts if each is stage else each for each in stages])
 
-    exact = {extent: factored(extent) for extent in sorted(extents) if extent}
+    exact = {extent: factored(extent) for extent in sorted(extents)}
     whole = factored(None) if len(extents) > 1 else exact[bounds[1]]
     return PartialReduction(whole, exact, operator, bounds)
+
+
+def _bounds(
+    axis: tirx.IterVar, name: str, ranks: int | None, sizes: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Bounds of the parts."""
+    extent = int(axis.dom.extent)
+    if sizes is None:
+        return balanced(extent, ranks or 1)
+    return sized([extent], [name], sizes, ranks).bounds[0]
 
 
 def _operator(stage: Stage, name: str) -> str:
@@ -169,16 +190,16 @@ def _factored(
         return tirx.const(value, dtype)
 
     part = tirx.Var(f"{axis.var.name}_part", dtype)
-    longest = exact or -(-extent // ranks)
-    inner = tirx.IterVar(ir.Range(0, count(longest)), axis.var, axis.iter_type)
-    first = tirx.floordiv(part * count(extent), count(ranks))
-    if extent % ranks == 0:
-        first = part * count(longest)
+    longest = max(b - a for a, b in itertools.pairwise(bounds)) if exact is None else exact
+    inner = tirx.IterVar(ir.Range(0, count(max(longest, 1))), axis.var, axis.iter_type)
+    first = _first(part, bounds)
     [operand] = _operands(stage)
     operand = substitute(operand, {axis.var: first + axis.var})
     if exact is None:
-        end = tirx.floordiv((part + count(1)) * count(extent), count(ranks))
+        end = _first(part + count(1), bounds)
         operand = tirx.if_then_else(axis.var < end - first, operand, stage.init)
+    elif exact == 0:
+        operand = stage.init
     output = tirx.decl_buffer(
         (count(ranks), *stage.output.shape), stage.output.dtype, stage.output.name
     )
@@ -194,3 +215,25 @@ def _factored(
         value=type(stage.value)(accumulator, operand),
         loops=(name, *inside),
     )
+
+
+def _first(part: tirx.Expr, bounds: Sequence[int]) -> tirx.Expr:
+    """The bound of a part that a variable counts."""
+    ranks, extent = len(bounds) - 1, bounds[-1]
+
+    def count(value: int) -> tirx.Expr:
+        return tirx.const(value, str(part.ty.dtype))
+
+    if extent % ranks and tuple(bounds) == balanced(extent, ranks):
+        return tirx.floordiv(part * count(extent), count(ranks))
+    steps = [end - begin for begin, end in itertools.pairwise(bounds)]
+    first, begin = None, 0
+    for size, group in itertools.groupby(steps):  # as many as each of some successive parts
+        end = begin + len(list(group))
+        before = tirx.max(part - count(begin), count(0)) if begin else part
+        before = tirx.min(before, count(end - begin)) if end < ranks else before
+        if size:
+            term = before * count(size)
+            first = term if first is None else first + term
+        begin = end
+    return first

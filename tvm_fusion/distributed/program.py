@@ -106,7 +106,7 @@ class Program:
         """Predicted time of the kernels of a rank's CPU."""
         plan = self.distribution
         return sum(
-            self.processor.seconds(work_of(plan.nest, piece.rows, plan.itemsizes))
+            self.processor.seconds(work_of(plan.nest_of(rank), piece.rows, plan.itemsizes))
             for piece in self.pieces[rank]
         )
 
