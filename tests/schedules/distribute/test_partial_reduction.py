@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,9 @@ from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
 from examples.stencils import function, image
+from schedules.distribute.cost import Network, Work, combining
 from schedules.distribute.distribute import distribute
+from schedules.distribute.gather import Gather
 from schedules.distribute.partial_reduction import partial_reduction
 from schedules.distribute.separate import separate_at
 from schedules.errors import OpError
@@ -53,8 +56,25 @@ def test_parts_that_differ() -> None:
     assert "if_then_else" in parts.func.script()
     assert parts.of_rank(0) is parts.of_rank(1) is not parts.of_rank(2)
     assert "if_then_else" not in parts.of_rank(2).script()
-    empty = partial_reduction(column_sums(1), "k", 2)
-    assert empty is not None and empty.of_rank(0) is empty.func
+
+
+def test_empty_parts_read_nothing() -> None:
+    parts = partial_reduction(column_sums(1), "k", 2)
+    assert parts is not None and parts.bounds == (0, 0, 1)
+    assert "A[" not in parts.of_rank(0).script() and "A[" in parts.of_rank(1).script()
+
+
+@pytest.mark.parametrize("sizes", [(20, 20), (0, 40), (7, 7, 0, 3, 3, 20), (1, 2, 37)])
+def test_parts_of_given_sizes(sizes: tuple[int, ...]) -> None:
+    plan = distribute(column_sums(), "k", sizes=sizes)
+    ends = list(itertools.accumulate(sizes, initial=0))
+    assert plan.reduction is not None and plan.ranks == len(sizes)
+    for part, size, begin in zip(plan.parts, sizes, ends, strict=False):
+        assert plan.reduction.extent(part.rank) == size
+        assert part.owned["A"][0] == (begin, begin + size) or not size
+        [stage] = plan.nest_of(part.rank).stages
+        assert int(stage.reduced[0].dom.extent) == max(size, 1)
+    assert not any(exchange.messages for exchange in plan.exchanges)
 
 
 def test_other_loops_are_left_alone() -> None:
@@ -68,10 +88,21 @@ def test_other_loops_are_left_alone() -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 4, 9])
 def test_no_byte_is_sent_where_ranks_own_what_they_reduce(ranks: int) -> None:
     plan = distribute(matmul(7, 5, 8), "k", ranks)
-    assert plan.bytes == 0 and plan.nest.outputs[0].name == "C"
+    assert not plan.exchange.messages and plan.nest.outputs[0].name == "C"
+    gather = Gather("C", ranks, 7 * 5, 4)
+    assert plan.gather == gather and plan.bytes == ranks * (ranks - 1) * 7 * 5 * 4
     for part in plan.parts:
         begin, end = plan.reduction.bounds[part.rank : part.rank + 2]  # type: ignore[union-attr]
         assert part.owned["A"][1] == part.owned["B"][0] == (begin, end)
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (2, 1), (3, 2), (4, 2), (7, 3), (8, 3)])
+def test_gather(ranks: int, rounds: int) -> None:
+    gather, network = Gather("C", ranks, 5, 4), Network(latency=1.0, bandwidth=20.0)
+    assert gather.bytes_each == 20 * (ranks - 1) and gather.bytes == ranks * gather.bytes_each
+    assert network.gather_seconds(gather) == rounds + (ranks - 1)
+    moved = (ranks + 1) * 20 if ranks > 1 else 0
+    assert combining(gather) == Work((ranks - 1) * 5, moved)
 
 
 def test_halos_of_what_is_reduced() -> None:
@@ -81,7 +112,7 @@ def test_halos_of_what_is_reduced() -> None:
     plan = distribute(
         function(a, te.compute((5,), lambda j: te.sum(d[k, j] * d[k, j], axis=k), "C")), "k", 3
     )
-    assert plan.bytes == 2 * 5 * 4 and len(plan.exchange.messages) == 2
+    assert plan.exchange.bytes(plan.itemsizes) == 2 * 5 * 4 and len(plan.exchange.messages) == 2
 
 
 def odd(init: int) -> Callable:
@@ -107,8 +138,11 @@ def doubled(c: te.Tensor) -> te.Tensor:
     [
         (column_sums(kind=odd(0)), {}, "'k' of block 'C' is a reduction whose parts cannot be"),
         (column_sums(kind=odd(5)), {}, "each begun with the value that changes nothing"),
-        (column_sums(), {"sizes": [20, 20], "ranks": None}, "leave out sizes=, grid= and repeat="),
-        (column_sums(), {"grid": [2]}, "leave out sizes=, grid= and repeat="),
+        (column_sums(), {"sizes": [20, 21]}, "of loop 'k' sum up to 41; expected its extent 40"),
+        (column_sums(), {"sizes": [40], "ranks": 2}, "sizes are given for 1 ranks; expected 2"),
+        (column_sums(), {"sizes": [[40], [8]]}, "sizes are given for 2 loops; expected 1"),
+        (column_sums(), {"grid": [2]}, "leave out grid= and repeat="),
+        (column_sums(), {"repeat": "A"}, "write it into the input before the next call"),
         (column_sums(), {"loop": ["j", "k"]}, "is a reduction, which can only be distributed, and"),
         (column_sums(), {"ranks": None}, "neither the number of ranks nor the sizes"),
         (two(doubled, both=True), {}, "distributed where its result is the only output, and no"),

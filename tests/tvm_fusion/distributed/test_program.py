@@ -337,10 +337,10 @@ def test_reduced_loop() -> None:
     func = function(a, te.compute((9,), lambda j: te.sum(d[k, j] * d[k, j], axis=k), "C"))
     arrays = random_arrays(func)
     expected = (np.diff(arrays["A"].astype(np.float64), axis=0) ** 2).sum(0)
-    for ranks in (1, 3, 7):
-        program = compile(func, ranks, loop="k", overlap="always")
+    for ranks, sizes in ((1, None), (3, None), (7, None), (3, [1, 0, 3])):
+        program = compile(func, ranks, loop="k", sizes=sizes, overlap="always")
         assert program.explain().startswith(f"sum of loop k over {ranks} ranks; ")
-        assert (ranks == 7) == ("  none" in program.explain())
+        assert (ranks == 7 or bool(sizes)) == ("  none" in program.explain())
 
         def work(world: LocalWorld, program: Program = program) -> np.ndarray:
             local = program.on(world)
@@ -352,6 +352,20 @@ def test_reduced_loop() -> None:
         first, *others = run_ranks(ranks, work)
         np.testing.assert_allclose(first, expected, rtol=1e-5)
         assert all(other.tobytes() == first.tobytes() for other in others)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"repeat": "A"}, "leave out grid= and repeat=, and write it into the input before"),
+        ({"devices": ["opencl"]}, "devices compute parts of outputs, and not of a reduction; leav"),
+    ],
+)
+def test_reduced_loops_refuse(options: dict[str, Any], reason: str) -> None:
+    a, k = image(8, 8), te.reduce_axis((0, 8), "k")
+    func = function(a, te.compute((8,), lambda j: te.sum(a[k, j], axis=k), "C"))
+    with pytest.raises(OpError, match=reason):
+        compile(func, 2, loop="k", **options)
 
 
 def test_own_schedules() -> None:
