@@ -124,16 +124,18 @@ class Distribution:
     def bytes(self) -> int:
         """Bytes that all ranks together send."""
         exchanged = sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
-        return exchanged + (self.gather.bytes if self.gather else 0)
+        return exchanged + sum(gather.bytes for gather in self.gathers)
 
     @cached_property
-    def gather(self) -> Gather | None:
-        """The gather of the parts of a reduction, at the end of a run."""
+    def gathers(self) -> tuple[Gather, ...]:
+        """Those of the parts of a reduction, one of each output, at the end of a run."""
         if self.reduction is None:
-            return None
-        [output] = self.nest.outputs
-        ranks, *shape = shape_of(output)
-        return Gather(output.name, ranks, math.prod(shape), self.itemsizes[output.name])
+            return ()
+        return tuple(
+            Gather(name, self.ranks, math.prod(shape_of(output)[1:]), self.itemsizes[name])
+            for output in self.nest.outputs
+            for name in (output.name,)
+        )
 
     @cached_property
     def before(self) -> tuple[Transfer, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gather that ends a distributed reduction: every rank gets the parts of all, and combines them."""
+"""The gather that ends a distributed reduction: every rank gets the parts of all."""
 
 from __future__ import annotations
 

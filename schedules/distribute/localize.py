@@ -16,6 +16,7 @@ whole buffer. So one kernel serves the interior, the borders, and every rank wit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -181,6 +182,7 @@ def _bases(
             bases[stage.output] = tuple(_zeros(stage.output))
             shapes.append(None)
             continue
+        least[stage.output] = _least_of(least, stage)
         starts = [int(simplified(substitute(e, at_rows))) for e in least[stage.output]]
         clips = [begin - start for (begin, _), start in zip(part, starts, strict=True)]
         extents = [end - begin for begin, end in part]
@@ -195,6 +197,14 @@ def _bases(
                 _lower(nest, least, read, domain)
     extents_of = {b.name: tuple(e - s for s, e in windows[b.name]) for b in nest.func.params}
     return bases, LocalShape(tuple(reversed(shapes)), tuple(extents_of.values()))
+
+
+def _least_of(least: Mapping[tirx.Buffer, Sequence[tirx.Expr]], stage: Stage) -> list[tirx.Expr]:
+    """Least indices at which what a block computes is read: of several buffers the same."""
+    known = [least[output] for output in stage.outputs if output in least]
+    if len(known) == 1:
+        return list(known[0])
+    return [simplified(functools.reduce(tirx.min, firsts)) for firsts in zip(*known, strict=True)]
 
 
 def _lower(
@@ -257,8 +267,9 @@ def _write(
                     if stage.output not in local:
                         local[stage.output] = _allocate(stage, axes)
                 for stage, axes in zip(stages, shape.stages, strict=True):
-                    if axes is not None:
-                        _write_stage(stage, [extent for extent, _ in axes], frame, local)
+                    if axes is not None and stage.output.same_as(stage.outputs[0]):
+                        block = [each for each in stages if each.output in stage.outputs]
+                        _write_block(block, [extent for extent, _ in axes], frame, local)
     return builder.get().without_attr("global_symbol")
 
 
@@ -282,10 +293,14 @@ def _allocate(stage: Stage, axes: Sequence[tuple[int, int]] | None) -> tirx.Buff
     return buffer
 
 
-def _write_stage(
-    stage: Stage, extents: Sequence[int], frame: _Frame, buffers: Mapping[tirx.Buffer, tirx.Buffer]
+def _write_block(
+    stages: Sequence[Stage],
+    extents: Sequence[int],
+    frame: _Frame,
+    buffers: Mapping[tirx.Buffer, tirx.Buffer],
 ) -> None:
-    """Write the loops and the block of a stage."""
+    """Write the loops and the block of a stage, or of all those of one block."""
+    stage = stages[0]
     sizes = [tirx.const(n, _type(axis)) for n, axis in zip(extents, stage.axes, strict=True)]
     sizes += [axis.dom.extent for axis in stage.reduced]
     with T.grid(*sizes) as loops:
@@ -306,11 +321,22 @@ def _write_stage(
             values: dict[ir.Var, tirx.Expr] = {axis.var: v + base for axis, v, base in places}
             values |= {axis.var: v for axis, v in zip(stage.reduced, reduced, strict=True)}
             local = _Rewriter(values, frame, buffers)
-            at = local.indices(stage.output, [axis.var for axis in stage.axes])
             if stage.init is not None:
                 with T.init():
-                    T.buffer_store(buffers[stage.output], local.expression(stage.init), at)
-            T.buffer_store(buffers[stage.output], local.expression(stage.value), at)
+                    for each in stages:
+                        local.store(each, local.expression(each.init))
+            values = [local.expression(each.value) for each in stages]
+            if len(values) > 1:  # of what was there before the first store
+                values = [_bound(each, value) for each, value in zip(stages, values, strict=True)]
+            for each, value in zip(stages, values, strict=True):
+                local.store(each, value)
+
+
+def _bound(stage: Stage, value: tirx.Expr) -> tirx.Var:
+    """A variable that holds a value."""
+    bound = T.bind(value)
+    IRBuilder.name(f"v_{stage.output.name}", bound)
+    return bound
 
 
 def _type(axis: tirx.IterVar) -> str:
@@ -346,6 +372,11 @@ class _Rewriter:
             at = substitute(index, self.values)
             local.append(simplified(at if first is None else at - as_type(first, str(at.ty.dtype))))
         return local
+
+    def store(self, stage: Stage, value: tirx.Expr) -> None:
+        """Write the store of a value of a stage."""
+        at = self.indices(stage.output, [axis.var for axis in stage.axes])
+        T.buffer_store(self.buffers[stage.output], value, at)
 
     def _load(self, load: ir.TensorLoad) -> ir.TensorLoad:
         return self.buffers[load.source][tuple(self.indices(load.source, load.indices))]

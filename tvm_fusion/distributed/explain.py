@@ -31,7 +31,7 @@ def describe(
     loops = ", ".join(plan.nest.loop_names)
     grid = " x ".join(map(str, plan.partition.grid))
     messages = sum(len(exchange.messages) for exchange in plan.exchanges)
-    messages += plan.gather.messages if plan.gather else 0
+    messages += sum(gather.messages for gather in plan.gathers)
     what = f"{plan.reduction.operator} of loop" if plan.reduction else "loops"
     lines = [
         f"{what} {loops} over {grid} ranks; {plan.bytes} bytes in {messages} messages; "
@@ -54,12 +54,11 @@ def describe(
 
 def _gathered(plan: Distribution) -> list[str]:
     """How the parts of a reduction are gathered."""
-    gather = plan.gather
-    if gather is None or not gather.messages:
-        return []
     return [
         f"each rank sends its part of {gather.buffer}, {gather.part_bytes} bytes, to each other "
         f"and combines all; counted are {gather.messages} messages, of which MPI may join some"
+        for gather in plan.gathers
+        if gather.messages
     ]
 
 
@@ -76,11 +75,9 @@ def _line(
     nest = plan.nest_of(rank)
     compute = sum(processor.seconds(work_of(nest, piece.rows, plan.itemsizes)) for piece in pieces)
     exchange = sum(network.seconds(e, rank, plan.itemsizes) for e in plan.exchanges)
-    gathered = 0
-    if plan.gather is not None:
-        gathered = plan.gather.bytes_each
-        compute += processor.seconds(combining(plan.gather))
-        exchange += network.gather_seconds(plan.gather)
+    gathered = sum(gather.bytes_each for gather in plan.gathers)
+    compute += sum(processor.seconds(combining(gather)) for gather in plan.gathers)
+    exchange += sum(map(network.gather_seconds, plan.gathers))
     kernels = ", ".join(
         f"{piece.kernel}[{_text(piece.rows)}]" + (" meanwhile" if piece.is_interior else "")
         for piece in pieces

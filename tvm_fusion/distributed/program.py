@@ -39,7 +39,7 @@ from .device.driver import open_driver
 from .device.measure_split import measure_split
 from .device.shares import Shares, Split, plan_shares
 from .explain import describe
-from .local_program import KernelPiece, LocalProgram, Ranks, check_ranks
+from .local_program import COMBINE, KernelPiece, LocalProgram, Ranks, check_ranks
 from .world.local_world import LocalWorld, run_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
@@ -143,7 +143,8 @@ class Program:
         drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
         world.agree(f"{self._identity()} {gpu_aware}", "programs")
         pieces = self.pieces[world.rank]
-        kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
+        names = {piece.kernel for piece in pieces} | ({COMBINE} & self.kernels.keys())
+        kernels = {name: self.library[name] for name in names}
         local = LocalProgram(self.distribution, world, pieces, kernels)
         local.devices = [
             DeviceRun(share, driver, local.buffers)
@@ -337,6 +338,10 @@ def compile(
         kernels.pieces(rank, figures.overlaps(plan, rank, overlap), shares.cpu[rank])
         for rank in range(plan.ranks)
     )
+    if plan.reduction is not None and plan.reduction.combine is not None:
+        kernels.functions[COMBINE] = schedule_function(
+            COMBINE, plan.reduction.combine, resolved, RULES
+        ).with_attr("global_symbol", COMBINE)
     with resolved:
         module = tvm.IRModule(kernels.functions)
         library = tvm.compile(module, resolved) if kernels.functions else {}

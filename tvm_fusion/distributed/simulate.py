@@ -227,11 +227,9 @@ def _point(
         messages += len({(message.source, message.dest) for message in each.messages})
     pairs = list(zip(compute, exchange, strict=True))
     seconds = max(c + e - max(overlap_gain(network, e, c), 0.0) for c, e in pairs)
-    gathering = combination = 0.0  # after all else
-    if plan.gather is not None:
-        messages += plan.gather.messages
-        gathering = network.gather_seconds(plan.gather)
-        combination = processor.seconds(combining(plan.gather))
+    messages += sum(gather.messages for gather in plan.gathers)
+    gathering = sum(map(network.gather_seconds, plan.gathers))  # after all else
+    combination = sum(processor.seconds(combining(gather)) for gather in plan.gathers)
     return ScalingPoint(
         plan.ranks,
         messages,

@@ -90,7 +90,7 @@ def test_no_byte_is_sent_where_ranks_own_what_they_reduce(ranks: int) -> None:
     plan = distribute(matmul(7, 5, 8), "k", ranks)
     assert not plan.exchange.messages and plan.nest.outputs[0].name == "C"
     gather = Gather("C", ranks, 7 * 5, 4)
-    assert plan.gather == gather and plan.bytes == ranks * (ranks - 1) * 7 * 5 * 4
+    assert plan.gathers == (gather,) and plan.bytes == ranks * (ranks - 1) * 7 * 5 * 4
     for part in plan.parts:
         begin, end = plan.reduction.bounds[part.rank : part.rank + 2]  # type: ignore[union-attr]
         assert part.owned["A"][1] == part.owned["B"][0] == (begin, end)
