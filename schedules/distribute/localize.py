@@ -29,6 +29,7 @@ from ..errors import OpError
 from ..tir.block_expressions import Stage
 from ..tir.expression_walk import substitute
 from ..tir.index_math import as_type, simplified
+from ..tir.nan_by_bits import nan_by_bits
 from .exchange import Region, intersection, region_size
 from .index_values import Domain
 from .loop_nest import LoopNest, Read, shape_of
@@ -326,17 +327,10 @@ def _write_block(
                     for each in stages:
                         local.store(each, local.expression(each.init))
             values = [local.expression(each.value) for each in stages]
-            if len(values) > 1:  # of what was there before the first store
-                values = [_bound(each, value) for each, value in zip(stages, values, strict=True)]
+            if len(stages) > 1:  # of what was there before the first store
+                values = [T.bind(nan_by_bits(value)) for value in values]
             for each, value in zip(stages, values, strict=True):
                 local.store(each, value)
-
-
-def _bound(stage: Stage, value: tirx.Expr) -> tirx.Var:
-    """A variable that holds a value."""
-    bound = T.bind(value)
-    IRBuilder.name(f"v_{stage.output.name}", bound)
-    return bound
 
 
 def _type(axis: tirx.IterVar) -> str:

@@ -123,6 +123,7 @@ def partial_reduction(
     if stages is None or isinstance(loop, int):
         return None
     name = name_of(source, loop)
+    stages = _without_copy(stages, list(func.params))
     outputs = [stage for stage in stages if stage.output in list(func.params)]
     found = [stage for stage in outputs if name in stage.loops[len(stage.axes) :]]
     if not found or any(constant(n) is None for stage in stages for n in stage.shape):
@@ -155,6 +156,31 @@ def partial_reduction(
     exact = {extent: factored(extent) for extent in sorted(extents)}
     whole = factored(None) if len(extents) > 1 else exact[bounds[1]]
     return PartialReduction(whole, exact, operator, len(made) - len(hidden), combine, bounds)
+
+
+def _without_copy(stages: Sequence[Stage], params: Sequence[tirx.Buffer]) -> Sequence[Stage]:
+    """The stages without a last one that copies what another computes, as in argmax of topi."""
+    *others, last = stages
+    value = last.value
+    if not isinstance(value, ir.TensorLoad) or value.source in params:
+        return stages
+    at = zip(value.indices, last.axes, strict=False)
+    if len(value.indices) != len(last.axes) or not all(axis.var.same_as(i) for i, axis in at):
+        return stages
+    renamed = {value.source: last.output}
+
+    def load(old: ir.TensorLoad) -> ir.TensorLoad:
+        return renamed.get(old.source, old.source)[tuple(old.indices)]
+
+    return [
+        replace(
+            each,
+            output=renamed.get(each.output, each.output),
+            value=tvm_ffi.structural_map(each.value, (ir.TensorLoad, load)),
+            together=tuple(renamed.get(one, one) for one in each.together),
+        )
+        for each in others
+    ]
 
 
 def _bounds(
