@@ -326,10 +326,10 @@ def _write_block(
                 with T.init():
                     for each in stages:
                         local.store(each, local.expression(each.init))
-            values = [local.expression(each.value) for each in stages]
+            stored = [local.expression(each.value) for each in stages]
             if len(stages) > 1:  # of what was there before the first store
-                values = [T.bind(nan_by_bits(value)) for value in values]
-            for each, value in zip(stages, values, strict=True):
+                stored = [T.bind(nan_by_bits(value)) for value in stored]
+            for each, value in zip(stages, stored, strict=True):
                 local.store(each, value)
 
 

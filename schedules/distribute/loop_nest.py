@@ -93,9 +93,9 @@ class LoopNest:
             for number, axis in enumerate(axes):
                 found[output][axis].add(number)
         for stage, reads in zip(reversed(self.stages), reversed(self.reads), strict=True):
-            for dims in zip(*(found[output] for output in stage.together), strict=True):
-                for dim in dims:  # computed at the same places
-                    dim.update(*dims)
+            for same in zip(*(found[output] for output in stage.together), strict=True):
+                for dim in same:  # computed at the same places
+                    dim.update(*same)
             moved = dict(zip((a.var for a in stage.axes), found[stage.output], strict=True))
             for read in reads:
                 dims = found.setdefault(read.buffer, [set() for _ in read.indices])

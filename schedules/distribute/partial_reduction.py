@@ -119,11 +119,11 @@ def partial_reduction(
         of one that another block reads, or if the sizes do not fit the loop.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
-    stages = read_stages(func, several=True) if isinstance(func, tirx.PrimFunc) else None
-    if stages is None or isinstance(loop, int):
+    read = read_stages(func, several=True) if isinstance(func, tirx.PrimFunc) else None
+    if not read or isinstance(loop, int):
         return None
     name = name_of(source, loop)
-    stages = _without_copy(stages, list(func.params))
+    stages = _without_copy(read, list(func.params))
     outputs = [stage for stage in stages if stage.output in list(func.params)]
     found = [stage for stage in outputs if name in stage.loops[len(stage.axes) :]]
     if not found or any(constant(n) is None for stage in stages for n in stage.shape):
@@ -133,8 +133,8 @@ def partial_reduction(
     if constant(stage.reduced[number].dom.extent) is None:
         return None
     block = [each for each in stages if each.output in stage.outputs]
-    read = {load.source for each in stages if each not in block for load in loads(each.value)}
-    if any(each not in block for each in outputs) or read & {*stage.outputs}:
+    others = {load.source for each in stages if each not in block for load in loads(each.value)}
+    if any(each not in block for each in outputs) or others & {*stage.outputs}:
         raise OpError(
             f"loop {name!r} of block {stage.name!r} is a reduction, which is distributed where its "
             "result is the only output, and no other block reads it"
@@ -170,7 +170,7 @@ def _without_copy(stages: Sequence[Stage], params: Sequence[tirx.Buffer]) -> Seq
     renamed = {value.source: last.output}
 
     def load(old: ir.TensorLoad) -> ir.TensorLoad:
-        return renamed.get(old.source, old.source)[tuple(old.indices)]
+        return last.output[tuple(old.indices)] if old.source in renamed else old
 
     return [
         replace(
@@ -247,8 +247,8 @@ def _factored(
     }
 
     def load(old: ir.TensorLoad) -> ir.TensorLoad:
-        output = outputs.get(old.source)
-        return old if output is None else output[(part, *old.indices)]
+        indices = (part, *old.indices)
+        return outputs[old.source][indices] if old.source in outputs else old
 
     def of_part(stage: Stage) -> tirx.Expr:
         value = substitute(stage.value, {axis.var: first + axis.var})

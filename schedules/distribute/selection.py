@@ -21,6 +21,7 @@ from tvm import ir, tirx
 
 from ..tir.block_expressions import Stage
 from ..tir.expression_walk import is_if_then_else, loads, nodes, op_name, substitute
+from ..tir.index_math import as_type
 from .localize import whole_function
 from .loop_nest import operands
 
@@ -58,7 +59,11 @@ def combine_parts(
         for stage in block
     ]
     at = (number, *(axis.var for axis in block[0].axes))
-    taken = [(x, part[at]) for x, part in zip(new, parts, strict=True) if x is not None]
+    taken = [
+        (x, as_type(part[at], str(x.ty.dtype)))
+        for x, part in zip(new, parts, strict=True)
+        if x is not None
+    ]
     if len(taken) < len(block):
         return None
     taken.sort(key=lambda pair: -len(nodes(pair[0], ir.Expr)))  # an index may be part of a value
@@ -98,9 +103,18 @@ def _choices(value: tirx.Expr) -> list[tirx.Expr]:
         branches = [value.true_value, value.false_value]
     elif isinstance(value, tirx.Min | tirx.Max):
         branches = [value.a, value.b]
+    elif _is_cast_index(value):
+        branches = [value.value]
     else:
         return [value]
     return [leaf for branch in branches for leaf in _choices(branch)]
+
+
+def _is_cast_index(value: tirx.Expr) -> bool:
+    """True for an integer as one of another width: TVM computes indices in wider ones."""
+    return isinstance(value, tirx.Cast) and all(
+        str(each.ty.dtype).startswith("int") for each in (value, value.value)
+    )
 
 
 def _replaced(value: tirx.Expr, old: tirx.Expr, new: tirx.Expr) -> tirx.Expr:
@@ -121,6 +135,8 @@ def _selects(value: tirx.Expr, own: set[tirx.Buffer], states: set[tirx.Buffer]) 
         condition, *branches = value.condition, value.true_value, value.false_value
     elif isinstance(value, tirx.Min | tirx.Max):
         condition, *branches = tirx.const(True, "bool"), value.a, value.b
+    elif _is_cast_index(value):
+        return _selects(value.value, own, states)
     else:
         return isinstance(value, ir.TensorLoad) and value.source in own
     return _compares(condition, states) and all(_selects(each, own, states) for each in branches)
@@ -130,6 +146,8 @@ def _compares(condition: tirx.Expr, states: set[tirx.Buffer]) -> bool:
     """True for comparisons of elements of states with each other or constants, and their logic."""
     if isinstance(condition, ir.TensorLoad):
         return condition.source in states
+    if _is_cast_index(condition):
+        return _compares(condition.value, states)
     if isinstance(condition, (*_COMPARISONS, *_LOGIC)) or op_name(condition) in _CALLS:
         return all(_compares(each, states) for each in operands(condition))
     return isinstance(condition, _CONSTANTS)

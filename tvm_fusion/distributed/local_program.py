@@ -196,7 +196,7 @@ class LocalProgram:
         for piece in pieces:
             calls = self._calls.setdefault((piece.step, piece.is_interior), [])
             calls.append((kernels[piece.kernel], piece.scalars))
-        self._combine = kernels.get(COMBINE)
+        self._combine: Any = kernels.get(COMBINE)
         self._crew = Crew(world.threads)
         self._pending: dict[int, Exchange] = {}
         self._part = plan.parts[world.rank]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tvm
-from loop_nests import matmul
+from loop_nests import argmax, larger, matmul
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
@@ -115,6 +115,81 @@ def test_halos_of_what_is_reduced() -> None:
     assert plan.exchange.bytes(plan.itemsizes) == 2 * 5 * 4 and len(plan.exchange.messages) == 2
 
 
+def pairs(choice: Callable = larger, hidden: bool = False) -> tirx.PrimFunc:
+    """A choice of a row and a value in each column; both are outputs, or the row alone."""
+    a, k = image(40, 8), te.reduce_axis((0, 40), "k")
+    row, value = te.compute((8,), lambda j: argmax(choice)((k.var, a[k, j]), axis=k), "C")
+    return function(a, row, *(() if hidden else (value,)))
+
+
+@T.prim_func(s_tir=True)
+def better_of_three(
+    rows: T.Buffer((T.int64(3), T.int64(8)), "int32"),
+    values: T.Buffer((T.int64(3), T.int64(8)), "float32"),
+    row: T.Buffer((T.int64(8),), "int32"),
+    value: T.Buffer((T.int64(8),), "float32"),
+) -> None:
+    T.func_attr({"tirx.noalias": True})
+    for j, rank in T.grid(T.int64(8), T.int64(3)):
+        with T.sblock("C"):
+            vj, vk = T.axis.remap("SR", [j, rank])
+            with T.init():
+                row[vj] = -1
+                value[vj] = T.min_value("float32")
+            best_row: T.let[T.int32] = T.Cast(
+                "int32",
+                T.Select(
+                    value[vj] >= values[vk, vj],
+                    T.Cast("int64", row[vj]),
+                    T.Cast("int64", rows[vk, vj]),
+                ),
+            )
+            best: T.let[T.float32] = T.Select(
+                value[vj] >= values[vk, vj], value[vj], values[vk, vj]
+            )
+            row[vj] = best_row
+            value[vj] = best
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_selection(hidden: bool) -> None:
+    """A value that is no output is gathered, too: it decides which row is taken."""
+    plan = distribute(pairs(hidden=hidden), "k", 3)
+    assert plan.reduction is not None and plan.reduction.operator == "selection"
+    assert plan.reduction.results == (1 if hidden else 2)
+    assert plan.reduction.combine is not None
+    expected = better_of_three.without_attr("global_symbol")
+    tvm.ir.assert_structural_equal(plan.reduction.combine, expected)
+    assert [(g.elements, g.itemsize) for g in plan.gathers] == [(8, 4), (8, 4)]
+    assert plan.bytes == 3 * 2 * 8 * (4 + 4) and not plan.exchange.messages
+
+
+def online_softmax(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
+    high = te.max(x[1], y[1])
+    return tirx.Select(x[1] >= y[1], x[0], y[0]), x[1] * te.exp(x[1] - high) + y[1]
+
+
+def by_sum(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
+    """No choice that parts could make, too."""
+    return tirx.Select(x[1] + y[1] > 0, x[0], y[0]), tirx.Select(x[1] + y[1] > 0, x[1], y[1])
+
+
+def by_twice(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
+    return tirx.Select(x[1] > y[1], x[0], y[0]), tirx.Select(x[1] > y[1], x[1], 2.0 * y[1])
+
+
+def by_another_input() -> tirx.PrimFunc:
+    a, b, k = image(40, 8), image(40, name="B"), te.reduce_axis((0, 40), "k")
+
+    def choice(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
+        holds = tirx.all(x[1] > y[1], b[k] > 0)
+        return tirx.Select(holds, x[0], y[0]), tirx.Select(holds, x[1], y[1])
+
+    return function(
+        a, b, *te.compute((8,), lambda j: argmax(choice)((k.var, a[k, j]), axis=k), "C")
+    )
+
+
 def odd(init: int) -> Callable:
     """What is no reduction that parts can share."""
     if init:
@@ -145,6 +220,13 @@ def doubled(c: te.Tensor) -> te.Tensor:
         (column_sums(), {"repeat": "A"}, "write it into the input before the next call"),
         (column_sums(), {"loop": ["j", "k"]}, "is a reduction, which can only be distributed, and"),
         (column_sums(), {"ranks": None}, "neither the number of ranks nor the sizes"),
+        (
+            pairs(online_softmax),
+            {},
+            r"or give each rank its part .* distributed.reduce",
+        ),
+        (pairs(by_sum), {}, "a choice by comparisons, such as argmax; or give"),
+        (by_another_input(), {}, "a choice by comparisons, such as argmax; or give"),
         (two(doubled, both=True), {}, "distributed where its result is the only output, and no"),
         (two(doubled, both=False), {}, "'D', which computes an output, has no loop 'k'; it has j"),
     ],
