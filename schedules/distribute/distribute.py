@@ -348,6 +348,7 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
             _check_owners(rank, mine, taker.name, output.name)
             both = hull([windows[taker.name], windows[output.name]])
             windows |= {taker.name: both, output.name: both}
+        _join_windows(nest, again, windows)
         parts.append(Part(rank, rows, mine, windows, steps))
     inputs = {buffer.name for buffer in nest.inputs}
     blocks = [
@@ -378,6 +379,18 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
     exchange = Exchange(len(choices.transfers), marked)
     repeat = {taker.name: output.name for taker, output in again.items()}
     return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, repeat)
+
+
+def _join_windows(
+    nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], windows: dict[str, Region]
+) -> None:
+    """Give the outputs that one block computes, and inputs that take them, the same windows."""
+    for stage in nest.stages:
+        made = [output.name for output in stage.together if output.name in windows]
+        takers = [taker.name for taker, output in again.items() if output.name in made]
+        if made:
+            joint = hull([windows[name] for name in made])
+            windows |= dict.fromkeys((*made, *takers), joint)
 
 
 def _is_contiguous(message: Message, parts: Sequence[Part]) -> bool:

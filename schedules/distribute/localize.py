@@ -101,7 +101,12 @@ def localize(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> Loc
         )
         for buffer in nest.func.params
     }
-    frame = _Frame(los, bases, firsts)
+    leaders = {
+        output: next((each for each in stage.together if each in firsts), output)
+        for stage in nest.stages
+        for output in stage.together
+    }
+    frame = _Frame(los, bases, firsts, leaders)
     return LocalFunction(shape, _write(nest.func.params, nest.stages, shape, frame))
 
 
@@ -118,7 +123,7 @@ def whole_function(params: Sequence[tirx.Buffer], stages: Sequence[Stage]) -> ti
     extents = tuple(tuple((extent, 0) for extent in shape_of(stage.output)) for stage in stages)
     bases = {stage.output: tuple(_zeros(stage.output)) for stage in stages}
     shape = LocalShape(extents, tuple(map(shape_of, params)))
-    return _write(params, stages, shape, _Frame((), bases, {}))
+    return _write(params, stages, shape, _Frame((), bases, {}, {}))
 
 
 def scalar_arguments(
@@ -136,11 +141,15 @@ def scalar_arguments(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Scalars of a local function, and where each of its intermediate buffers begins."""
+    """Scalars of a local function, and where each of its intermediate buffers begins.
+
+    What one block computes lies alike, as its leader: of several stores TVM wants equal indices.
+    """
 
     los: tuple[tirx.Var, ...]
     bases: Mapping[tirx.Buffer, tuple[tirx.Expr, ...]]
     firsts: Mapping[tirx.Buffer, tuple[tirx.Var | None, ...]]
+    leaders: Mapping[tirx.Buffer, tirx.Buffer]
 
     @property
     def scalars(self) -> list[tirx.Var]:
@@ -265,8 +274,10 @@ def _write(
                 T.writes()
                 local = dict(params)
                 for stage, axes in zip(stages, shape.stages, strict=True):
+                    leader = frame.leaders.get(stage.output)
                     if stage.output not in local:
-                        local[stage.output] = _allocate(stage, axes)
+                        shape = params[leader].shape if leader in params else _extents(stage, axes)
+                        local[stage.output] = _allocate(stage, shape)
                 for stage, axes in zip(stages, shape.stages, strict=True):
                     if axes is not None and stage.output.same_as(stage.outputs[0]):
                         block = [each for each in stages if each.output in stage.outputs]
@@ -284,11 +295,14 @@ def _typed(
     ]
 
 
-def _allocate(stage: Stage, axes: Sequence[tuple[int, int]] | None) -> tirx.Buffer:
-    """A local buffer for what is computed of a stage; of one element if that is nothing."""
+def _extents(stage: Stage, axes: Sequence[tuple[int, int]] | None) -> list[tirx.Expr]:
+    """Shape of what is computed of a stage; of one element if that is nothing."""
     extents = [1] * len(stage.axes) if axes is None else [extent for extent, _ in axes]
     dtypes = [str(extent.ty.dtype) for extent in stage.output.shape]
-    shape = [tirx.const(n, dtype) for n, dtype in zip(extents, dtypes, strict=True)]
+    return [tirx.const(n, dtype) for n, dtype in zip(extents, dtypes, strict=True)]
+
+
+def _allocate(stage: Stage, shape: Sequence[tirx.Expr]) -> tirx.Buffer:
     buffer = T.sblock_alloc_buffer(shape, stage.output.dtype)
     IRBuilder.name(stage.output.name, buffer)
     return buffer
@@ -358,6 +372,7 @@ class _Rewriter:
 
     def indices(self, buffer: tirx.Buffer, indices: Sequence[tirx.Expr]) -> list[tirx.Expr]:
         """Indices into the local buffer in place of those into the whole one."""
+        buffer = self.frame.leaders.get(buffer, buffer)
         origin: Sequence[tirx.Expr | None] | None = self.frame.firsts.get(buffer)
         if not origin:
             origin = self.frame.bases.get(buffer, (None,) * len(indices))

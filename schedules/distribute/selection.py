@@ -26,7 +26,7 @@ from .localize import whole_function
 from .loop_nest import operands
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
-_LOGIC = (tirx.And, tirx.Or, tirx.Not)
+_LOGIC = (tirx.And, tirx.Or, tirx.Not, tirx.Select)
 _CALLS = ("tirx.isnan", "prim.logical_and", "prim.logical_or", "prim.logical_not")
 _CONSTANTS = (tirx.IntImm, tirx.FloatImm)
 
@@ -146,7 +146,7 @@ def _compares(condition: tirx.Expr, states: set[tirx.Buffer]) -> bool:
     """True for comparisons of elements of states with each other or constants, and their logic."""
     if isinstance(condition, ir.TensorLoad):
         return condition.source in states
-    if _is_cast_index(condition):
+    if isinstance(condition, tirx.Cast):
         return _compares(condition.value, states)
     if isinstance(condition, (*_COMPARISONS, *_LOGIC)) or op_name(condition) in _CALLS:
         return all(_compares(each, states) for each in operands(condition))

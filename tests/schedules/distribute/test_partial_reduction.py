@@ -226,6 +226,7 @@ def doubled(c: te.Tensor) -> te.Tensor:
             r"or give each rank its part .* distributed.reduce",
         ),
         (pairs(by_sum), {}, "a choice by comparisons, such as argmax; or give"),
+        (pairs(by_twice), {}, "a choice by comparisons, such as argmax; or give"),
         (by_another_input(), {}, "a choice by comparisons, such as argmax; or give"),
         (two(doubled, both=True), {}, "distributed where its result is the only output, and no"),
         (two(doubled, both=False), {}, "'D', which computes an output, has no loop 'k'; it has j"),
