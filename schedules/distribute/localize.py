@@ -276,8 +276,8 @@ def _write(
                 for stage, axes in zip(stages, shape.stages, strict=True):
                     leader = frame.leaders.get(stage.output)
                     if stage.output not in local:
-                        shape = params[leader].shape if leader in params else _extents(stage, axes)
-                        local[stage.output] = _allocate(stage, shape)
+                        extents = params[leader].shape if leader in params else None
+                        local[stage.output] = _allocate(stage, extents or _extents(stage, axes))
                 for stage, axes in zip(stages, shape.stages, strict=True):
                     if axes is not None and stage.output.same_as(stage.outputs[0]):
                         block = [each for each in stages if each.output in stage.outputs]

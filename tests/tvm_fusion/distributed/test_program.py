@@ -13,7 +13,18 @@ import pytest
 import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_nests import CASES, SEVERAL, blur, chain, heat2d, matmul, pipeline, random_arrays, wave2d
+from loop_nests import (
+    CASES,
+    SEVERAL,
+    argmax,
+    blur,
+    chain,
+    heat2d,
+    matmul,
+    pipeline,
+    random_arrays,
+    wave2d,
+)
 from rank_stencils import poison, slices
 from tvm import s_tir, te, tirx, topi
 
@@ -401,6 +412,18 @@ def test_argmax_of_numpy(dtype: str, ranks: int, sizes: list[int] | None) -> Non
     for found in gathered(program, whole):
         np.testing.assert_array_equal(found[0], whole.argmax(0))
         np.testing.assert_array_equal(found[1], whole.max(0))
+
+
+@pytest.mark.parametrize("loop", ["j", "k"])
+def test_first_of_equal_values_in_rows(loop: str) -> None:
+    """Vectors do not change the order in which they are found."""
+    a, k = image(4, 370), te.reduce_axis((0, 370), "k")
+    pair = te.compute((4,), lambda j: argmax()((k.astype("int64"), a[j, k]), axis=k), "C")
+    whole = np.random.default_rng(0).integers(0, 50, (4, 370)).astype("float32")
+    found = gathered(compile(function(a, *pair), 2, loop=loop), whole)
+    at, most = np.concatenate(found, axis=1) if loop == "j" else found[1]
+    np.testing.assert_array_equal(at, whole.argmax(1))
+    np.testing.assert_array_equal(most, whole.max(1))
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 9])
