@@ -325,8 +325,8 @@ def compile(
         plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     else:
         plan = planned(exchange_every=exchange_every)
-    if devices and plan.reduction is not None:
-        raise OpError("devices compute parts of outputs, and not of a reduction; leave them out")
+    if devices:
+        _check_outputs(plan)
     placed = resolve_devices(devices, plan.ranks, resolved, figures.processor)
     if split == "auto" and plan.ranks == 1 and processor is None:
         options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
@@ -391,6 +391,19 @@ def _check_devices(
         )
     if any(transfer.before for transfer in transfers):
         raise OpError("before= of a transfer is for ranks without devices; leave it out")
+
+
+def _check_outputs(plan: Distribution) -> None:
+    """Refuse functions that devices cannot compute."""
+    if plan.reduction is not None:
+        raise OpError("devices compute parts of outputs, and not of a reduction; leave them out")
+    for stage in plan.nest.stages:
+        hidden = [each.name for each in stage.together if each not in plan.nest.outputs]
+        if 0 < len(hidden) < len(stage.together):
+            raise OpError(
+                f"block {stage.name!r} computes {hidden[0]!r} beside an output, for which devices "
+                "have no memory; make it an output, too, or leave out devices="
+            )
 
 
 def default_processor(target: Target) -> Processor:

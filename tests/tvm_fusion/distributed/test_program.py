@@ -471,6 +471,13 @@ def test_reduced_loops_refuse(options: dict[str, Any], reason: str) -> None:
         compile(func, 2, loop="k", **options)
 
 
+def test_devices_have_no_hidden_outputs() -> None:
+    a, k = image(8, 8), te.reduce_axis((0, 8), "k")
+    pair = te.compute((8,), lambda j: argmax()((k.astype("int64"), a[k, j]), axis=k), "C")
+    with pytest.raises(OpError, match="computes 'C.v1' beside an output.*make it an output, too"):
+        compile(function(a, pair[0]), loop="j", devices=["opencl"])
+
+
 def test_own_schedules() -> None:
     arrays, expected = one_rank("blur")
     seen = []
