@@ -131,10 +131,10 @@ class Distribution:
         """Those of the parts of a reduction, one of each output, at the end of a run."""
         if self.reduction is None:
             return ()
+        sizes = {out.name: math.prod(shape_of(out)[1:]) for out in self.nest.outputs}
         return tuple(
-            Gather(name, self.ranks, math.prod(shape_of(output)[1:]), self.itemsizes[name])
-            for output in self.nest.outputs
-            for name in (output.name,)
+            Gather(name, self.ranks, elements, self.itemsizes[name])
+            for name, elements in sizes.items()
         )
 
     @cached_property
@@ -238,8 +238,8 @@ def distribute(
     loop : str, int, LoopRV, or a sequence of them
         Loops of the block that computes the output: names, axes of the output, loops of the
         schedule. If there are several outputs, each has such loops, with the same extents. One that
-        is a reduction is distributed alone (:mod:`.partial_reduction`): the output of the function
-        then has the parts of the ranks along an axis before the others.
+        is a reduction is distributed alone (:mod:`.partial_reduction`): the outputs of the function
+        then have the parts of the ranks along an axis before the others.
     ranks : int, optional
         Number of ranks; parts differ by at most one iteration. Not needed with ``sizes``.
     sizes : Sequence[int], optional

@@ -241,3 +241,11 @@ def test_refused(func: tirx.PrimFunc, options: Mapping[str, Any], reason: str) -
 def test_no_cuts() -> None:
     with pytest.raises(OpError, match="is a reduction, which can only be distributed, and alone"):
         separate_at(column_sums(), "k", [20])
+
+
+def test_symbolic_reductions() -> None:
+    n = te.var("n", "int64")
+    a, k = te.placeholder((n, 8), "float32", "A"), te.reduce_axis((0, n), "k")
+    func = te.create_prim_func([a, te.compute((8,), lambda j: te.sum(a[k, j], axis=k), "C")])
+    with pytest.raises(OpError, match="has the symbolic shape"):
+        distribute(func, "k", 2)
