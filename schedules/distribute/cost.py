@@ -15,6 +15,7 @@ from tvm import ir, tirx
 from ..workload.reduce import constant
 from .distribute import Distribution
 from .exchange import Exchange, Region, difference, region_size
+from .gather import Gather
 from .loop_nest import LoopNest, operands
 from .regions import regions_computed
 
@@ -48,6 +49,10 @@ class Network:
         peers = max(len({m.dest for m in sent}), len({m.source for m in received}))
         size = max(sum(m.size * itemsizes[m.buffer] for m in way) for way in (sent, received))
         return peers * self.latency + size / self.bandwidth
+
+    def gather_seconds(self, gather: Gather) -> float:
+        """Predicted time of a gather."""
+        return gather.rounds * self.latency + gather.bytes_each / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,13 @@ def work_of(nest: LoopNest, rows: Region, itemsizes: Mapping[str, int]) -> Work:
     return Work(operations, size)
 
 
+def combining(gather: Gather) -> Work:
+    """Work of combining the gathered parts, of which a single one is the result."""
+    others = gather.ranks - 1
+    size = (gather.ranks + 1) * gather.part_bytes if others else 0
+    return Work(others * gather.elements, size)
+
+
 def _operations(expression: tirx.Expr) -> int:
     """Arithmetic operations of an expression, without those of indices."""
     if isinstance(expression, ir.TensorLoad):
@@ -153,7 +165,7 @@ def overlap_gain_of(
         return None
 
     def seconds(rows: Region) -> float:
-        return processor.seconds(work_of(plan.nest, rows, plan.itemsizes))
+        return processor.seconds(work_of(plan.nest_of(rank), rows, plan.itemsizes))
 
     awaited = [plan.exchange, *(t.exchange for t in plan.before if not t.mode.blocking)]
     exchange = sum(network.seconds(each, rank, plan.itemsizes) for each in awaited)

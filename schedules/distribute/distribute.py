@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ from .exchange import (
     messages_of,
     region_size,
 )
+from .gather import Gather
 from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
 from .partial_reduction import PartialReduction, partial_reduction
@@ -121,7 +123,19 @@ class Distribution:
     @property
     def bytes(self) -> int:
         """Bytes that all ranks together send."""
-        return sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
+        exchanged = sum(exchange.bytes(self.itemsizes) for exchange in self.exchanges)
+        return exchanged + sum(gather.bytes for gather in self.gathers)
+
+    @cached_property
+    def gathers(self) -> tuple[Gather, ...]:
+        """Those of the parts of a reduction, one of each output, at the end of a run."""
+        if self.reduction is None:
+            return ()
+        sizes = {out.name: math.prod(shape_of(out)[1:]) for out in self.nest.outputs}
+        return tuple(
+            Gather(name, self.ranks, elements, self.itemsizes[name])
+            for name, elements in sizes.items()
+        )
 
     @cached_property
     def before(self) -> tuple[Transfer, ...]:
@@ -138,7 +152,13 @@ class Distribution:
         """The function of which a rank computes its part: that of all, but of a reduction."""
         if self.reduction is None:
             return self.nest
-        return read_loop_nest(self.reduction.of_rank(rank), [0])
+        return self._nests[self.reduction.extent(rank)]
+
+    @cached_property
+    def _nests(self) -> dict[int, LoopNest]:
+        """The functions of parts of a reduction, by their extents."""
+        exact = self.reduction.exact if self.reduction else {}
+        return {extent: read_loop_nest(func, [0]) for extent, func in exact.items()}
 
     def interior(self, rank: int) -> Region:
         """The largest range of a rank's loops, found axis by axis, that reads only what it owns.
@@ -218,8 +238,8 @@ def distribute(
     loop : str, int, LoopRV, or a sequence of them
         Loops of the block that computes the output: names, axes of the output, loops of the
         schedule. If there are several outputs, each has such loops, with the same extents. One that
-        is a reduction is distributed alone (:mod:`.partial_reduction`): the output of the function
-        then has the parts of the ranks along an axis before the others.
+        is a reduction is distributed alone (:mod:`.partial_reduction`): the outputs of the function
+        then have the parts of the ranks along an axis before the others.
     ranks : int, optional
         Number of ranks; parts differ by at most one iteration. Not needed with ``sizes``.
     sizes : Sequence[int], optional
@@ -261,14 +281,17 @@ def distribute(
         raise OpError(
             f"exchange_every is {exchange_every!r}; expected 1, or more for a function with repeat="
         )
-    reduction = partial_reduction(source, loops[0], ranks or 1) if len(loops) == 1 else None
+    reduction = partial_reduction(source, loops[0], ranks, sizes) if len(loops) == 1 else None
     if reduction is not None:
-        if sizes is not None or grid is not None or repeat is not None:
+        if grid is not None or repeat is not None:
             raise OpError(
-                f"the loop {loops[0]!r} is a reduction, of which the parts differ by at most one "
-                "iteration, and whose result no input takes; leave out sizes=, grid= and repeat="
+                f"the loop {loops[0]!r} is a reduction, which is distributed alone, and whose "
+                "whole result all ranks get, so that no input takes it in the next step; leave out "
+                "grid= and repeat=, and write it into the input before the next call"
             )
         source, loops = reduction.func, [0]
+        ranks = None if ranks is None and sizes is None else len(reduction.bounds) - 1
+        sizes = None
     nest = read_loop_nest(source, loops)
     choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
     if sizes is not None:
@@ -325,6 +348,7 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
             _check_owners(rank, mine, taker.name, output.name)
             both = hull([windows[taker.name], windows[output.name]])
             windows |= {taker.name: both, output.name: both}
+        _join_windows(nest, again, windows)
         parts.append(Part(rank, rows, mine, windows, steps))
     inputs = {buffer.name for buffer in nest.inputs}
     blocks = [
@@ -355,6 +379,18 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
     exchange = Exchange(len(choices.transfers), marked)
     repeat = {taker.name: output.name for taker, output in again.items()}
     return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, repeat)
+
+
+def _join_windows(
+    nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], windows: dict[str, Region]
+) -> None:
+    """Give the outputs that one block computes, and inputs that take them, the same windows."""
+    for stage in nest.stages:
+        made = [output.name for output in stage.together if output.name in windows]
+        takers = [taker.name for taker, output in again.items() if output.name in made]
+        if made:
+            joint = hull([windows[name] for name in made])
+            windows |= dict.fromkeys((*made, *takers), joint)
 
 
 def _is_contiguous(message: Message, parts: Sequence[Part]) -> bool:

@@ -16,6 +16,7 @@ whole buffer. So one kernel serves the interior, the borders, and every rank wit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from ..errors import OpError
 from ..tir.block_expressions import Stage
 from ..tir.expression_walk import substitute
 from ..tir.index_math import as_type, simplified
+from ..tir.nan_by_bits import nan_by_bits
 from .exchange import Region, intersection, region_size
 from .index_values import Domain
 from .loop_nest import LoopNest, Read, shape_of
@@ -99,7 +101,12 @@ def localize(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> Loc
         )
         for buffer in nest.func.params
     }
-    frame = _Frame(los, bases, firsts)
+    leaders = {
+        output: next((each for each in stage.together if each in firsts), output)
+        for stage in nest.stages
+        for output in stage.together
+    }
+    frame = _Frame(los, bases, firsts, leaders)
     return LocalFunction(shape, _write(nest.func.params, nest.stages, shape, frame))
 
 
@@ -116,7 +123,7 @@ def whole_function(params: Sequence[tirx.Buffer], stages: Sequence[Stage]) -> ti
     extents = tuple(tuple((extent, 0) for extent in shape_of(stage.output)) for stage in stages)
     bases = {stage.output: tuple(_zeros(stage.output)) for stage in stages}
     shape = LocalShape(extents, tuple(map(shape_of, params)))
-    return _write(params, stages, shape, _Frame((), bases, {}))
+    return _write(params, stages, shape, _Frame((), bases, {}, {}))
 
 
 def scalar_arguments(
@@ -134,11 +141,15 @@ def scalar_arguments(
 
 @dataclass(frozen=True)
 class _Frame:
-    """Scalars of a local function, and where each of its intermediate buffers begins."""
+    """Scalars of a local function, and where each of its intermediate buffers begins.
+
+    What one block computes lies alike, as its leader: of several stores TVM wants equal indices.
+    """
 
     los: tuple[tirx.Var, ...]
     bases: Mapping[tirx.Buffer, tuple[tirx.Expr, ...]]
     firsts: Mapping[tirx.Buffer, tuple[tirx.Var | None, ...]]
+    leaders: Mapping[tirx.Buffer, tirx.Buffer]
 
     @property
     def scalars(self) -> list[tirx.Var]:
@@ -181,6 +192,7 @@ def _bases(
             bases[stage.output] = tuple(_zeros(stage.output))
             shapes.append(None)
             continue
+        least[stage.output] = _least_of(least, stage)
         starts = [int(simplified(substitute(e, at_rows))) for e in least[stage.output]]
         clips = [begin - start for (begin, _), start in zip(part, starts, strict=True)]
         extents = [end - begin for begin, end in part]
@@ -195,6 +207,14 @@ def _bases(
                 _lower(nest, least, read, domain)
     extents_of = {b.name: tuple(e - s for s, e in windows[b.name]) for b in nest.func.params}
     return bases, LocalShape(tuple(reversed(shapes)), tuple(extents_of.values()))
+
+
+def _least_of(least: Mapping[tirx.Buffer, Sequence[tirx.Expr]], stage: Stage) -> list[tirx.Expr]:
+    """Least indices at which what a block computes is read: of several buffers the same."""
+    known = [least[output] for output in stage.outputs if output in least]
+    if len(known) == 1:
+        return list(known[0])
+    return [simplified(functools.reduce(tirx.min, firsts)) for firsts in zip(*known, strict=True)]
 
 
 def _lower(
@@ -254,11 +274,14 @@ def _write(
                 T.writes()
                 local = dict(params)
                 for stage, axes in zip(stages, shape.stages, strict=True):
+                    leader = frame.leaders.get(stage.output)
                     if stage.output not in local and axes is not None:
-                        local[stage.output] = _allocate(stage, axes)
+                        extents = params[leader].shape if leader in params else None
+                        local[stage.output] = _allocate(stage, extents or _extents(stage, axes))
                 for stage, axes in zip(stages, shape.stages, strict=True):
-                    if axes is not None:
-                        _write_stage(stage, [extent for extent, _ in axes], frame, local)
+                    if axes is not None and stage.output.same_as(stage.outputs[0]):
+                        block = [each for each in stages if each.output in stage.outputs]
+                        _write_block(block, [extent for extent, _ in axes], frame, local)
     return builder.get().without_attr("global_symbol")
 
 
@@ -272,19 +295,26 @@ def _typed(
     ]
 
 
-def _allocate(stage: Stage, axes: Sequence[tuple[int, int]]) -> tirx.Buffer:
-    """A local buffer for what is computed of a stage."""
+def _extents(stage: Stage, axes: Sequence[tuple[int, int]]) -> list[tirx.Expr]:
+    """Shape of what is computed of a stage."""
     dtypes = [str(extent.ty.dtype) for extent in stage.output.shape]
-    shape = [tirx.const(n, dtype) for (n, _), dtype in zip(axes, dtypes, strict=True)]
+    return [tirx.const(n, dtype) for (n, _), dtype in zip(axes, dtypes, strict=True)]
+
+
+def _allocate(stage: Stage, shape: Sequence[tirx.Expr]) -> tirx.Buffer:
     buffer = T.sblock_alloc_buffer(shape, stage.output.dtype)
     IRBuilder.name(stage.output.name, buffer)
     return buffer
 
 
-def _write_stage(
-    stage: Stage, extents: Sequence[int], frame: _Frame, buffers: Mapping[tirx.Buffer, tirx.Buffer]
+def _write_block(
+    stages: Sequence[Stage],
+    extents: Sequence[int],
+    frame: _Frame,
+    buffers: Mapping[tirx.Buffer, tirx.Buffer],
 ) -> None:
-    """Write the loops and the block of a stage."""
+    """Write the loops and the block of a stage, or of all those of one block."""
+    stage = stages[0]
     sizes = [tirx.const(n, _type(axis)) for n, axis in zip(extents, stage.axes, strict=True)]
     sizes += [axis.dom.extent for axis in stage.reduced]
     with T.grid(*sizes) as loops:
@@ -305,11 +335,15 @@ def _write_stage(
             values: dict[ir.Var, tirx.Expr] = {axis.var: v + base for axis, v, base in places}
             values |= {axis.var: v for axis, v in zip(stage.reduced, reduced, strict=True)}
             local = _Rewriter(values, frame, buffers)
-            at = local.indices(stage.output, [axis.var for axis in stage.axes])
             if stage.init is not None:
                 with T.init():
-                    T.buffer_store(buffers[stage.output], local.expression(stage.init), at)
-            T.buffer_store(buffers[stage.output], local.expression(stage.value), at)
+                    for each in stages:
+                        local.store(each, local.expression(each.init))
+            stored = [local.expression(each.value) for each in stages]
+            if len(stages) > 1:  # of what was there before the first store
+                stored = [T.bind(nan_by_bits(value)) for value in stored]
+            for each, value in zip(stages, stored, strict=True):
+                local.store(each, value)
 
 
 def _type(axis: tirx.IterVar) -> str:
@@ -337,6 +371,7 @@ class _Rewriter:
 
     def indices(self, buffer: tirx.Buffer, indices: Sequence[tirx.Expr]) -> list[tirx.Expr]:
         """Indices into the local buffer in place of those into the whole one."""
+        buffer = self.frame.leaders.get(buffer, buffer)
         origin: Sequence[tirx.Expr | None] | None = self.frame.firsts.get(buffer)
         if not origin:
             origin = self.frame.bases.get(buffer, (None,) * len(indices))
@@ -345,6 +380,11 @@ class _Rewriter:
             at = substitute(index, self.values)
             local.append(simplified(at if first is None else at - as_type(first, str(at.ty.dtype))))
         return local
+
+    def store(self, stage: Stage, value: tirx.Expr) -> None:
+        """Write the store of a value of a stage."""
+        at = self.indices(stage.output, [axis.var for axis in stage.axes])
+        T.buffer_store(self.buffers[stage.output], value, at)
 
     def _load(self, load: ir.TensorLoad) -> tirx.Expr:
         if load.source not in self.buffers:  # in a branch that no iteration of the part takes

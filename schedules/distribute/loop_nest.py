@@ -45,7 +45,8 @@ class LoopNest:
     func : tirx.PrimFunc
         The function, not yet scheduled.
     stages : tuple[Stage, ...]
-        Its blocks; a block comes after those that it reads.
+        Its blocks, a stage for each buffer that they compute; a block comes after those that it
+        reads.
     loops : tuple[tuple[int, ...], ...]
         For each output the distributed loops, as its axes.
     """
@@ -78,7 +79,7 @@ class LoopNest:
 
     @cached_property
     def reads(self) -> tuple[tuple[Read, ...], ...]:
-        """The loads of each stage, without those of its own output."""
+        """The loads of each stage, without those of its block's outputs."""
         return tuple(_reads(stage) for stage in self.stages)
 
     @cached_property
@@ -92,6 +93,9 @@ class LoopNest:
             for number, axis in enumerate(axes):
                 found[output][axis].add(number)
         for stage, reads in zip(reversed(self.stages), reversed(self.reads), strict=True):
+            for same in zip(*(found[output] for output in stage.together), strict=True):
+                for dim in same:  # computed at the same places
+                    dim.update(*same)
             moved = dict(zip((a.var for a in stage.axes), found[stage.output], strict=True))
             for read in reads:
                 dims = found.setdefault(read.buffer, [set() for _ in read.indices])
@@ -159,11 +163,12 @@ def read_loop_nest(
             f"a {type(func).__name__} is to be distributed; expected a function of TensorIR, or a "
             "schedule whose main it is"
         )
-    stages = read_stages(func)
+    stages = read_stages(func, several=True)
     if stages is None:
         raise OpError(
             "a function is distributed before its loops are split: each block must compute every "
-            "element of one buffer, by one store, in a loop for each of its variables"
+            "element of a buffer, or of several, by one store each, in a loop for each of its "
+            "variables"
         )
     nest = LoopNest(func, tuple(stages), ())
     if not nest.outputs:
@@ -221,7 +226,7 @@ def _check_extents(nest: LoopNest) -> None:
 def _check_dependence(stage: Stage) -> None:
     """Refuse blocks that read what they write, other than the sum of a reduction."""
     for load in loads(stage.value):
-        if not load.source.same_as(stage.output):
+        if load.source not in stage.outputs:
             continue
         pairs = zip(load.indices, stage.axes, strict=True)
         if stage.init is None or any(not _is_axis(index, axis) for index, axis in pairs):
@@ -310,7 +315,7 @@ def _reads(stage: Stage) -> tuple[Read, ...]:
     for expression in (stage.value, stage.init):
         if expression is not None:
             _collect(expression, (), found)
-    return tuple(read for read in found if not read.buffer.same_as(stage.output))
+    return tuple(read for read in found if read.buffer not in stage.outputs)
 
 
 def _collect(expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: list[Read]) -> None:

@@ -20,15 +20,18 @@ becomes::
                 C[vp, vj] = 0
             C[vp, vj] = C[vp, vj] + A[10 * vp + vk, vj]
 
-Parts of an extent that ranks do not divide differ by one iteration. The function of all parts
-leaves it out by a condition; kernels are made of functions of parts of one extent, without one.
+Parts differ by at most one iteration, or have given sizes. Where they differ, the function of all
+parts leaves out by a condition what a part has not; kernels are made of functions of parts of one
+extent, without one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import tvm_ffi
 from tvm import ir, s_tir, tirx
 
 from ..errors import OpError
@@ -37,7 +40,8 @@ from ..tir.expression_walk import loads, substitute
 from ..workload.reduce import constant
 from .localize import whole_function
 from .loop_nest import name_of
-from .partition import balanced
+from .partition import balanced, sized
+from .selection import combine_parts
 
 _OPERATORS = {
     tirx.Add: "sum",
@@ -53,16 +57,22 @@ _IDENTITIES = {"sum": 0, "prod": 1, "and": 1, "or": 0}
 
 @dataclass(frozen=True)
 class PartialReduction:
-    """A function whose output has the parts of a reduction along its first axis.
+    """A function whose outputs have the parts of a reduction along their first axis.
 
     Parameters
     ----------
     func : tirx.PrimFunc
         The function.
     exact : Mapping[int, tirx.PrimFunc]
-        The same for parts of some extents.
+        The same for parts of one extent, for each that there is.
     operator : str
-        What combines the parts: ``sum``, ``prod``, ``min``, ``max``, ``and`` or ``or``.
+        What combines the parts: ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, or
+        ``selection`` (:mod:`.selection`).
+    results : int
+        How many of its outputs, the first ones, are those of the function before. Of a selection
+        all that the block computes are outputs.
+    combine : tirx.PrimFunc | None
+        The function that combines the parts of a selection.
     bounds : tuple[int, ...]
         Part k has the iterations ``[bounds[k], bounds[k + 1])`` of the reduced loop.
     """
@@ -70,17 +80,24 @@ class PartialReduction:
     func: tirx.PrimFunc
     exact: Mapping[int, tirx.PrimFunc]
     operator: str
+    results: int
+    combine: tirx.PrimFunc | None
     bounds: tuple[int, ...]
 
     def of_rank(self, rank: int) -> tirx.PrimFunc:
         """The function of which a rank's part is to be computed."""
-        return self.exact.get(self.bounds[rank + 1] - self.bounds[rank], self.func)
+        return self.exact[self.extent(rank)]
+
+    def extent(self, rank: int) -> int:
+        """Iterations of a rank's part."""
+        return self.bounds[rank + 1] - self.bounds[rank]
 
 
 def partial_reduction(
     source: tirx.PrimFunc | s_tir.Schedule,
     loop: str | int | s_tir.schedule.LoopRV,
-    ranks: int,
+    ranks: int | None,
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> PartialReduction | None:
     """Factor the reduction of an output by the ranks; None if the loop is no reduction.
 
@@ -90,107 +107,191 @@ def partial_reduction(
         The function, or a schedule of which it is the ``main``, before its loops are split.
     loop : str, int or LoopRV
         The loop.
-    ranks : int
-        Number of parts.
+    ranks : int, optional
+        Number of parts, which differ by at most one iteration. Not needed with ``sizes``.
+    sizes : Sequence[int], optional
+        Iterations of each part.
 
     Raises
     ------
     OpError
         If the loop is a reduction whose parts cannot be combined, or of one of several outputs, or
-        of one that another block reads.
+        of one that another block reads, or if the sizes do not fit the loop.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
-    stages = read_stages(func) if isinstance(func, tirx.PrimFunc) else None
-    if stages is None or isinstance(loop, int):
+    read = read_stages(func, several=True) if isinstance(func, tirx.PrimFunc) else None
+    if not read or isinstance(loop, int):
         return None
     name = name_of(source, loop)
+    stages = _without_copy(read, list(func.params))
     outputs = [stage for stage in stages if stage.output in list(func.params)]
     found = [stage for stage in outputs if name in stage.loops[len(stage.axes) :]]
     if not found or any(constant(n) is None for stage in stages for n in stage.shape):
         return None
-    [stage] = found[:1]
-    read = [load.source for other in stages if other is not stage for load in loads(other.value)]
-    if len(outputs) > 1 or stage.output in read:
+    stage = found[0]
+    number = stage.loops.index(name) - len(stage.axes)
+    if constant(stage.reduced[number].dom.extent) is None:
+        return None
+    block = [each for each in stages if each.output in stage.outputs]
+    others = {load.source for each in stages if each not in block for load in loads(each.value)}
+    if any(each not in block for each in outputs) or others & {*stage.outputs}:
         raise OpError(
             f"loop {name!r} of block {stage.name!r} is a reduction, which is distributed where its "
             "result is the only output, and no other block reads it"
         )
-    operator = _operator(stage, name)
-    number = stage.loops.index(name) - len(stage.axes)
-    bounds = balanced(int(stage.reduced[number].dom.extent), ranks)
-    extents = {end - begin for begin, end in zip(bounds, bounds[1:], strict=False)}
+    bounds = _bounds(stage.reduced[number], name, ranks, sizes)
+    extents = {end - begin for begin, end in itertools.pairwise(bounds)}
+    hidden = [each for each in stage.outputs if each not in list(func.params)]
+    made = [*(each for each in func.params if each in stage.outputs), *hidden]
+    combine = combine_parts(block, made, len(bounds) - 1) if len(block) > 1 else None
+    operator = "selection" if combine is not None else _operator(block, name)
 
     def factored(extent: int | None) -> tirx.PrimFunc:
-        parts = _factored(stage, name, number, bounds, extent)
-        params = [parts.output if each.same_as(stage.output) else each for each in func.params]
-        return whole_function(params, [parts if each is stage else each for each in stages])
+        found = _factored(block, name, number, bounds, extent)
+        parts = {old.output: new for old, new in zip(block, found, strict=True)}
+        held = {buffer: new.output for buffer, new in parts.items()}
+        params = [held.get(each, each) for each in (*func.params, *hidden)]
+        return whole_function(params, [parts.get(each.output, each) for each in stages])
 
-    exact = {extent: factored(extent) for extent in sorted(extents) if extent}
+    exact = {extent: factored(extent) for extent in sorted(extents)}
     whole = factored(None) if len(extents) > 1 else exact[bounds[1]]
-    return PartialReduction(whole, exact, operator, bounds)
+    return PartialReduction(whole, exact, operator, len(made) - len(hidden), combine, bounds)
 
 
-def _operator(stage: Stage, name: str) -> str:
+def _without_copy(stages: Sequence[Stage], params: Sequence[tirx.Buffer]) -> Sequence[Stage]:
+    """The stages without a last one that copies what another computes, as in argmax of topi."""
+    *others, last = stages
+    value = last.value
+    if not isinstance(value, ir.TensorLoad) or value.source in params:
+        return stages
+    at = zip(value.indices, last.axes, strict=False)
+    if len(value.indices) != len(last.axes) or not all(axis.var.same_as(i) for i, axis in at):
+        return stages
+    renamed = {value.source: last.output}
+
+    def load(old: ir.TensorLoad) -> ir.TensorLoad:
+        return last.output[tuple(old.indices)] if old.source in renamed else old
+
+    return [
+        replace(
+            each,
+            output=renamed.get(each.output, each.output),
+            value=tvm_ffi.structural_map(each.value, (ir.TensorLoad, load)),
+            together=tuple(renamed.get(one, one) for one in each.together),
+        )
+        for each in others
+    ]
+
+
+def _bounds(
+    axis: tirx.IterVar,
+    name: str,
+    ranks: int | None,
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> tuple[int, ...]:
+    """Bounds of the parts."""
+    extent = int(axis.dom.extent)
+    if sizes is None:
+        return balanced(extent, ranks or 1)
+    return sized([extent], [name], sizes, ranks).bounds[0]
+
+
+def _operator(block: Sequence[Stage], name: str) -> str:
     """The operator of a reduction."""
+    stage = block[0]
     operator = _OPERATORS.get(type(stage.value))
     first = _IDENTITIES.get(operator or "")
     known = operator in ("min", "max") or (
         first is not None and getattr(stage.init, "value", None) == first
     )
-    if operator is None or not known or len(_operands(stage)) != 1:
+    if len(block) > 1 or operator is None or not known or not _is_plain(stage):
         raise OpError(
             f"loop {name!r} of block {stage.name!r} is a reduction whose parts cannot be combined "
             "over ranks; expected a sum, product, minimum, maximum, and, or or, each begun with "
-            "the value that changes nothing"
+            "the value that changes nothing, or a choice by comparisons, such as argmax; or give "
+            "each rank its part of an array, and reduce it by distributed.reduce(world, part, "
+            "'max_sum_exp') or another operator"
         )
     return operator
 
 
-def _operands(stage: Stage) -> list[tirx.Expr]:
-    """What is combined with the accumulator: one operand, which does not read it."""
-    both = [stage.value.a, stage.value.b]
-    return [
-        operand
-        for operand, other in zip(both, reversed(both), strict=True)
-        if isinstance(other, ir.TensorLoad)
-        and other.source.same_as(stage.output)
-        and not any(load.source.same_as(stage.output) for load in loads(operand))
-    ]
+def _is_plain(stage: Stage) -> bool:
+    """True if what is combined with the accumulator does not read it."""
+    operands = (stage.value.a, stage.value.b)
+    own = [[load for load in loads(each) if load.source.same_as(stage.output)] for each in operands]
+    return sorted(map(len, own)) == [0, 1] and any(
+        isinstance(each, ir.TensorLoad) and each.source.same_as(stage.output) for each in operands
+    )
 
 
 def _factored(
-    stage: Stage, name: str, number: int, bounds: Sequence[int], exact: int | None
-) -> Stage:
-    """The stage of the parts, all or those of one extent: its first axis counts them."""
-    axis, extent, ranks = stage.reduced[number], bounds[-1], len(bounds) - 1
+    block: Sequence[Stage], name: str, number: int, bounds: Sequence[int], exact: int | None
+) -> list[Stage]:
+    """The stages of the parts, all or those of one extent: their first axis counts them."""
+    axis, ranks = block[0].reduced[number], len(bounds) - 1
     dtype = str(axis.var.ty.dtype)
 
     def count(value: int) -> tirx.Expr:
         return tirx.const(value, dtype)
 
     part = tirx.Var(f"{axis.var.name}_part", dtype)
-    longest = exact or -(-extent // ranks)
-    inner = tirx.IterVar(ir.Range(0, count(longest)), axis.var, axis.iter_type)
-    first = tirx.floordiv(part * count(extent), count(ranks))
-    if extent % ranks == 0:
-        first = part * count(longest)
-    [operand] = _operands(stage)
-    operand = substitute(operand, {axis.var: first + axis.var})
-    if exact is None:
-        end = tirx.floordiv((part + count(1)) * count(extent), count(ranks))
-        operand = tirx.if_then_else(axis.var < end - first, operand, stage.init)
-    output = tirx.decl_buffer(
-        (count(ranks), *stage.output.shape), stage.output.dtype, stage.output.name
-    )
-    axes = (tirx.IterVar(ir.Range(0, count(ranks)), part, tirx.IterVar.DataPar), *stage.axes)
-    accumulator = output[tuple(each.var for each in axes)]
-    reduced = [inner if each is axis else each for each in stage.reduced]
-    inside = [f"{name}_1" if each == name else each for each in stage.loops]
-    return replace(
-        stage,
-        output=output,
-        axes=axes,
-        reduced=tuple(reduced),
-        value=type(stage.value)(accumulator, operand),
-        loops=(name, *inside),
-    )
+    axes = (tirx.IterVar(ir.Range(0, count(ranks)), part, tirx.IterVar.DataPar), *block[0].axes)
+    longest = max(b - a for a, b in itertools.pairwise(bounds)) if exact is None else exact
+    inner = tirx.IterVar(ir.Range(0, count(max(longest, 1))), axis.var, axis.iter_type)
+    first = _first(part, bounds)
+    outputs = {
+        stage.output: tirx.decl_buffer(
+            (count(ranks), *stage.output.shape), stage.output.dtype, stage.output.name
+        )
+        for stage in block
+    }
+
+    def load(old: ir.TensorLoad) -> ir.TensorLoad:
+        indices = (part, *old.indices)
+        return outputs[old.source][indices] if old.source in outputs else old
+
+    def of_part(stage: Stage) -> tirx.Expr:
+        value = substitute(stage.value, {axis.var: first + axis.var})
+        value = tvm_ffi.structural_map(value, (ir.TensorLoad, load))
+        if exact is None:
+            end = _first(part + count(1), bounds)
+            same = outputs[stage.output][tuple(each.var for each in axes)]
+            return tirx.if_then_else(axis.var < end - first, value, same)
+        return value if exact else stage.init
+
+    reduced = tuple(inner if each is axis else each for each in block[0].reduced)
+    inside = [f"{name}_1" if each == name else each for each in block[0].loops]
+    return [
+        replace(
+            stage,
+            output=outputs[stage.output],
+            axes=axes,
+            reduced=reduced,
+            value=of_part(stage),
+            loops=(name, *inside),
+            together=tuple(outputs[each] for each in stage.together),
+        )
+        for stage in block
+    ]
+
+
+def _first(part: tirx.Expr, bounds: Sequence[int]) -> tirx.Expr:
+    """The bound of a part that a variable counts."""
+    ranks, extent = len(bounds) - 1, bounds[-1]
+
+    def count(value: int) -> tirx.Expr:
+        return tirx.const(value, str(part.ty.dtype))
+
+    if extent % ranks and tuple(bounds) == balanced(extent, ranks):
+        return tirx.floordiv(part * count(extent), count(ranks))
+    steps = [end - begin for begin, end in itertools.pairwise(bounds)]
+    first, begin = None, 0
+    for size, group in itertools.groupby(steps):  # as many as each of some successive parts
+        end = begin + len(list(group))
+        before = tirx.max(part - count(begin), count(0)) if begin else part
+        before = tirx.min(before, count(end - begin)) if end < ranks else before
+        if size:
+            term = before * count(size)
+            first = term if first is None else first + term
+        begin = end
+    return first

@@ -77,9 +77,12 @@ def _walk(
         if filled := [region for region in regions if region_size(region)]:
             needed[output] = filled
     for stage, reads in zip(reversed(nest.stages), reversed(nest.reads), strict=True):
-        if not needed.get(stage.output):  # by no block, or by none in this part
+        here = needed.get(stage.output, [])
+        if stage.together:
+            here = union([one for output in stage.together for one in needed.get(output, [])])
+        if not here:  # by no block, or by none in this part
             continue
-        needed[stage.output] = computed(stage, needed[stage.output])
+        needed[stage.output] = computed(stage, here)
         for part in needed[stage.output]:
             domain = domain_of(stage, part)
             for read in reads:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,15 @@ import tvm_ffi
 from tvm import ir, s_tir, tirx
 
 from ..workload.reduce import Extent, constant, extent_of
-from .expression_walk import substitute
+from .expression_walk import loads, substitute
 from .index_math import as_type
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A block that computes each element of one buffer.
+    """A block that computes each element of one buffer, or of several by a store for each.
+
+    Of several there is a stage for each buffer, in the order of the stores.
 
     Parameters
     ----------
@@ -25,13 +28,16 @@ class Stage:
     axes, reduced : tuple[tirx.IterVar, ...]
         Its spatial variables, one for each axis of the output, and the reduced ones.
     value : tirx.Expr
-        The stored value; in a reduction it reads the output at ``axes``.
+        The stored value; in a reduction it reads the block's outputs at ``axes``, as they were
+        before the first store.
     init : tirx.Expr | None
         First value of a reduction.
     name : str
         Name of the block.
     loops : tuple[str, ...]
         Names of the loops over ``axes`` and ``reduced``; empty for an axis without a loop.
+    together : tuple[tirx.Buffer, ...]
+        The buffers that its block computes, if these are several.
     """
 
     output: tirx.Buffer
@@ -41,6 +47,12 @@ class Stage:
     init: tirx.Expr | None
     name: str = ""
     loops: tuple[str, ...] = ()
+    together: tuple[tirx.Buffer, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[tirx.Buffer, ...]:
+        """The buffers that its block computes."""
+        return self.together or (self.output,)
 
     def at(self, indices: Sequence[tirx.Expr], expression: tirx.Expr | None = None) -> tirx.Expr:
         """The value, or another expression of the stage's variables, at a given place."""
@@ -56,12 +68,13 @@ class Stage:
         return tuple(extent_of(axis.dom.extent) for axis in self.axes)
 
 
-def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
+def read_stages(func: tirx.PrimFunc, several: bool = False) -> list[Stage] | None:
     """Read the stages of a function; None if a block is no plain nest that computes a buffer.
 
     A stage comes after those which it reads. Left alone: functions with thread bindings,
     statements other than one store in a block, buffers with strides or an offset, and blocks that
-    write a buffer twice, in another order than that of their variables, or only a part of it.
+    write a buffer twice, in another order than that of their variables, or only a part of it. With
+    ``several``, blocks that compute several buffers from bound values are read, too.
     """
     root = func.body
     if not isinstance(root, s_tir.SBlockRealize) or any(map(_is_strided, _buffers(func, root))):
@@ -70,11 +83,12 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
     parts = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
     stages: list[Stage] = []
     for part in parts:
-        stage = _read_nest(part)
-        if stage is None or any(stage.output.same_as(other.output) for other in stages):
+        found = _read_nest(part, several)
+        if found is None:
             return None
-        stages.append(stage)
-    return stages
+        stages += found
+    outputs = {stage.output for stage in stages}
+    return stages if len(outputs) == len(stages) else None
 
 
 def _buffers(func: tirx.PrimFunc, root: s_tir.SBlockRealize) -> list[tirx.Buffer]:
@@ -87,7 +101,7 @@ def _is_strided(buffer: tirx.Buffer) -> bool:
     return bool(list(buffer.strides)) or not (offset is None or constant(offset) == 0)
 
 
-def _read_nest(stmt: tirx.Stmt) -> Stage | None:
+def _read_nest(stmt: tirx.Stmt, several: bool) -> list[Stage] | None:
     loops: list[tirx.For] = []
     while isinstance(stmt, tirx.For):
         if stmt.kind != tirx.ForKind.SERIAL or constant(stmt.min) != 0:
@@ -99,25 +113,57 @@ def _read_nest(stmt: tirx.Stmt) -> Stage | None:
     block = stmt.block
     if block.alloc_buffers or block.match_buffers:
         return None
-    store, init = block.body, block.init
-    if not isinstance(store, tirx.BufferStore):
+    stores, inits = _stores(block.body), _stores(block.init)
+    if not stores or inits is None or not (several or isinstance(block.body, tirx.BufferStore)):
         return None
-    if init is not None and not isinstance(init, tirx.BufferStore):
+    if inits and [one.buffer for one in inits] != [one.buffer for one in stores]:
         return None
     spatial = [v for v in block.iter_vars if int(v.iter_type) == int(tirx.IterVar.DataPar)]
     reduced = [v for v in block.iter_vars if int(v.iter_type) == int(tirx.IterVar.CommReduce)]
-    if len(spatial) + len(reduced) < len(block.iter_vars) or bool(reduced) != (init is not None):
+    if len(spatial) + len(reduced) < len(block.iter_vars) or bool(reduced) != bool(inits):
         return None
-    axes = _axes_of(store, spatial)
-    if axes is None:
+    axes = _axes_of(stores[0], spatial)
+    if axes is None or any(_axes_of(store, spatial) != axes for store in stores[1:]):
         return None
     used = {axis.var for axis in axes}
     units = {v.var: tirx.const(0, v.var.ty.dtype) for v in spatial if v.var not in used}
-    value = substitute(store.value, units)
-    first = None if init is None else substitute(init.value, units)
     bound = dict(zip((v.var for v in block.iter_vars), stmt.iter_values, strict=True))
     names = tuple(_loop_name(bound.get(axis.var)) for axis in (*axes, *reduced))
-    return Stage(store.buffer, axes, tuple(reduced), value, first, block.name_hint, names)
+    together = tuple(store.buffer for store in stores) if len(stores) > 1 else ()
+    return [
+        Stage(
+            store.buffer,
+            axes,
+            tuple(reduced),
+            substitute(store.value, units),
+            substitute(init.value, units) if init else None,
+            block.name_hint,
+            names,
+            together,
+        )
+        for store, init in itertools.zip_longest(stores, inits)
+    ]
+
+
+def _stores(stmt: tirx.Stmt | None) -> list[tirx.BufferStore] | None:
+    """The stores of a block, whose values may be bound before; None if there is anything else.
+
+    None of them reads what another one has written.
+    """
+    bound: dict[ir.Var, tirx.Expr] = {}
+    found: list[tirx.BufferStore] = []
+    for part in list(stmt.seq) if isinstance(stmt, tirx.SeqStmt) else [stmt] if stmt else []:
+        if isinstance(part, tirx.Bind) and not found:
+            bound[part.var] = substitute(part.value, bound)
+            continue
+        written = {store.buffer for store in found}
+        if not isinstance(part, tirx.BufferStore) or any(
+            load.source in written for load in loads(part.value)
+        ):
+            return None
+        value = substitute(part.value, bound)
+        found.append(tirx.BufferStore(part.buffer, value, part.indices))
+    return found
 
 
 def _loop_name(value: tirx.Expr | None) -> str:

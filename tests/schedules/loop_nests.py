@@ -249,7 +249,33 @@ def gaps(rows: int = 12, cols: int = 3) -> tirx.PrimFunc:
     return function(a, te.compute((rows, cols), lambda i, j: p[i, j] + p[i + 4, j], "next"))
 
 
-SEVERAL: dict[str, Case] = {case.__name__: case for case in (wave2d, gradients, levels, turned)}
+def larger(mine: tuple[tirx.Expr, ...], other: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
+    """Of two pairs of a position and a value that with the larger value, and else the first."""
+    holds = mine[1] >= other[1]
+    return tuple(tirx.Select(holds, a, b) for a, b in zip(mine, other, strict=True))
+
+
+def argmax(
+    choice: Callable[..., tuple[tirx.Expr, ...]] = larger, least: Callable = te.min_value
+) -> Callable:
+    """A reduction of pairs by a choice between two."""
+    return te.comm_reducer(choice, lambda at, value: (tirx.const(-1, at), least(value)), "argmax")
+
+
+def positions(rows: int = 8, cols: int = 5) -> tirx.PrimFunc:
+    """The largest of three rows, and in which of them it is, by one block."""
+    a, k = image(rows + 2, cols), window(0, 3)
+    pair = te.compute(
+        (rows, cols),
+        lambda i, j: argmax()(((i + k).astype("float32"), a[i + k, j]), axis=k),
+        "most",
+    )
+    return function(a, *pair)
+
+
+SEVERAL: dict[str, Case] = {
+    case.__name__: case for case in (wave2d, gradients, levels, turned, positions)
+}
 """Functions with several outputs; ``turned`` is distributed over its loop ``i``."""
 
 CASES: dict[str, Case] = {
@@ -300,7 +326,7 @@ class Interpreter:
     """Elements of the inputs that an element of the output reads, found by evaluating it."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
-        stages = read_stages(func)
+        stages = read_stages(func, several=True)
         assert stages is not None
         self.stages = {stage.output.name: stage for stage in stages}
         self.outputs = [stage.output.name for stage in stages if stage.output in func.params]
@@ -316,30 +342,31 @@ class Interpreter:
         if (name, index) not in self.known:
             stage = self.stages[name]
             found: set[Element] = set()
+            own = {output.name for output in stage.outputs}
             values = dict(zip((axis.var for axis in stage.axes), index, strict=True))
             ranges = [range(int(axis.dom.extent)) for axis in stage.reduced]
             for place in itertools.product(*ranges):
                 reduced = dict(zip((axis.var for axis in stage.reduced), place, strict=True))
-                self._walk(stage.value, values | reduced, name, found)
+                self._walk(stage.value, values | reduced, own, found)
             self.known[name, index] = frozenset(found)
         return self.known[name, index]
 
     def _walk(
-        self, value: tirx.Expr, values: Mapping[ir.Var, int], own: str, found: set[Element]
+        self, value: tirx.Expr, values: Mapping[ir.Var, int], own: set[str], found: set[Element]
     ) -> None:
         """Add what an expression reads, of the branch that is taken."""
         if is_if_then_else(value):
             taken = value.args[1 if evaluate(value.args[0], values) else 2]
             self._walk(taken, values, own, found)
         elif isinstance(value, ir.TensorLoad):
-            if value.source.name != own:
+            if value.source.name not in own:
                 index = tuple(int(evaluate(i, values)) for i in value.indices)
                 found |= self._element(value.source.name, index)
         elif isinstance(value, ir.Call):
             for argument in value.args:
                 self._walk(argument, values, own, found)
         else:
-            for field in ("a", "b", "value"):
+            for field in ("a", "b", "value", "condition", "true_value", "false_value"):
                 child = getattr(value, field, None)
                 if isinstance(child, ir.Expr):
                     self._walk(child, values, own, found)

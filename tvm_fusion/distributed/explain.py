@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_of
+from schedules.distribute.cost import Network, Processor, combining, overlap_gain_of, work_of
 from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Message, Region, region_size
 
@@ -23,6 +23,7 @@ def describe(
 ) -> str:
     """Return a table with a line for each rank, for each of its devices, and for each message.
 
+    Bytes, messages and times of a reduction are those of the gather of its parts, too.
     Times are predicted from the figures of ``network``, ``processor`` and the devices; the column
     ``overlap`` tells whether the interior is computed while messages travel, and the time that this
     saves (or costs), ``-`` where a rank has no interior of its own.
@@ -30,10 +31,12 @@ def describe(
     loops = ", ".join(plan.nest.loop_names)
     grid = " x ".join(map(str, plan.partition.grid))
     messages = sum(len(exchange.messages) for exchange in plan.exchanges)
+    messages += sum(gather.messages for gather in plan.gathers)
     what = f"{plan.reduction.operator} of loop" if plan.reduction else "loops"
     lines = [
         f"{what} {loops} over {grid} ranks; {plan.bytes} bytes in {messages} messages; "
         f"overlap: {overlap}",
+        *_gathered(plan),
         f"{'rank':>4}  {'iterations':<18}{'sends':>12}{'receives':>12}"
         f"{'compute':>11}{'exchange':>11}{'overlap':>15}  kernels",
     ]
@@ -49,6 +52,16 @@ def describe(
     return "\n".join(lines)
 
 
+def _gathered(plan: Distribution) -> list[str]:
+    """How the parts of a reduction are gathered."""
+    return [
+        f"each rank sends its part of {gather.buffer}, {gather.part_bytes} bytes, to each other "
+        f"and combines all; counted are {gather.messages} messages, of which MPI may join some"
+        for gather in plan.gathers
+        if gather.messages
+    ]
+
+
 def _line(
     plan: Distribution,
     rank: int,
@@ -59,10 +72,12 @@ def _line(
     part = plan.parts[rank]
     sent = [m for exchange in plan.exchanges for m in exchange.sent_by(rank)]
     received = [m for exchange in plan.exchanges for m in exchange.received_by(rank)]
-    compute = sum(
-        processor.seconds(work_of(plan.nest, piece.rows, plan.itemsizes)) for piece in pieces
-    )
+    nest = plan.nest_of(rank)
+    compute = sum(processor.seconds(work_of(nest, piece.rows, plan.itemsizes)) for piece in pieces)
     exchange = sum(network.seconds(e, rank, plan.itemsizes) for e in plan.exchanges)
+    gathered = sum(gather.bytes_each for gather in plan.gathers)
+    compute += sum(processor.seconds(combining(gather)) for gather in plan.gathers)
+    exchange += sum(map(network.gather_seconds, plan.gathers))
     kernels = ", ".join(
         f"{piece.kernel}[{_text(piece.rows)}]" + (" meanwhile" if piece.is_interior else "")
         for piece in pieces
@@ -76,7 +91,8 @@ def _line(
         region = ((begin, end),)
     rows = _text(region) if region_size(region) else "none"
     return (
-        f"{rank:>4}  {rows:<18}{_bytes(plan, sent):>12}{_bytes(plan, received):>12}"
+        f"{rank:>4}  {rows:<18}"
+        f"{_bytes(plan, sent) + gathered:>12}{_bytes(plan, received) + gathered:>12}"
         f"{_time(compute):>11}{_time(exchange):>11}{gained:>15}  {kernels}"
     )
 

@@ -24,6 +24,7 @@ from .memory_places import describe_memory
 
 if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
+    from schedules.distribute.partial_reduction import PartialReduction
 
     from .world.numa_placement import Placement
     from .world.slot_route import SlotRoute
@@ -142,6 +143,9 @@ _COMBINE = {
 }
 """Functions that combine parts of a reduction, by its operator."""
 
+COMBINE = "combine"
+"""Name of the kernel that combines the parts of a selection."""
+
 _running = threading.local()
 """The program whose kernel runs in this thread, for its calls of :func:`_finish_exchange`."""
 
@@ -164,7 +168,7 @@ class LocalProgram:
     pieces : Sequence[KernelPiece]
         This rank's kernel calls.
     kernels : Mapping[str, Callable]
-        Their kernels.
+        Their kernels, and the one that combines the parts of a selection.
 
     Attributes
     ----------
@@ -192,6 +196,7 @@ class LocalProgram:
         for piece in pieces:
             calls = self._calls.setdefault((piece.step, piece.is_interior), [])
             calls.append((kernels[piece.kernel], piece.scalars))
+        self._combine: Any = kernels.get(COMBINE)
         self._crew = Crew(world.threads)
         self._pending: dict[int, Exchange] = {}
         self._part = plan.parts[world.rank]
@@ -279,12 +284,26 @@ class LocalProgram:
         for transfer in self.plan.after:
             self.world.start(transfer.exchange, self.buffers)
             self.world.finish(transfer.exchange)
-        owned = tuple(output.owned for output in self.outputs.values())
+        results = tuple(output.owned for output in self.outputs.values())
         if self.plan.reduction is not None:
-            parts = self.world.all_gather(owned[0])[:, 0]
-            combine = _COMBINE[self.plan.reduction.operator]
-            return np.asarray(combine.reduce(parts, axis=0, dtype=parts.dtype))
-        return owned if len(owned) > 1 else owned[0]
+            results = self._combined(self.plan.reduction, results)
+        return results if len(results) > 1 else results[0]
+
+    def _combined(
+        self, reduction: PartialReduction, owned: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, ...]:
+        """Results of a reduction, from the parts of all ranks."""
+        parts = [self.world.all_gather(own)[:, 0] for own in owned]
+        if reduction.combine is None:
+            [values] = parts
+            combine = _COMBINE[reduction.operator]
+            return (np.asarray(combine.reduce(values, axis=0, dtype=values.dtype)),)
+        stacked = [aligned_empty(each.shape, each.dtype) for each in parts]
+        results = [aligned_empty(each.shape[1:], each.dtype) for each in parts]
+        for own, part in zip(stacked, parts, strict=True):
+            own[...] = part
+        self._crew.run(self._combine, *map(tvm_ffi.from_dlpack, (*stacked, *results)))
+        return tuple(results[: reduction.results])
 
     def _exchange(self, step: int, begins: bool) -> None:
         """Send and receive halos, and compute the interior of a step meanwhile."""

@@ -39,7 +39,7 @@ from .device.driver import open_driver
 from .device.measure_split import measure_split
 from .device.shares import Shares, Split, plan_shares
 from .explain import describe
-from .local_program import KernelPiece, LocalProgram, Ranks, check_ranks
+from .local_program import COMBINE, KernelPiece, LocalProgram, Ranks, check_ranks
 from .world.local_world import LocalWorld, run_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
@@ -106,7 +106,7 @@ class Program:
         """Predicted time of the kernels of a rank's CPU."""
         plan = self.distribution
         return sum(
-            self.processor.seconds(work_of(plan.nest, piece.rows, plan.itemsizes))
+            self.processor.seconds(work_of(plan.nest_of(rank), piece.rows, plan.itemsizes))
             for piece in self.pieces[rank]
         )
 
@@ -143,7 +143,8 @@ class Program:
         drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
         world.agree(f"{self._identity()} {gpu_aware}", "programs")
         pieces = self.pieces[world.rank]
-        kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
+        names = {piece.kernel for piece in pieces} | ({COMBINE} & self.kernels.keys())
+        kernels = {name: self.library[name] for name in names}
         local = LocalProgram(self.distribution, world, pieces, kernels)
         local.devices = [
             DeviceRun(share, driver, local.buffers)
@@ -324,8 +325,8 @@ def compile(
         plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     else:
         plan = planned(exchange_every=exchange_every)
-    if devices and plan.reduction is not None:
-        raise OpError("devices compute parts of outputs, and not of a reduction; leave them out")
+    if devices:
+        _check_outputs(plan)
     placed = resolve_devices(devices, plan.ranks, resolved, figures.processor)
     if split == "auto" and plan.ranks == 1 and processor is None:
         options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
@@ -337,6 +338,10 @@ def compile(
         kernels.pieces(rank, figures.overlaps(plan, rank, overlap), shares.cpu[rank])
         for rank in range(plan.ranks)
     )
+    if plan.reduction is not None and plan.reduction.combine is not None:
+        kernels.functions[COMBINE] = schedule_function(
+            COMBINE, plan.reduction.combine, resolved, RULES
+        ).with_attr("global_symbol", COMBINE)
     with resolved:
         module = tvm.IRModule(kernels.functions)
         library = tvm.compile(module, resolved) if kernels.functions else {}
@@ -386,6 +391,19 @@ def _check_devices(
         )
     if any(transfer.before for transfer in transfers):
         raise OpError("before= of a transfer is for ranks without devices; leave it out")
+
+
+def _check_outputs(plan: Distribution) -> None:
+    """Refuse functions that devices cannot compute."""
+    if plan.reduction is not None:
+        raise OpError("devices compute parts of outputs, and not of a reduction; leave them out")
+    for stage in plan.nest.stages:
+        hidden = [each.name for each in stage.together if each not in plan.nest.outputs]
+        if 0 < len(hidden) < len(stage.together):
+            raise OpError(
+                f"block {stage.name!r} computes {hidden[0]!r} beside an output, for which devices "
+                "have no memory; make it an output, too, or leave out devices="
+            )
 
 
 def default_processor(target: Target) -> Processor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted scaling of a distributed function, from the messages of its plans.
 
-Messages and bytes are those that a program sends; times are predicted: a rank's part by the
+Messages and bytes are those that a program sends, and of the gather that ends a reduction one from
+each rank to each other, of which MPI may join some; times are predicted: a rank's part by the
 roofline or by a measured run, an exchange by the postal model. Ranks are taken to share nothing but
 the network; on one node they share its memory, too.
 """
@@ -15,7 +16,14 @@ from typing import Any, Literal
 
 from tvm import tirx
 
-from schedules.distribute.cost import Network, Processor, Work, overlap_gain, work_of
+from schedules.distribute.cost import (
+    Network,
+    Processor,
+    Work,
+    combining,
+    overlap_gain,
+    work_of,
+)
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Exchange, Message, Region
 
@@ -35,9 +43,10 @@ class ScalingPoint:
     ranks : int
         Their number.
     messages, bytes : int
-        What all of them send in one run, one message a pair of ranks and exchange.
+        What all of them send in one run, one message a pair of ranks and exchange, or gather.
     compute, exchange : float
-        Predicted seconds of the rank that computes, and of the one that exchanges, longest.
+        Predicted seconds of the rank that computes, and of the one that exchanges, longest; parts
+        of a reduction are combined, and gathered, in addition.
     seconds : float
         Predicted seconds of a run, overlapped where that gains.
     efficiency : float
@@ -218,7 +227,18 @@ def _point(
         messages += len({(message.source, message.dest) for message in each.messages})
     pairs = list(zip(compute, exchange, strict=True))
     seconds = max(c + e - max(overlap_gain(network, e, c), 0.0) for c, e in pairs)
-    return ScalingPoint(plan.ranks, messages, plan.bytes, max(compute), max(exchange), seconds, 1.0)
+    messages += sum(gather.messages for gather in plan.gathers)
+    gathering = sum(map(network.gather_seconds, plan.gathers))  # after all else
+    combination = sum(processor.seconds(combining(gather)) for gather in plan.gathers)
+    return ScalingPoint(
+        plan.ranks,
+        messages,
+        plan.bytes,
+        max(compute) + combination,
+        max(exchange) + gathering,
+        seconds + gathering + combination,
+        1.0,
+    )
 
 
 def _compute_seconds(plan: Distribution, processor: Processor) -> list[float]:
@@ -226,9 +246,11 @@ def _compute_seconds(plan: Distribution, processor: Processor) -> list[float]:
     known: dict[Any, float] = {}
     found = []
     for part in plan.parts:
-        key = _extents(part.rows), *(_extents(window) for window in part.windows.values())
+        nest = plan.nest_of(part.rank)
+        windows = (_extents(window) for window in part.windows.values())
+        key = id(nest), _extents(part.rows), *windows
         if key not in known:
-            work = Work(0, 0) if part.is_empty else work_of(plan.nest, part.rows, plan.itemsizes)
+            work = Work(0, 0) if part.is_empty else work_of(nest, part.rows, plan.itemsizes)
             known[key] = processor.seconds(work)
         found.append(known[key])
     return found

@@ -12,7 +12,7 @@ from tvm.target import Target
 
 from ..core.machine import CPUInfo
 from ..core.rule import CPURule
-from ..nests.blocks import Kernel, block_facts, open_kernel
+from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.lane_reduction import is_reduced
 from ..nests.loop_transforms import attempt, finish, inline_blocks, parallel_outer, static_extent
@@ -20,6 +20,7 @@ from ..nests.overlapping_tails import Overlap
 from ..nests.reduction_nests import (
     Columns,
     Rows,
+    in_any_order,
     reduce_in_columns,
     reduce_in_rows,
     reducible,
@@ -62,7 +63,7 @@ def _schedule_block(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     facts = block_facts(kernel.sch, block)
     if facts is not None and set(facts.kinds) <= {"S"}:
         ways = [schedule_spatial]
-    elif facts is not None and reducible(facts):
+    elif facts is not None and reducible(facts) and _is_free(kernel, facts):
         ways = [_reduce]
     for way in [*ways, _schedule_plainly]:
         trial = Kernel(kernel.sch.copy(), kernel.blocks, kernel.cpu)
@@ -73,6 +74,11 @@ def _schedule_block(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
         kernel.sch = trial.sch
         return overlaps
     return []
+
+
+def _is_free(kernel: Kernel, facts: BlockFacts) -> bool:
+    """Return whether a reduction is not in lanes, or may be."""
+    return runs_in_columns(kernel, facts) or in_any_order(kernel.sch, facts.block)
 
 
 def _reduce(kernel: Kernel, block: SBlockRV) -> list[Overlap]:

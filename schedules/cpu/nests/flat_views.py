@@ -23,7 +23,7 @@ from schedules.tir.index_math import as_type
 from schedules.workload.reduce import size_of
 
 from .blocks import BlockFacts, Domain, Kernel, open_blocks
-from .loop_transforms import merge_groups
+from .loop_transforms import merge_groups, state_init
 from .streaming_stores import worth_streaming
 
 Facts = Sequence[BlockFacts | None]
@@ -179,7 +179,8 @@ def _over_views(
         at = place(node.buffer, list(node.indices))
         return tirx.BufferStore(views.of(node.buffer), node.value, [at])
 
-    body = tvm_ffi.structural_map(block.body, [(ir.TensorLoad, load), (tirx.BufferStore, store)])
+    body = state_init(block).body
+    body = tvm_ffi.structural_map(body, [(ir.TensorLoad, load), (tirx.BufferStore, store)])
     reads, writes = (
         [tirx.BufferRegion(view, [_all_of(view)]) for view in (views.of(r.source) for r in regions)]
         for regions in (block.reads, block.writes)

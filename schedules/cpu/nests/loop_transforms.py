@@ -134,11 +134,11 @@ def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Sched
     func = sch.mod["main"]
     done = multiply_add(truncate_tails(overlap_tails(func, overlaps)))
     done = stream_stores(done)
-    done = vectorize_math(keep_nan(tvm_ffi.structural_map(done, (s_tir.SBlock, _state_init))))
+    done = vectorize_math(keep_nan(tvm_ffi.structural_map(done, (s_tir.SBlock, state_init))))
     return sch if done.same_as(func) else s_tir.Schedule(done)
 
 
-def _state_init(block: s_tir.SBlock) -> s_tir.SBlock:
+def state_init(block: s_tir.SBlock) -> s_tir.SBlock:
     """Make the init of a block that reduces a single element the first statement of its body."""
     reduces = any(var.iter_type == tirx.IterVar.CommReduce for var in block.iter_vars)
     if block.init is None or reduces:

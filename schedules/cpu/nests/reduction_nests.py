@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tvm import s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
+
+from schedules.tir.expression_walk import loads, nodes
 
 from .blocks import BlockFacts, Kernel
 from .cached_input import copy_of_input, reads_columns_in_order, vectorize_copy
@@ -78,6 +81,18 @@ def reducible(facts: BlockFacts | None) -> bool:
     if spatial and max(spatial) > min(reduced):
         return False
     return not spatial or facts.extents[spatial[-1]] is not None or not is_side_by_side(facts)
+
+
+def in_any_order(sch: s_tir.Schedule, block: SBlockRV) -> bool:
+    """Return whether a block may reduce its elements in another order.
+
+    One of several outputs, such as argmax, only if it compares all of them, positions included:
+    else the first of equal values is to be found.
+    """
+    node = sch.get(block)
+    comparisons = nodes(node.body, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
+    compared = {load.source for load in loads(*comparisons)}
+    return len(node.writes) == 1 or all(each.source in compared for each in node.writes)
 
 
 def runs_in_columns(kernel: Kernel, facts: BlockFacts) -> bool:

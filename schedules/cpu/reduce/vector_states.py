@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import tvm_ffi
-from tvm import ir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.expression_walk import op_name
 from schedules.tir.index_math import i64
+from schedules.tir.nan_by_bits import nan_by_bits
 from schedules.workload.reduce import ReduceWorkload
 from schedules.workload.reduce_operator import State, combine, field_dtypes, identity
 
@@ -149,7 +147,7 @@ def _combine(workload: ReduceWorkload, mine: State, other: State) -> State:
         wins = a > b if workload.operator == "max" else a < b  # one instruction, gives b for NaN
         return (_unless_nan(a, tirx.Select(wins, a, b), a),)
     both = combine(workload, mine, other)
-    return tuple(tvm_ffi.structural_map(value, (ir.Call, _nan_by_bits)) for value in both)
+    return tuple(map(nan_by_bits, both))
 
 
 def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> tirx.Expr:
@@ -158,28 +156,3 @@ def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> ti
     if "float" not in dtype:
         return value
     return tirx.Select(tested <= tirx.infinity(dtype), value, otherwise)
-
-
-def _nan_by_bits(call: ir.Call) -> ir.Expr:
-    """``isnan(x)`` in integers: TVM 0.27 scalarizes vectors for the call itself."""
-    if op_name(call) != "tirx.isnan":
-        return call
-    bits = _BITS[str(call.args[0].ty.dtype)]
-    integer = tirx.reinterpret(bits.dtype, call.args[0])
-    magnitude = tirx.bitwise_and(integer, tirx.const(bits.magnitude, bits.dtype))
-    return magnitude > tirx.const(bits.infinity, bits.dtype)
-
-
-@dataclass(frozen=True)
-class _Bits:
-    """Integer type of a float's bits, all of them but the sign, and those of infinity."""
-
-    dtype: str
-    magnitude: int
-    infinity: int
-
-
-_BITS = {
-    "float32": _Bits("int32", 0x7FFFFFFF, 0x7F800000),
-    "float64": _Bits("int64", 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
-}

@@ -12,7 +12,7 @@ import warnings
 
 import ml_dtypes
 import numpy as np
-from tvm import te, tirx
+from tvm import te, tirx, topi
 
 from tvm_fusion import distributed
 from tvm_fusion.errors import DistributedError, OpError
@@ -144,6 +144,19 @@ def check_loops(world, cases):
         assert (bits == bits[0]).all()
 
 
+def check_positions(world):
+    """The position of the first extreme, and given sizes of the parts."""
+    a = te.placeholder((23, 6), "int32", "A")
+    whole = np.random.default_rng(5).integers(0, 4, (23, 6), dtype="int32")
+    sizes = [0] * (world.size - 1) + [23]
+    func = te.create_prim_func([a, topi.argmin(a, 0)])
+    for options in ({"ranks": world.size}, {"sizes": sizes}):
+        local = distributed.compile(func, loop="k0", **options).on(world)
+        held = local.input("A")
+        held.owned[...] = whole[slice(*held.region[0])]
+        np.testing.assert_array_equal(local(), whole.argmin(0))
+
+
 def check_special(world):
     """No elements, one of several parts, and what cannot be reduced."""
     reduce, rank = distributed.reduce, world.rank
@@ -187,6 +200,7 @@ with distributed.session(timeout=60) as world, warnings.catch_warnings():
         types = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8")
         loops = itertools.product(OPERATORS, types, (1, 12, 31))
     check_loops(world, loops)
+    check_positions(world)
     if more:
         check_special(world)
     print("all checked", flush=True)

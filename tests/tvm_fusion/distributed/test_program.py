@@ -13,9 +13,20 @@ import pytest
 import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_nests import CASES, SEVERAL, blur, chain, heat2d, matmul, pipeline, random_arrays, wave2d
+from loop_nests import (
+    CASES,
+    SEVERAL,
+    argmax,
+    blur,
+    chain,
+    heat2d,
+    matmul,
+    pipeline,
+    random_arrays,
+    wave2d,
+)
 from rank_stencils import poison, slices
-from tvm import s_tir, te, tirx
+from tvm import s_tir, te, tirx, topi
 
 from examples.stencils import function, image
 from schedules.cost.machine import Figure, Machine
@@ -337,10 +348,10 @@ def test_reduced_loop() -> None:
     func = function(a, te.compute((9,), lambda j: te.sum(d[k, j] * d[k, j], axis=k), "C"))
     arrays = random_arrays(func)
     expected = (np.diff(arrays["A"].astype(np.float64), axis=0) ** 2).sum(0)
-    for ranks in (1, 3, 7):
-        program = compile(func, ranks, loop="k", overlap="always")
+    for ranks, sizes in ((1, None), (3, None), (7, None), (3, [1, 0, 3])):
+        program = compile(func, ranks, loop="k", sizes=sizes, overlap="always")
         assert program.explain().startswith(f"sum of loop k over {ranks} ranks; ")
-        assert (ranks == 7) == ("  none" in program.explain())
+        assert (ranks == 7 or bool(sizes)) == ("  none" in program.explain())
 
         def work(world: LocalWorld, program: Program = program) -> np.ndarray:
             local = program.on(world)
@@ -352,6 +363,119 @@ def test_reduced_loop() -> None:
         first, *others = run_ranks(ranks, work)
         np.testing.assert_allclose(first, expected, rtol=1e-5)
         assert all(other.tobytes() == first.tobytes() for other in others)
+
+
+def test_parts_of_one_iteration() -> None:
+    """Loops of the result are merged, since each part has another first row."""
+    a, k = image(3, 5, 6), te.reduce_axis((0, 3), "k")
+    func = function(a, te.compute((5, 6), lambda i, j: te.sum(a[k, i, j], axis=k), "C"))
+    whole = np.random.default_rng(0).random((3, 5, 6), np.float32)
+    for found in gathered(compile(func, 3, loop="k"), whole):
+        np.testing.assert_allclose(found, whole.sum(0), rtol=1e-6)
+
+
+def first_largest(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
+    """As argmax of numpy: NaN is larger than all, and of equal values the first one is taken."""
+    mine, other = tirx.isnan(x[1]), tirx.isnan(y[1])  # LLVM compares so that NaN equals all
+    first = x[0] <= y[0]
+    greater = tirx.any(x[1] > y[1], tirx.all(x[1] == y[1], first))
+    holds = tirx.Select(mine, tirx.any(tirx.Not(other), first), tirx.all(tirx.Not(other), greater))
+    return tuple(tirx.Select(holds, a, b) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "sizes"),
+    [
+        ("float32", 1, None),
+        ("float32", 3, None),
+        ("float32", 7, [2, 0, 9, 1, 1, 4, 20]),
+        ("float32", 64, None),
+        ("float64", 2, None),
+        ("float16", 4, None),
+        ("int8", 7, None),
+    ],
+)
+def test_argmax_of_numpy(dtype: str, ranks: int, sizes: list[int] | None) -> None:
+    """With ties between ranks, and NaN; the pairs are both outputs."""
+    a, k = image(37, 21, dtype=dtype), te.reduce_axis((0, 37), "k")
+    infinite = functools.partial(tirx.const, -np.inf)
+    least = te.min_value if dtype == "int8" else infinite
+    after_all = tirx.IntImm("int64", 99)  # -1 would be before the first of equal values
+    kind = te.comm_reducer(first_largest, lambda at, value: (after_all, least(value)), "argmax")
+    at, most = te.compute((21,), lambda j: kind((k.astype("int64"), a[k, j]), axis=k), "C")
+    program = compile(function(a, at, most), ranks, loop="k", sizes=sizes)
+    generator = np.random.default_rng(ranks)
+    whole = generator.integers(-3, 4, (37, 21)).astype(dtype)
+    if dtype != "int8":
+        whole[generator.random(whole.shape) < 0.02] = np.nan
+        whole[:, 3] = -np.inf
+    for found in gathered(program, whole):
+        np.testing.assert_array_equal(found[0], whole.argmax(0))
+        np.testing.assert_array_equal(found[1], whole.max(0))
+
+
+@pytest.mark.parametrize("loop", ["j", "k"])
+def test_first_of_equal_values_in_rows(loop: str) -> None:
+    """Vectors do not change the order in which they are found."""
+    a, k = image(4, 370), te.reduce_axis((0, 370), "k")
+    pair = te.compute((4,), lambda j: argmax()((k.astype("int64"), a[j, k]), axis=k), "C")
+    whole = np.random.default_rng(0).integers(0, 50, (4, 370)).astype("float32")
+    found = gathered(compile(function(a, *pair), 2, loop=loop), whole)
+    at, most = np.concatenate(found, axis=1) if loop == "j" else found[1]
+    np.testing.assert_array_equal(at, whole.argmax(1))
+    np.testing.assert_array_equal(most, whole.max(1))
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 9])
+def test_extremes_of_topi(ranks: int) -> None:
+    """They copy the position; the second of two reduced loops is in it, too."""
+    a = image(8, 5, 6)
+    whole = np.random.default_rng(ranks).integers(0, 4, (8, 5, 6)).astype("float32")
+    last = topi.argmax(a, 0, select_last_index=True)
+    for loop, tensor, expected in (
+        ("k0", topi.argmin(a, (0, 1)), whole.reshape(40, 6).argmin(0)),
+        ("k1", topi.argmax(a, (0, 1)), whole.reshape(40, 6).argmax(0)),
+        ("k1", topi.argmax(a), whole.argmax()),
+        ("k0", last, 7 - whole[::-1].argmax(0)),
+    ):
+        program = compile(function(a, tensor), ranks, loop=loop)
+        for found in gathered(program, whole):
+            np.testing.assert_array_equal(found, expected)
+
+
+def gathered(program: Program, whole: np.ndarray) -> list[Any]:
+    """The results of all ranks, of which each reduces its part of an array."""
+
+    def work(world: LocalWorld) -> Any:
+        local = program.on(world)
+        held = local.input("A")
+        held.owned[...] = whole[slices(held.region)]
+        for output in local.outputs.values():  # what an init must overwrite
+            output.owned[...] = 99
+        return local()
+
+    return run_ranks(program.ranks, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"repeat": "A"}, "leave out grid= and repeat=, and write it into the input before"),
+        ({"devices": ["opencl"]}, "devices compute parts of outputs, and not of a reduction; leav"),
+    ],
+)
+def test_reduced_loops_refuse(options: dict[str, Any], reason: str) -> None:
+    a, k = image(8, 8), te.reduce_axis((0, 8), "k")
+    func = function(a, te.compute((8,), lambda j: te.sum(a[k, j], axis=k), "C"))
+    with pytest.raises(OpError, match=reason):
+        compile(func, 2, loop="k", **options)
+
+
+def test_devices_have_no_hidden_outputs() -> None:
+    a, k = image(8, 8), te.reduce_axis((0, 8), "k")
+    pair = te.compute((8,), lambda j: argmax()((k.astype("int64"), a[k, j]), axis=k), "C")
+    with pytest.raises(OpError, match="computes 'C.v1' beside an output.*make it an output, too"):
+        compile(function(a, pair[0]), loop="j", devices=["opencl"])
 
 
 def test_own_schedules() -> None:

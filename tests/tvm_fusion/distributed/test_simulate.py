@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from loop_nests import blur
+from tvm import te, tirx
 
+from examples.stencils import function, image
 from schedules.distribute.cost import CALL_SECONDS, Network, Processor
 from schedules.distribute.distribute import distribute
 from schedules.distribute.exchange import LocalBuffer
+from tvm_fusion.distributed import compile
 from tvm_fusion.distributed.simulate import simulate
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import ArtifactError, InvalidInputError
@@ -51,6 +54,57 @@ def test_a_grid_of_ranks() -> None:
     options = {"loop": [0, 1], "grid": [3, 2]}
     [point] = simulate(blur(64, 5), PROCESSOR, [6], **options).points
     assert (point.messages, point.bytes) == sent(6, **options)
+
+
+def sums(rows: int = 5, cols: int = 3) -> tirx.PrimFunc:
+    a, k = image(rows, cols), te.reduce_axis((0, rows), "k")
+    return function(a, te.compute((cols,), lambda j: te.sum(a[k, j], axis=k), "C"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_gathers_of_reductions_are_those_of_a_run(ranks: int) -> None:
+    """Counted where ranks gather; 7 are more than there are iterations."""
+    program = compile(sums(), ranks, loop="k")
+
+    def run(world: LocalWorld) -> list[tuple[int, int, int]]:
+        sent, gather = [], world.all_gather
+
+        def counted(array: np.ndarray) -> np.ndarray:
+            others = set(range(world.size)) - {world.rank}
+            sent.extend((world.rank, other, array.nbytes) for other in others)
+            return gather(array)
+
+        world.all_gather = counted  # type: ignore[method-assign]
+        program.on(world)()
+        assert not world.sent
+        return sent
+
+    found = [row for rows in run_ranks(ranks, run) for row in rows]
+    size = sum(size for *_, size in found)
+    [point] = simulate(sums(), PROCESSOR, [ranks], loop="k").points
+    assert (point.messages, point.bytes) == (len(found), size)
+    text = program.explain()
+    assert text.startswith(f"sum of loop k over {ranks} ranks; {size} bytes in {len(found)} messag")
+    for source, line in enumerate(line for line in text.splitlines() if "part_" in line):
+        each = sum(size for rank, _, size in found if rank == source)
+        assert line[24:48].split() == [str(each), str(each)]
+    assert ("each rank sends its part of C, 12 bytes, to each other" in text) == (ranks > 1)
+
+
+def test_time_of_reductions() -> None:
+    one, four = simulate(sums(64), PROCESSOR, [1, 4], network=NETWORK, loop="k").points
+    assert one.exchange == 0 and one.seconds == pytest.approx((64 * 3 + 3) * 4 / 1e8)
+    assert four.exchange == pytest.approx(2e-5 + 3 * 12 / 1e7)
+    assert four.compute == pytest.approx((16 * 3 + 3) * 4 / 1e8 + 5 * 12 / 1e8)
+    assert four.seconds == pytest.approx(four.compute + four.exchange)
+    options = {"loop": "k", "sizes": [1, 62, 0, 1]}
+    [uneven] = simulate(sums(64), PROCESSOR, [4], network=NETWORK, **options).points
+    assert uneven.compute == pytest.approx((62 * 3 + 3) * 4 / 1e8 + 5 * 12 / 1e8)
+    text = compile(sums(64), network=NETWORK, processor=PROCESSOR, **options).explain()
+    assert [line[48:70].split() for line in text.splitlines()[4:6]] == [
+        ["8.2", "us", "23.6", "us"],
+        ["0.7", "us", "23.6", "us"],
+    ]
 
 
 def test_strong_scaling() -> None:

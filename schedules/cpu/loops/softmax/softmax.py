@@ -29,7 +29,7 @@ from ...nests.loop_transforms import (
     parallel_outer,
 )
 from ...nests.overlapping_tails import Overlap, Tails
-from ...nests.reduction_nests import reducible, runs_in_columns
+from ...nests.reduction_nests import in_any_order, reducible, runs_in_columns
 from ...nests.truncated_tails import TAIL
 from .row_chain import RowStage, find_stages
 from .row_chain_knobs import (
@@ -136,12 +136,22 @@ def _open(func: tirx.PrimFunc, target: Target) -> tuple[Kernel, list[RowStage], 
     stages = find_stages(kernel, blocks)
     if stages is None or blocks[0].is_injective():
         return None
-    if not all(reducible(stage.facts) for stage in stages if "R" in stage.facts.kinds):
+    reductions = [stage for stage in stages if "R" in stage.facts.kinds]
+    if not all(reducible(each.facts) and _has_parts(kernel, each) for each in reductions):
         return None
     side_by_side = runs_in_columns(kernel, stages[0].facts)
     if side_by_side and len(stages) < 2:
         return None  # a reduction by itself, whose nest there is nothing to merge with
     return kernel, stages, RowChain.of(kernel, stages, side_by_side)
+
+
+def _has_parts(kernel: Kernel, stage: RowStage) -> bool:
+    """Return whether lanes can reduce, and in a way that TVM knows: of several outputs few."""
+    sch, block = kernel.sch, stage.info.block_rv
+    if len(sch.get(block).writes) == 1:
+        return True
+    probe = sch.copy()
+    return in_any_order(sch, block) and attempt(probe.rfactor, probe.get_loops(block)[-1], 0)
 
 
 def _write(

@@ -70,7 +70,9 @@ def test_same_result_as_the_cpu_alone(name: str, opened: list[WatchedDriver]) ->
     assert sum(size for what, size in log if what == "out") == out
 
 
-@pytest.mark.parametrize(("name", "split"), [("gradients", [3, 7]), ("turned", [3, 5])])
+@pytest.mark.parametrize(
+    ("name", "split"), [("gradients", [3, 7]), ("turned", [3, 5]), ("positions", [3, 5])]
+)
 def test_several_outputs(name: str, split: list[int], opened: list[WatchedDriver]) -> None:
     check(compile(SEVERAL[name](), loop="i", devices=[opencl(2)], split=split), name)
 

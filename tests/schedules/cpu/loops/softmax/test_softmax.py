@@ -146,3 +146,26 @@ def test_other_functions_and_targets_are_left_alone():
     assert Softmax().apply(softmax((6, 10), 1), FOREIGN, False) is None
     columns = tensor("x", 10, 16)
     assert Softmax().apply(function([columns], topi.sum(columns, 0)), HOST, False) is None
+
+
+def argmax(choice) -> tirx.PrimFunc:
+    x, k = tensor("x", 6, 370), te.reduce_axis((0, 370), "k")
+    kind = te.comm_reducer(choice, lambda at, y: (tirx.const(-1, at), te.min_value(y)), "argmax")
+    pair = te.compute((6,), lambda i: kind((k.astype("int64"), x[i, k]), axis=k), name="C")
+    return te.create_prim_func([x, *pair])
+
+
+def test_order_of_equal_values_is_kept():
+    """Lanes take them in another order, which positions have to undo by comparisons."""
+
+    def by_order(a, b):
+        return [tirx.Select(a[1] >= b[1], *pair) for pair in zip(a, b, strict=True)]
+
+    def by_position(a, b):
+        holds = tirx.any(a[1] > b[1], tirx.all(a[1] == b[1], a[0] <= b[0]))
+        return [tirx.Select(holds, *pair) for pair in zip(a, b, strict=True)]
+
+    assert Softmax().apply(argmax(by_order), HOST, False) is None
+    assert Softmax().apply(argmax(by_position), HOST, False) is None  # unknown to TVM
+    x = tensor("x", 6, 370)
+    assert Softmax().apply(function([x], topi.argmax(x, 1)), HOST, False) is not None
