@@ -140,14 +140,16 @@ class Program:
         if gpu_aware:
             self._check_gpu_aware(world)
         shares = self.shares.devices[world.rank]
-        drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
+        drivers = {  # one that is not there is refused, though it may have no rows
+            device.name: open_driver(device.kind, device.index)
+            for device in self.shares.named[world.rank]
+        }
         world.agree(f"{self._identity()} {gpu_aware}", "programs")
         pieces = self.pieces[world.rank]
         kernels = {piece.kernel: self.library[piece.kernel] for piece in pieces}
         local = LocalProgram(self.distribution, world, pieces, kernels)
         local.devices = [
-            DeviceRun(share, driver, local.buffers)
-            for share, driver in zip(shares, drivers, strict=True)
+            DeviceRun(share, drivers[share.device.name], local.buffers) for share in shares
         ]
         if gpu_aware:
             local.gpu_aware = True
