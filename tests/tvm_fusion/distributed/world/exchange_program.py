@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message, messages_of
 from tvm_fusion import distributed
-from tvm_fusion.distributed.world.parcel import LONG_REGION, PreparedExchange
+from tvm_fusion.distributed.world.packing import LONG_REGION
+from tvm_fusion.distributed.world.parcel import PreparedExchange
 from tvm_fusion.errors import DistributedError
 
 
@@ -107,7 +108,7 @@ def check_long_rows(world):
         [(True, LONG_REGION), (True, LONG_REGION - 1), (False, LONG_REGION)]
     ):
         messages = tuple(
-            Message(rank, rank + 1, "A", ((rank, rank + 1), (0, columns)), is_contiguous)
+            Message(rank, rank + 1, "A", ((rank, rank + 1), (0, columns)), columns)
             for rank in range(world.size - 1)
         )
         exchange = Exchange(10 + number, messages)
