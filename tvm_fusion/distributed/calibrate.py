@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of what connects the ranks of a job: the figures of :class:`.Network`, and those by
-which exchanges choose the routes of their parcels."""
+"""Measurement of what connects the ranks of a job: the figures of :class:`.Network`, and others."""
 
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from schedules.cost.machine import Figure, Machine
-from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 
 from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
 from ..written_aside import written_aside
+from .parcel_times import PairExchange, parcel_times
+from .rank_timing import slowest, timed
 from .world.communicator import World
-from .world.packing import ROUTES, ParcelShape, Route, always, figure_name
+from .world.packing import ParcelShape
 
 if TYPE_CHECKING:
     from schedules.distribute.cost import Network
@@ -29,26 +27,7 @@ if TYPE_CHECKING:
 SIZES = tuple(8 << k for k in range(0, 22, 3))
 """Bytes of the messages that are measured: 8 bytes to 16 MB."""
 
-_SECONDS = 0.1  # of one size, about
-_ROUTE_SECONDS = 0.015  # of a route for one shape
-_FEWEST, _MOST = 9, 2000  # exchanges of which a median is taken
-_ROW_SECONDS = 5e-4  # between barriers, which ranks do not leave at the same time
 _OVERLAP_BYTES = 4 << 20
-_MOST_SEGMENTS = 1 << 16
-_LEAST_PITCH = 256  # bytes from a segment to the next: none shares a cache line with another
-
-
-class MeasuredRanks(Protocol):
-    """Ranks of a job as a measurement needs them, whoever connects them."""
-
-    rank: int
-    size: int
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks, stacked in order of the ranks."""
 
 
 def calibrate(world: World) -> Machine:
@@ -82,11 +61,7 @@ def calibrate(world: World) -> Machine:
     progress = -slowest(world, -_progress(world))
     if progress > 0:
         figures["network.progress"] = progress
-    figures |= {
-        figure_name(shape, route): seconds
-        for shape in parcel_shapes()
-        for route, seconds in _route_seconds(world, shape).items()
-    }
+    figures |= parcel_times(world)
     title = f"{world.size} ranks on {cpu_name()}"
     origin = f"measured by calibrate with {world.size} ranks, {date.today().isoformat()}"
     named = {name: Figure(float(value), origin) for name, value in figures.items()}
@@ -137,136 +112,16 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     return max(latency, 1e-9), 1 / max(slope, 1e-15)
 
 
-def slowest(ranks: MeasuredRanks, value: float) -> float:
-    """Return the largest value of all ranks."""
-    return float(ranks.all_gather(np.array([value])).max())
-
-
-def parcel_shapes() -> list[ParcelShape]:
-    """Shapes of parcels that are measured: one region and two, in one piece each or in segments."""
-    shapes = []
-    for regions, sizes in ((1, range(9, 21)), (2, range(10, 21, 2))):
-        for nbytes in (1 << k for k in sizes):
-            pieces = [4**k for k in range(1, 9) if 2 * 4**k <= nbytes // regions]
-            segments = [length for length in pieces if nbytes // length <= _MOST_SEGMENTS]
-            shapes += [ParcelShape(nbytes, s, regions) for s in (*segments, nbytes // regions)]
-    return shapes
-
-
-class _Pair:
-    """An exchange of this rank with its neighbour; the last of an odd number has none.
-
-    Each region has rows of float32, of which one side sends the first columns, and the other one
-    the next.
-    """
-
-    def __init__(self, world: World, shape: ParcelShape, number: int = 0) -> None:
-        self._world = world
-        length = shape.segment // 4
-        rows = shape.nbytes // shape.regions // shape.segment
-        window = (rows, 2 * length if rows == 1 else max(2 * length, _LEAST_PITCH // 4))
-        messages = []
-        self._buffers = {}
-        for name in map(str, range(shape.regions)):
-            self._buffers[name] = LocalBuffer(np.zeros(window, np.float32), (0, 0))
-            for low in range(0, world.size - 1, 2):
-                for source, dest, begin in ((low, low + 1, 0), (low + 1, low, length)):
-                    region = ((0, rows), (begin, begin + length))
-                    messages.append(Message(source, dest, name, region, length))
-        order = sorted(messages, key=lambda m: (m.source, m.dest, m.buffer))
-        self._exchange = Exchange(number, tuple(order))
-        mine = self._exchange.sent_by(world.rank)
-        self._sent = [self._buffers[message.buffer].view(message.region) for message in mine]
-
-    def renew(self) -> None:
-        """Write what is sent."""
-        for view in self._sent:
-            np.add(view, 1, out=view)
-
-    def start(self) -> None:
-        self._world.start(self._exchange, self._buffers)
-
-    def finish(self) -> None:
-        self._world.finish(self._exchange)
-
-    def __call__(self) -> None:
-        self.start()
-        self.finish()
-
-    def forget(self) -> None:
-        """Keep nothing of it: each further exchange of its number would be compared with it."""
-        self._world.forget(self._exchange)
-
-
 def _exchange_seconds(world: World, size: int) -> float:
-    pair = _Pair(world, ParcelShape(size, size))
+    pair = PairExchange(world, ParcelShape(size, size))
     seconds = timed(world, pair)
     pair.forget()
     return seconds
 
 
-def _route_seconds(world: World, shape: ParcelShape) -> dict[Route, float]:
-    """Seconds of an exchange of parcels of one shape, by each route that they can take."""
-    found: dict[Route, float] = {}
-    usual, meet = world.packing, _Pair(world, ParcelShape(4, 4), len(ROUTES))
-    for number, route in enumerate(ROUTES):
-        if (route == "slot" and not world.has_slots(shape.nbytes)) or (
-            route == "packed" and shape.segment == shape.nbytes
-        ):
-            continue
-        world.packing = always(route)
-        pair = _Pair(world, shape, number)
-        pair()
-        world.packing = usual
-        found[route] = renewed_seconds(world, meet, pair.renew, pair, _ROUTE_SECONDS)
-        pair.forget()
-    meet.forget()
-    return found
-
-
-def renewed_seconds(
-    ranks: MeasuredRanks,
-    meet: Callable[[], object],
-    renew: Callable[[], object],
-    run: Callable[[], object],
-    seconds: float,
-) -> float:
-    """Median seconds of an exchange on the slower rank, before each of which it is written anew.
-
-    Else the other core would have in its cache what is sent. All together take about ``seconds``.
-
-    Parameters
-    ----------
-    ranks : MeasuredRanks
-        Of the exchange.
-    meet : Callable[[], object]
-        Lets those begin at the same time that exchange something; a barrier of many does not.
-    renew : Callable[[], object]
-        Writes what this rank sends.
-    run : Callable[[], object]
-        The exchange.
-    seconds : float
-        About how long to measure.
-    """
-
-    def once() -> float:
-        renew()
-        meet()
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    begin = time.perf_counter()
-    for _ in range(_FEWEST):
-        once()
-    count = int(seconds * _FEWEST / slowest(ranks, time.perf_counter() - begin))
-    times = np.array([once() for _ in range(min(max(count, _FEWEST), _MOST))])
-    return float(np.median(ranks.all_gather(times).max(axis=0)))
-
-
 def _progress(world: World) -> float:
     """Share of an exchange, or of a computation as long, that is hidden by the other."""
-    pair = _Pair(world, ParcelShape(_OVERLAP_BYTES, _OVERLAP_BYTES))
+    pair = PairExchange(world, ParcelShape(_OVERLAP_BYTES, _OVERLAP_BYTES))
     alone = slowest(world, timed(world, pair))
     numbers = np.linspace(0, 1, 1024)  # in the first cache, so that cores alone compute
 
@@ -285,23 +140,3 @@ def _progress(world: World) -> float:
 
     together = slowest(world, timed(world, both))
     return (alone + computing - together) / min(alone, computing)
-
-
-def timed(ranks: MeasuredRanks, call: Callable[[], object], seconds: float = _SECONDS) -> float:
-    """Median seconds of a call that all ranks make together, several times in a row.
-
-    All together take about ``seconds``, but five calls at least.
-    """
-    call()
-    begin = time.perf_counter()
-    call()
-    once = slowest(ranks, time.perf_counter() - begin)
-    in_a_row = max(1, int(_ROW_SECONDS / once))
-    times = []
-    for _ in range(int(min(max(seconds / (once * in_a_row), 5), 200))):
-        ranks.barrier()
-        begin = time.perf_counter()
-        for _ in range(in_a_row):
-            call()
-        times.append((time.perf_counter() - begin) / in_a_row)
-    return statistics.median(times)

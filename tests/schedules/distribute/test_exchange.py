@@ -45,9 +45,7 @@ def test_union(parts: list[Region]) -> None:
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=1, max_size=4), st.integers(0, 3))
-def test_contiguous_pieces_are_those_of_numpy(
-    axes: list[tuple[int, int, int]], first: int
-) -> None:
+def test_contiguous_pieces_are_those_of_numpy(axes: list[tuple[int, int, int]], first: int) -> None:
     window = tuple((first, first + before + extent + after - 2) for before, extent, after in axes)
     begins = [first + before - 1 for before, _, _ in axes]
     region = tuple((b, b + axis[1]) for b, axis in zip(begins, axes, strict=True))

@@ -169,9 +169,9 @@ class World:
             raise self._failed(prepared, error) from error
         self._say(prepared.after)
 
-    def forget(self, exchange: Exchange) -> None:
-        """Release what is kept of a finished exchange, and of others of its number."""
-        for prepared in self._prepared.pop(exchange.id, ()):
+    def forget(self, number: int) -> None:
+        """Release what is kept of the exchanges of a number, all of which are finished."""
+        for prepared in self._prepared.pop(number, ()):
             prepared.free()
 
     def route(
@@ -214,8 +214,9 @@ class World:
 
     def has_slots(self, nbytes: int) -> bool:
         """Return whether all ranks share memory for parcels of so many bytes."""
-        all_here = self._slots is not None and len(self._neighbours) == self.size
-        return all_here and nbytes <= self._slots.most
+        if self._slots is None or len(self._neighbours) < self.size:
+            return False
+        return nbytes <= self._slots.most
 
     @property
     def takes_device_memory(self) -> bool:

@@ -53,6 +53,7 @@ Measured likewise: 16 KB in 5.6 and 6.2, 12 and 10 us, 32 KB 15 and 15, 21 and 1
 68 and 28.
 """
 
+_TINY, _FEW = 512, 8  # bytes and segments, such as a corner's, of which a slot is no faster either
 _FIGURE = "parcel_seconds"
 
 
@@ -85,7 +86,8 @@ Packing: TypeAlias = Callable[[ParcelShape], Sequence[Route]]
 
 def by_constants(shape: ParcelShape) -> Sequence[Route]:
     """Routes by constants, which were measured between two ranks of one node."""
-    if shape.is_whole and shape.nbytes <= SHORT_MESSAGE:
+    is_tiny = shape.nbytes <= min(_TINY, _FEW * shape.segment)
+    if is_tiny or (shape.is_whole and shape.nbytes <= SHORT_MESSAGE):
         return ("in place",)
     if shape.regions > 1:
         return "slot", "packed"

@@ -12,7 +12,8 @@ import pytest
 from mpi_ranks import needs_mpi, run_ranks
 
 from schedules.cost.machine import Figure, Machine
-from tvm_fusion.distributed.calibrate import parcel_shapes, write_machine
+from tvm_fusion.distributed.calibrate import write_machine
+from tvm_fusion.distributed.parcel_times import parcel_shapes
 from tvm_fusion.distributed.world.packing import (
     LONG_REGION,
     LONG_SEGMENT,
@@ -47,6 +48,8 @@ def machine_of(times: dict[ParcelShape, dict[Route, float]]) -> Machine:
         (ParcelShape(SHORT_MESSAGE, SHORT_MESSAGE), ["in place"]),
         (ParcelShape(SHORT_MESSAGE, SHORT_MESSAGE // 2, 2), ["in place"]),
         (ParcelShape(SHORT_MESSAGE, 16), ["slot", "packed"]),
+        (ParcelShape(64, 8), ["in place"]),  # a corner
+        (ParcelShape(72, 8), ["slot", "packed"]),
         (ParcelShape(SHORT_MESSAGE + 4, SHORT_MESSAGE + 4), ["slot", "in place"]),
         (ParcelShape(LONG_REGION, LONG_REGION), ["in place"]),
         (ParcelShape(8 * SHORT_SEGMENT, SHORT_SEGMENT), ["slot", "in place"]),
@@ -78,7 +81,6 @@ def test_the_fastest_route_of_the_nearest_shape() -> None:
 def test_a_figure_changes_the_route() -> None:
     """Of the same parcel, whose regions have segments of 8 bytes."""
     view = np.zeros((4, 8), np.float32)[:, 2:4]
-    assert Parcel(1, [view]).stage is not None
     for packed, in_place in ((1.0, 2.0), (2.0, 1.0)):
         times: dict[Route, float] = {"packed": packed, "in place": in_place}
         packing = packing_of(machine_of({ParcelShape(1024, 64): times}))

@@ -68,7 +68,7 @@ def test_names() -> None:
 
 def test_memory_of_a_device_is_not_packed() -> None:
     view = np.zeros((4, 8), np.float32)[:, 2:4]
-    assert Parcel(1, [view]).stage is not None
+    assert Parcel(1, [view], packing=always("packed")).stage is not None
     for views in ([view], [view, view]):
         parcel = Parcel(1, views, on_device=True, packing=always("packed"))
         assert parcel.stage is None
