@@ -290,7 +290,8 @@ def compile(
     OpError
         If the function cannot be distributed so, or a split does not fit.
     InvalidInputError
-        If devices are given for a rank that is none, or threads are no positive number.
+        If devices are given for a rank that is none, threads are no positive number, or
+        ``network`` is no :class:`.Network`.
     TargetError
         If the target is unknown, or no CPU, or one of a device is no GPU.
     """
@@ -298,6 +299,11 @@ def compile(
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
     if not isinstance(threads, int) or threads < 1:
         raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")
+    if not isinstance(network, Network | None):
+        raise InvalidInputError(
+            f"network is {network!r:.60}; expected a Network, such as that of a file: "
+            "network_of(load_machine(file))"
+        )
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError(
