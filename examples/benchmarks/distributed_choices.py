@@ -4,9 +4,11 @@
     python examples/benchmarks/distributed_choices.py [--only NAME ...] [--rounds 15] [--files DIR]
 
 Stencils: whether the interior is computed while messages travel, and how many steps an exchange is
-for. Networks: where rows are exchanged. All alternatives take turns, each on two ranks of one
-thread. Prints how far the choice is from the best of them, and writes
-results/CPU/distributed_choices.json. With --files, compiled networks are kept there and used again.
+for. Networks: where rows are exchanged. Halos, of exchanges.py: whether they are packed into shared
+memory, packed and sent by MPI, or sent from where they lie. All alternatives take turns, each on
+two ranks of one thread. Prints how far the choice is from the best of them, and writes
+results/CPU/distributed_choices.json. With --files, compiled networks are kept there and used again;
+with --network, a file of `tvm-fusion calibrate --network` chooses for halos.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ from examples.benchmarks.distributed import (  # noqa: E402
 )
 from examples.benchmarks.distributed_networks import CASES as NETWORKS  # noqa: E402
 from examples.benchmarks.distributed_networks import compiled  # noqa: E402
+from examples.benchmarks.exchanges import HALOS, route_turns  # noqa: E402
 
 OVERLAPS = ("never", "always")
 STEPS = (1, 2, 4, 8)
 """Of a run these are divisors; of those between two exchanges, the alternatives."""
 EXCHANGES = ("always", "once", "auto")
-DEFAULT = ("blur", "gaussian", "heat2d", "heat3d", "resnet_18", "mobilenet_v2")
+DEFAULT = ("blur", "gaussian", "heat2d", "heat3d", "resnet_18", "mobilenet_v2", *HALOS)
 
 Run = Callable[[], object]
 
@@ -93,34 +96,53 @@ def network_runs(
     return runs, {"exchange": "auto"}
 
 
-def serve(name: str, rounds: int, files: dict[str, str]) -> None:
-    """Measure a case on this rank; the first rank prints the milliseconds of all turns, as JSON."""
-    with distributed.session(2, threads=1) as world:
-        runs, chosen = network_runs(files, world) if files else stencil_runs(name, world)
-        turns: dict[str, list[float]] = {title: [] for title in runs}
-        for number in range(rounds + 1):
-            for title, run in runs.items():
-                run()  # the caches have what it reads
-                world.barrier()
-                begin = time.perf_counter()
-                run()
-                mine = np.array(time.perf_counter() - begin)
-                slowest = float(world.all_gather(mine).max())
-                if number:  # the first round prepares
-                    turns[title].append(slowest * 1e3)
+def serve(names: Sequence[str], rounds: int, files: dict[str, str], network: Path | None) -> None:
+    """Measure cases on this rank; the first rank prints the milliseconds of all turns, as JSON."""
+    found = {}
+    with distributed.session(2, threads=1, network=network) as world:
+        for name in names:
+            if name in HALOS:
+                turns, route = route_turns(world, HALOS[name], rounds)
+                chosen = {"packing": route}
+            else:
+                runs, chosen = network_runs(files, world) if files else stencil_runs(name, world)
+                turns = run_turns(runs, rounds, world)
+            found[name] = {"chosen": chosen, "turns_ms": turns}
         if world.rank == 0:
-            print(json.dumps({"chosen": chosen, "turns_ms": turns}))
+            print(json.dumps(found))
 
 
-def measure(name: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """Let the alternatives of a case take turns in a job."""
+def run_turns(
+    runs: dict[str, Run], rounds: int, world: distributed.World
+) -> dict[str, list[float]]:
+    """Milliseconds of runs that take turns."""
+    turns: dict[str, list[float]] = {title: [] for title in runs}
+    for number in range(rounds + 1):
+        for title, run in runs.items():
+            run()  # the caches have what it reads
+            world.barrier()
+            begin = time.perf_counter()
+            run()
+            mine = np.array(time.perf_counter() - begin)
+            slowest = float(world.all_gather(mine).max())
+            if number:  # the first round prepares
+                turns[title].append(slowest * 1e3)
+    return turns
+
+
+def measure(
+    names: Sequence[str], rounds: int, folder: Path, network: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Let the alternatives of a stencil, of a network or of halos take turns in a job."""
     files = {}
-    if name in NETWORKS:
-        files = {how: str(compiled(name, 2, 1, folder, how)) for how in EXCHANGES}
-    job = ["--job", name, "--rounds", str(rounds), "--compiled", json.dumps(files)]
-    found = json.loads(launch(2, [__file__, *job], f"the choices of {name}").splitlines()[-1])
+    if names[0] in NETWORKS:
+        files = {how: str(compiled(names[0], 2, 1, folder, how)) for how in EXCHANGES}
+    job = ["--job", *names, "--rounds", str(rounds), "--compiled", json.dumps(files)]
+    job += ["--network", str(network)] if network else []
+    printed = launch(2, [__file__, *job], f"the choices of {names[0]}")
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"date": date, "chosen": found["chosen"], "turns_ms": found["turns_ms"]}
+    found = json.loads(printed.splitlines()[-1])
+    return {name: {"date": date, **result} for name, result in found.items()}
 
 
 def distances(result: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
@@ -131,7 +153,7 @@ def distances(result: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
         among = {
             title: seconds
             for title, seconds in medians.items()
-            if title.startswith(kind) or kind == "exchange" or title == chosen
+            if title.startswith(kind) or kind in ("exchange", "packing") or title == chosen
         }
         if kind == "every":
             among["overlap never"] = medians["overlap never"]
@@ -147,7 +169,7 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right" if number > 3 else "left")
     for name, result in results.items():
         all_of_them = "; ".join(
-            f"{title} {statistics.median(turns):.2f}" for title, turns in result["turns_ms"].items()
+            f"{title} {statistics.median(turns):.3g}" for title, turns in result["turns_ms"].items()
         )
         for chosen, best, ratio in distances(result).values():
             table.add_row(name, all_of_them, chosen, best, f"{ratio:.3f}x")
@@ -157,23 +179,27 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases, or be a rank of one."""
     options = argparse.ArgumentParser(description=__doc__)
-    names = [*CASES, *NETWORKS]
+    names = [*CASES, *NETWORKS, *HALOS]
     options.add_argument("--only", nargs="+", choices=names, default=list(DEFAULT))
     options.add_argument("--rounds", type=int, default=15, help="turns of each alternative")
     options.add_argument("--files", type=Path, help="folder of the compiled networks")
+    options.add_argument("--network", type=Path, help="file that chooses the routes of halos")
     options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed_choices.json")
-    options.add_argument("--job", choices=names, help=argparse.SUPPRESS)
+    options.add_argument("--job", nargs="+", choices=names, help=argparse.SUPPRESS)
     options.add_argument("--compiled", type=json.loads, help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     if given.job:
-        serve(given.job, given.rounds, given.compiled)
+        serve(given.job, given.rounds, given.compiled, given.network)
         return 0
     given.output.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
     results = kept.get("results", {})
     with tempfile.TemporaryDirectory() as temporary:
-        for name in given.only:
-            results[name] = measure(name, given.rounds, given.files or Path(temporary))
+        jobs = [[name] for name in given.only if name not in HALOS]
+        halos = [name for name in given.only if name in HALOS]
+        for job in [*jobs, halos] if halos else jobs:
+            folder = given.files or Path(temporary)
+            results |= measure(job, given.rounds, folder, given.network)
             text = json_text({"machine": host_info(), "results": results})
             with written_aside(given.output) as aside:
                 aside.write_text(text)

@@ -19,7 +19,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -30,10 +29,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region
+from schedules.distribute.exchange import (
+    Exchange,
+    LocalBuffer,
+    Message,
+    Region,
+    region_size,
+    segment_size,
+)
 from tvm_fusion import distributed
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.distributed.rank_timing import renewed_seconds
+from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, always
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
 
@@ -57,20 +65,46 @@ class Case:
         Indices of it that each rank receives.
     arrays : int
         How many, all of which travel in one message.
+    corner : int
+        Indices of the last axis that travel, where not all do.
     """
 
     shape: tuple[int, ...]
     axis: int
     halo: int
     arrays: int = 1
+    corner: int = 0
+
+    def halo_of(self, source: int) -> Region:
+        """What one of two ranks sends of each array; the cut is at 0."""
+        region = [(0, extent) for extent in self.shape]
+        if self.corner:
+            region[-1] = (0, self.corner)
+        region[self.axis] = (-self.halo, 0) if source == 0 else (0, self.halo)
+        return tuple(region)
+
+    def window(self, rank: int) -> Region:
+        """What one of two ranks holds of each array."""
+        window = [(0, extent) for extent in self.shape]
+        extent = self.shape[self.axis]
+        window[self.axis] = (-extent, self.halo) if rank == 0 else (-self.halo, extent)
+        return tuple(window)
+
+    @property
+    def parcel(self) -> ParcelShape:
+        """Shape of what each rank sends."""
+        size = region_size(self.halo_of(0))
+        return ParcelShape(4 * size * self.arrays, 4 * self.segment, self.arrays)
 
     @property
     def nbytes(self) -> int:
         """Bytes that each rank sends."""
-        size = 4 * self.halo * self.arrays
-        for axis, extent in enumerate(self.shape):
-            size *= extent if axis != self.axis else 1
-        return size
+        return self.parcel.nbytes
+
+    @property
+    def segment(self) -> int:
+        """Elements of its contiguous pieces."""
+        return min(segment_size(self.halo_of(0), self.window(rank)) for rank in (0, 1))
 
 
 CASES = {
@@ -82,10 +116,40 @@ CASES = {
     "2 rows of 16 KB": Case((64, 4096), 0, 1, arrays=2),
     "3 pieces of 100 KB": Case((3, 64, 25600), 1, 1),
 }
+HALOS = {
+    "corner of 2 x 2": Case((512, 512), 0, 2, corner=2),
+    "corner of 16 x 16": Case((512, 512), 0, 16, corner=16),
+    "row of 1 KB": Case((64, 256), 0, 1),
+    "row of 4 KB": Case((64, 1024), 0, 1),
+    "row of 8 KB": Case((64, 2048), 0, 1),
+    "row of 16 KB": Case((64, 4096), 0, 1),
+    "row of 64 KB": Case((64, 16384), 0, 1),
+    "row of 1 MB": Case((8, 262144), 0, 1),
+    "256 pieces of 4 B": Case((256, 256), 1, 1),
+    "256 pieces of 12 B": Case((256, 256), 1, 3),
+    "256 pieces of 48 B": Case((256, 256), 1, 12),
+    "4096 pieces of 4 B": Case((4096, 256), 1, 1),
+    "4096 pieces of 12 B": Case((4096, 256), 1, 3),
+    "4096 pieces of 48 B": Case((4096, 256), 1, 12),
+    "16384 pieces of 12 B": Case((16384, 64), 1, 3),
+    "16384 pieces of 48 B": Case((16384, 64), 1, 12),
+    "plane of a cube, first axis": Case((64, 64, 64), 0, 1),
+    "plane of a cube, second axis": Case((64, 64, 64), 1, 1),
+    "plane of a cube, third axis": Case((64, 64, 64), 2, 1),
+    "64 pieces of 2 KB": Case((8, 8, 28, 32, 16), 2, 1),
+    "64 pieces of 4 KB": Case((8, 8, 56, 64, 16), 2, 1),
+    "64 pieces of 16 KB": Case((8, 8, 28, 256, 16), 2, 1),
+    "2 rows of 1 KB": Case((64, 256), 0, 1, arrays=2),
+    "4 rows of 16 KB": Case((64, 4096), 0, 1, arrays=4),
+    "2 rows of 512 KB": Case((8, 131072), 0, 1, arrays=2),
+    **CASES,
+}
+"""For the routes of ``distributed_choices.py``."""
+
 _SECONDS = 0.2  # of each turn
+_ROUTE_SECONDS = 0.02
 _SINGLE = "16384 pieces of 4 B"  # 64 KB, also sent element by element
 _KEYS = ("ours_us", "bare_us", "hand_us", "single_us")
-_FEWEST, _MOST = 20, 2000  # exchanges of a turn
 
 
 class Side(NamedTuple):
@@ -123,19 +187,13 @@ class Views(NamedTuple):
 
 def _ours(world: distributed.World, case: Case, number: int) -> tuple[Side, Views]:
     """An exchange of the halos at the cut: the first rank has what lies before it."""
-    whole = [(0, extent) for extent in case.shape]
-    messages = []
-    for name in map(str, range(case.arrays)):
-        for source in (0, 1):
-            region: list[tuple[int, int]] = list(whole)
-            region[case.axis] = (-case.halo, 0) if source == 0 else (0, case.halo)
-            messages.append(Message(source, 1 - source, name, tuple(region), case.axis == 0))
-    window: list[tuple[int, int]] = list(whole)
-    extent, halo = case.shape[case.axis], case.halo
-    window[case.axis] = (-extent, halo) if world.rank == 0 else (-halo, extent)
-    buffers = {str(k): _buffer(tuple(window)) for k in range(case.arrays)}
-    order = sorted(messages, key=lambda m: (m.source, m.dest, m.buffer))
-    exchange = Exchange(number, tuple(order))
+    buffers = {str(k): _buffer(case.window(world.rank)) for k in range(case.arrays)}
+    messages = [
+        Message(source, 1 - source, name, case.halo_of(source), case.segment)
+        for source in (0, 1)
+        for name in buffers
+    ]
+    exchange = Exchange(number, tuple(messages))
 
     sent = [buffers[m.buffer].view(m.region) for m in exchange.sent_by(world.rank)]
     received = [buffers[m.buffer].view(m.region) for m in exchange.received_by(world.rank)]
@@ -149,6 +207,31 @@ def _ours(world: distributed.World, case: Case, number: int) -> tuple[Side, View
         world.finish(exchange)
 
     return Side(renew, run), Views(sent, received)
+
+
+def route_turns(
+    world: distributed.World, case: Case, rounds: int
+) -> tuple[dict[str, list[float]], str]:
+    """Milliseconds of the routes that a halo can take, in turns, and which one is chosen."""
+    chosen: Sequence[str] = world.packing(case.parcel)
+    usual = world.packing
+    sides: dict[str, Side] = {}
+    for number, route in enumerate(ROUTES):
+        if route == "slot" and not world.has_slots(case.nbytes):
+            continue
+        if route == "packed" and case.segment * 4 == case.nbytes:
+            continue
+        world.packing = always(route)
+        sides[route], _ = _ours(world, case, number)
+        sides[route].run()
+    world.packing = usual
+    turns: dict[str, list[float]] = {route: [] for route in sides}
+    for _ in range(rounds):
+        for title, side in sides.items():
+            turns[title].append(_microseconds(world, side, _ROUTE_SECONDS) / 1e3)
+    for number in range(len(ROUTES)):
+        world.forget(number)
+    return turns, next(route for route in chosen if route in sides)
 
 
 def _buffer(window: Region) -> LocalBuffer:
@@ -218,25 +301,12 @@ def _pieces(array: np.ndarray, views: list[np.ndarray]) -> list[tuple[np.ndarray
     return [(part.reshape(view.shape), view) for part, view in zip(parts, views, strict=True)]
 
 
-def _microseconds(world: distributed.World, side: Side) -> float:
+def _microseconds(world: distributed.World, side: Side, seconds: float = _SECONDS) -> float:
     """Median over exchanges of the slower rank's time."""
     from mpi4py import MPI
 
-    def seconds() -> float:
-        side.renew()
-        MPI.COMM_WORLD.Barrier()
-        begin = time.perf_counter()
-        side.run()
-        return time.perf_counter() - begin
-
-    begin = time.perf_counter()
-    for _ in range(_FEWEST):
-        seconds()
-    mine = np.array((time.perf_counter() - begin) / _FEWEST)
-    once = float(world.all_gather(mine).max())  # both make as many exchanges
-    count = int(max(_FEWEST, min(_SECONDS / once, _MOST)))
-    times = np.array([seconds() for _ in range(count)])
-    return 1e6 * float(np.median(world.all_gather(times).max(axis=0)))
+    meet = MPI.COMM_WORLD.Barrier
+    return 1e6 * renewed_seconds(world, meet, side.renew, side.run, seconds)
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:

@@ -25,9 +25,9 @@ from .exchange import (
     Region,
     difference,
     hull,
-    is_contiguous,
     messages_of,
     region_size,
+    segment_size,
 )
 from .gather import Gather
 from .loop_nest import LoopNest, read_loop_nest, shape_of
@@ -375,7 +375,7 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
             "inferred"
         )
     messages.sort(key=lambda m: (m.source, m.dest, m.buffer, m.region))
-    marked = tuple(replace(m, contiguous=_is_contiguous(m, parts)) for m in messages)
+    marked = tuple(replace(m, segment=_segment(m, parts)) for m in messages)
     exchange = Exchange(len(choices.transfers), marked)
     repeat = {taker.name: output.name for taker, output in again.items()}
     return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, repeat)
@@ -393,10 +393,10 @@ def _join_windows(
             windows |= dict.fromkeys((*made, *takers), joint)
 
 
-def _is_contiguous(message: Message, parts: Sequence[Part]) -> bool:
-    """True if a message is one piece of memory on both of its ranks."""
-    return all(
-        is_contiguous(message.region, parts[rank].windows[message.buffer])
+def _segment(message: Message, parts: Sequence[Part]) -> int:
+    """Elements of the contiguous pieces of a message, on that of its ranks where they are less."""
+    return min(
+        segment_size(message.region, parts[rank].windows[message.buffer])
         for rank in (message.source, message.dest)
     )
 

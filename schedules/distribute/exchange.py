@@ -44,10 +44,14 @@ def difference(a: Region, b: Region) -> list[Region]:
     return parts
 
 
-def is_contiguous(region: Region, window: Region) -> bool:
-    """Return whether a region of a C-contiguous window is one piece of memory."""
-    several = [axis for axis, (begin, end) in enumerate(region) if end - begin > 1]
-    return not several or region[several[0] + 1 :] == window[several[0] + 1 :]
+def segment_size(region: Region, window: Region) -> int:
+    """Number of elements of the contiguous pieces of a region of a C-contiguous window."""
+    size = 1
+    for axis, whole in zip(reversed(region), reversed(window), strict=True):
+        size *= axis[1] - axis[0]
+        if axis != whole:
+            break
+    return size
 
 
 def hull(regions: Sequence[Region]) -> Region:
@@ -109,15 +113,16 @@ class Message:
         Name of the buffer.
     region : Region
         What is sent, in indices of the whole buffer; never empty.
-    contiguous : bool
-        Whether it is known to be one piece of memory on both ranks.
+    segment : int
+        Elements of the contiguous pieces of which it is known to consist on both ranks; those of
+        the last axis always are.
     """
 
     source: int
     dest: int
     buffer: str
     region: Region
-    contiguous: bool = field(default=False, compare=False)
+    segment: int = field(default=1, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:

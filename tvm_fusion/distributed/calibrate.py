@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of what connects the ranks of a job: the figures of :class:`.Network`."""
+"""Measurement of what connects the ranks of a job: the figures of :class:`.Network`, and others."""
 
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from schedules.cost.machine import Figure, Machine
-from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 
 from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
 from ..written_aside import written_aside
+from .parcel_times import PairExchange, parcel_times
+from .rank_timing import slowest, timed
 from .world.communicator import World
+from .world.packing import ParcelShape
 
 if TYPE_CHECKING:
     from schedules.distribute.cost import Network
@@ -27,22 +27,7 @@ if TYPE_CHECKING:
 SIZES = tuple(8 << k for k in range(0, 22, 3))
 """Bytes of the messages that are measured: 8 bytes to 16 MB."""
 
-_SECONDS = 0.1  # of one size, about
-_ROW_SECONDS = 5e-4  # between barriers, which ranks do not leave at the same time
 _OVERLAP_BYTES = 4 << 20
-
-
-class MeasuredRanks(Protocol):
-    """Ranks of a job as a measurement needs them, whoever connects them."""
-
-    rank: int
-    size: int
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks, stacked in order of the ranks."""
 
 
 def calibrate(world: World) -> Machine:
@@ -59,7 +44,8 @@ def calibrate(world: World) -> Machine:
         On all ranks the same figures, for :func:`network_of`: ``network.latency`` (seconds) and
         ``network.bandwidth`` (bytes/s each way), fitted to ``exchange_seconds.<bytes>`` (seconds of
         sending and receiving so many bytes); and ``network.progress``, the share of an exchange
-        that passes while both ranks compute, left out where that is nothing.
+        that passes while both ranks compute, left out where that is nothing. And those of
+        :func:`.packing_of`, for shapes of 512 bytes to 1 MB.
 
     Raises
     ------
@@ -75,6 +61,7 @@ def calibrate(world: World) -> Machine:
     progress = -slowest(world, -_progress(world))
     if progress > 0:
         figures["network.progress"] = progress
+    figures |= parcel_times(world)
     title = f"{world.size} ranks on {cpu_name()}"
     origin = f"measured by calibrate with {world.size} ranks, {date.today().isoformat()}"
     named = {name: Figure(float(value), origin) for name, value in figures.items()}
@@ -125,40 +112,16 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     return max(latency, 1e-9), 1 / max(slope, 1e-15)
 
 
-def slowest(ranks: MeasuredRanks, value: float) -> float:
-    """Return the largest value of all ranks."""
-    return float(ranks.all_gather(np.array([value])).max())
-
-
-class _Pair:
-    """An exchange of this rank with its neighbour; the last of an odd number has none."""
-
-    def __init__(self, world: World, size: int) -> None:
-        self._world = world
-        low = [rank for rank in range(0, world.size - 1, 2)]
-        there = [Message(rank, rank + 1, "A", ((0, size),), True) for rank in low]
-        back = [Message(rank + 1, rank, "A", ((size, 2 * size),), True) for rank in low]
-        self._exchange = Exchange(size.bit_length(), (*there, *back))
-        self._buffers = {"A": LocalBuffer(np.zeros(2 * size, np.uint8), (0,))}
-
-    def start(self) -> None:
-        self._world.start(self._exchange, self._buffers)
-
-    def finish(self) -> None:
-        self._world.finish(self._exchange)
-
-    def __call__(self) -> None:
-        self.start()
-        self.finish()
-
-
 def _exchange_seconds(world: World, size: int) -> float:
-    return timed(world, _Pair(world, size))
+    pair = PairExchange(world, ParcelShape(size, size))
+    seconds = timed(world, pair)
+    pair.forget()
+    return seconds
 
 
 def _progress(world: World) -> float:
     """Share of an exchange, or of a computation as long, that is hidden by the other."""
-    pair = _Pair(world, _OVERLAP_BYTES)
+    pair = PairExchange(world, ParcelShape(_OVERLAP_BYTES, _OVERLAP_BYTES))
     alone = slowest(world, timed(world, pair))
     numbers = np.linspace(0, 1, 1024)  # in the first cache, so that cores alone compute
 
@@ -177,23 +140,3 @@ def _progress(world: World) -> float:
 
     together = slowest(world, timed(world, both))
     return (alone + computing - together) / min(alone, computing)
-
-
-def timed(ranks: MeasuredRanks, call: Callable[[], object], seconds: float = _SECONDS) -> float:
-    """Median seconds of a call that all ranks make together, several times in a row.
-
-    All together take about ``seconds``, but five calls at least.
-    """
-    call()
-    begin = time.perf_counter()
-    call()
-    once = slowest(ranks, time.perf_counter() - begin)
-    in_a_row = max(1, int(_ROW_SECONDS / once))
-    times = []
-    for _ in range(int(min(max(seconds / (once * in_a_row), 5), 200))):
-        ranks.barrier()
-        begin = time.perf_counter()
-        for _ in range(in_a_row):
-            call()
-        times.append((time.perf_counter() - begin) / in_a_row)
-    return statistics.median(times)

@@ -15,7 +15,7 @@ from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from ..errors import InvalidInputError
 from ..machine.host_info import cpu_name
 from ..prediction.collectives import Collectives, Curve
-from .calibrate import MeasuredRanks, slowest, timed
+from .rank_timing import MeasuredRanks, slowest, timed
 from .world.communicator import World
 
 MESSAGES = tuple(4 << k for k in range(23))

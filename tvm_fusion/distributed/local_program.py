@@ -264,9 +264,9 @@ class LocalProgram:
         InvalidInputError
             If there are several steps and no input takes the output.
         """
-        if steps < 1 or (steps > 1 and not self.plan.repeat):
+        if not isinstance(steps, int) or steps < 1 or (steps > 1 and not self.plan.repeat):
             raise InvalidInputError(
-                f"steps is {steps}; expected 1, or more for a program compiled with repeat="
+                f"steps is {steps!r}; expected 1, or more for a program compiled with repeat="
             )
         deep = len(self._part.steps)
         done = 0

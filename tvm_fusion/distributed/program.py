@@ -140,15 +140,17 @@ class Program:
         if gpu_aware:
             self._check_gpu_aware(world)
         shares = self.shares.devices[world.rank]
-        drivers = [open_driver(share.device.kind, share.device.index) for share in shares]
+        drivers = {  # one that is not there is refused, though it may have no rows
+            device.name: open_driver(device.kind, device.index)
+            for device in self.shares.named[world.rank]
+        }
         world.agree(f"{self._identity()} {gpu_aware}", "programs")
         pieces = self.pieces[world.rank]
         names = {piece.kernel for piece in pieces} | ({COMBINE} & self.kernels.keys())
         kernels = {name: self.library[name] for name in names}
         local = LocalProgram(self.distribution, world, pieces, kernels)
         local.devices = [
-            DeviceRun(share, driver, local.buffers)
-            for share, driver in zip(shares, drivers, strict=True)
+            DeviceRun(share, drivers[share.device.name], local.buffers) for share in shares
         ]
         if gpu_aware:
             local.gpu_aware = True
@@ -289,7 +291,8 @@ def compile(
     OpError
         If the function cannot be distributed so, or a split does not fit.
     InvalidInputError
-        If devices are given for a rank that is none, or threads are no positive number.
+        If devices are given for a rank that is none, threads are no positive number, or
+        ``network`` is no :class:`.Network`.
     TargetError
         If the target is unknown, or no CPU, or one of a device is no GPU.
     """
@@ -297,6 +300,11 @@ def compile(
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
     if not isinstance(threads, int) or threads < 1:
         raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")
+    if not isinstance(network, Network | None):
+        raise InvalidInputError(
+            f"network is {network!r:.60}; expected a Network, such as that of a file: "
+            "network_of(load_machine(file))"
+        )
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError(

@@ -24,7 +24,7 @@ from loop_nests import (
 from tvm import s_tir
 
 from schedules.distribute.distribute import Distribution, distribute
-from schedules.distribute.exchange import Region, intersection, is_contiguous, region_size
+from schedules.distribute.exchange import Region, intersection, region_size, segment_size
 from schedules.distribute.transfer import Mode, send_recv
 from schedules.errors import OpError
 from tests.selection import in_turns
@@ -59,7 +59,7 @@ def check_messages(plan: Distribution, interpreter: Interpreter) -> None:
             windows = [
                 plan.parts[rank].windows[message.buffer] for rank in (message.source, part.rank)
             ]
-            assert message.contiguous == all(is_contiguous(message.region, w) for w in windows)
+            assert message.segment == min(segment_size(message.region, w) for w in windows)
 
 
 def rows_of(plan: Distribution, rows: Region) -> Region:
@@ -159,7 +159,7 @@ def test_grids(name: str, ranks: int) -> None:
 def test_rows_of_a_row_cut_are_contiguous_and_columns_are_not() -> None:
     for loop, expected in (("i", True), ("j", False)):
         messages = distribute(blur(), loop, 3).exchange.messages
-        assert messages and all(message.contiguous == expected for message in messages)
+        assert messages and all((m.segment == m.size) == expected for m in messages)
 
 
 def test_corners() -> None:

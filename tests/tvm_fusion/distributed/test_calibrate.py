@@ -12,6 +12,7 @@ from mpi_ranks import needs_mpi, run_ranks
 from schedules.cost.machine import load_machine, machine_from_json
 from schedules.distribute.cost import Network
 from tvm_fusion.distributed.calibrate import SIZES, fit, network_of, write_machine
+from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, is_figure, packing_of
 from tvm_fusion.errors import ArtifactError, PredictionError
 
 
@@ -32,6 +33,9 @@ def test_command(tmp_path: Path) -> None:
     assert network.latency > 0 and network.bandwidth > 0 and 0 <= network.progress <= 1
     assert "measured by calibrate with 2 ranks" in machine.figures["network.latency"].origin
     assert machine["exchange_seconds.16777216"] > machine["exchange_seconds.8"]
+    parcels = [name for name in machine.figures if is_figure(name)]
+    assert outcome.stdout.count("routes of parcels") == 1 and len(parcels) > 300
+    assert set(packing_of(machine)(ParcelShape(65536, 256))) == set(ROUTES)
     assert sorted(tmp_path.iterdir()) == [file]
 
 

@@ -548,6 +548,11 @@ def test_overlap_by_the_model() -> None:
         ({"loop": "k", "devices": ["opencl"]}, OpError, "has no loop 'k'"),
         ({"loop": 1.5}, OpError, "a loop is 1.5; expected its name, an axis of the output"),
         ({"threads": 0}, InvalidInputError, "threads is 0; expected a positive integer"),
+        (
+            {"network": "network.json"},
+            InvalidInputError,
+            "network is 'network.json'; expected a Net",
+        ),
         ({"devices": "opencl"}, InvalidInputError, "devices are 'opencl'; expected a list of them"),
         ({"schedule": on_gpu}, OpError, "schedule of part_0 binds loops to threads of a GPU, and"),
         ({"schedule": {2: print}}, OpError, "given for rank 2; ranks are 0 to 1"),
@@ -562,8 +567,8 @@ def test_refused_steps() -> None:
     with pytest.raises(OpError, match="rank 0 owns .* leave out owned="):
         compile(heat2d(9), 2, repeat="A", owned={"A": [2, 7]})
     program = compile(pipeline(), 1)
-    for steps in (0, 2):
-        with pytest.raises(InvalidInputError, match=f"steps is {steps}; expected 1, or more for"):
+    for steps in (0, 2, "2"):
+        with pytest.raises(InvalidInputError, match=f"steps is {steps!r}; expected 1, or more for"):
             run_ranks(1, lambda world, steps=steps: program.on(world)(steps))
 
 

@@ -339,6 +339,18 @@ def test_distances_of_choices() -> None:
     assert found["every"] == ("every 4", "every 2", 1.5)
     networks = {"chosen": {"exchange": "auto"}, "turns_ms": {"once": [1.0], "auto": [1.1]}}
     assert distributed_choices.distances(networks)["exchange"] == ("auto", "once", 1.1)
+    halo = {"chosen": {"packing": "slot"}, "turns_ms": {"slot": [1.5], "in place": [1.0]}}
+    assert distributed_choices.distances(halo)["packing"] == ("slot", "in place", 1.5)
+
+
+def test_shapes_of_halos() -> None:
+    shapes = {name: tuple(case.parcel) for name, case in exchanges.HALOS.items()}
+    assert shapes["row of 4 KB"] == (4096, 4096, 1)
+    assert shapes["corner of 2 x 2"] == (16, 8, 1)
+    assert shapes["256 pieces of 12 B"] == (256 * 12, 12, 1)
+    assert shapes["64 pieces of 4 KB"] == (64 * 4096, 4096, 1)
+    assert shapes["plane of a cube, second axis"] == (64 * 256, 256, 1)
+    assert shapes["2 rows of 16 KB"] == (2 << 14, 1 << 14, 2)
 
 
 @needs_mpi
@@ -346,11 +358,14 @@ def test_distances_of_choices() -> None:
 def test_distributed_choices(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     path = tmp_path / "choices.json"
     monkeypatch.setenv(distributed.SMALL, "1")
-    arguments = ["--rounds", "1", "--output", str(path), "--only", "heat2d", "small"]
+    halos = ["row of 4 KB", "64 pieces of 448 B"]
+    arguments = ["--rounds", "1", "--output", str(path), "--only", "heat2d", "small", *halos]
     assert distributed_choices.main(arguments) == 0
     results = json.loads(path.read_text())["results"]
     assert set(results["heat2d"]["chosen"]) == {"overlap", "every"}
     assert list(results["small"]["turns_ms"]) == ["always", "once", "auto"]
+    assert results[halos[0]]["chosen"] == {"packing": "in place"}
+    assert list(results[halos[1]]["turns_ms"]) == ["slot", "packed", "in place"]
     assert "to the best" in capsys.readouterr().out
 
 

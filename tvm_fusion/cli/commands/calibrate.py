@@ -115,6 +115,7 @@ def _calibrate_network(output: Path, timeout: float, as_json: bool) -> None:
     """Measure pairs of ranks at the same time; rank 0 writes the file."""
     from ...distributed import session
     from ...distributed.calibrate import calibrate, write_machine
+    from ...distributed.world.packing import is_figure
 
     with session(timeout=timeout) as world:
         machine = calibrate(world)
@@ -123,7 +124,10 @@ def _calibrate_network(output: Path, timeout: float, as_json: bool) -> None:
         write_machine(machine, output)
         table = Table("figure", "value", title=f"{machine.title}: {output}")
         for name, figure in machine.figures.items():
-            table.add_row(name, f"{figure.value:.4g}")
+            if not is_figure(name):
+                table.add_row(name, f"{figure.value:.4g}")
+        parcels = sum(map(is_figure, machine.figures))
+        table.add_row("routes of parcels", f"{parcels} times")
         if "network.progress" not in machine.figures:  # a file has no figures of 0
             table.add_row("network.progress", "0")
         show_table(machine.to_json(), table, as_json)

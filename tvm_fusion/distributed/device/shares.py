@@ -84,10 +84,13 @@ class Shares:
         Rows of each rank's CPU; perhaps none.
     devices : tuple[tuple[DeviceShare, ...], ...]
         Those of its devices that have rows.
+    named : tuple[tuple[ResolvedDevice, ...], ...]
+        All of its devices.
     """
 
     cpu: tuple[Region, ...]
     devices: tuple[tuple[DeviceShare, ...], ...]
+    named: tuple[tuple[ResolvedDevice, ...], ...]
 
 
 def plan_shares(
@@ -140,7 +143,8 @@ def plan_shares(
     shares = [
         tuple(_share(plan, *one, code[one[0].kernels]) for one in of_rank) for of_rank in wanted
     ]
-    return Shares(tuple(regions[0] for regions in cut), tuple(shares))
+    named = tuple(tuple(of_rank) for of_rank in devices)
+    return Shares(tuple(regions[0] for regions in cut), tuple(shares), named)
 
 
 def _of_rank(split: Split, rank: int, ranks: int) -> RankSplit:

@@ -23,6 +23,7 @@ from schedules.distribute.exchange import Exchange, LocalBuffer, Region
 from ...errors import DistributedError
 from . import failure
 from .numa_placement import Placement
+from .packing import Packing, by_constants
 from .parcel import PreparedExchange, as_bytes, name_ranks
 from .shared_slots import NodeSlots
 from .slot_route import SlotRoute, slot_route
@@ -69,6 +70,8 @@ class World:
         Its place on the NUMA nodes of its machine, if the session gave it one.
     is_crowded : bool
         Whether other ranks of the node may need the processor of this one while it waits.
+    packing : Packing
+        How the parcels of exchanges that are prepared from now on travel; the same on all ranks.
     """
 
     placement: Placement | None = None
@@ -91,6 +94,7 @@ class World:
         self._prepared: dict[int, list[PreparedExchange]] = {}
         self._running: dict[int, PreparedExchange] = {}
         self._routes: list[SlotRoute] = []
+        self.packing: Packing = by_constants
         self.doing = "before its first exchange"
 
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
@@ -165,6 +169,11 @@ class World:
             raise self._failed(prepared, error) from error
         self._say(prepared.after)
 
+    def forget(self, number: int) -> None:
+        """Release what is kept of the exchanges of a number, all of which are finished."""
+        for prepared in self._prepared.pop(number, ()):
+            prepared.free()
+
     def route(
         self, exchange: Exchange, itemsize: int, row: np.ndarray, own: Region, held: Region
     ) -> SlotRoute | None:
@@ -202,6 +211,12 @@ class World:
         """
         awaited = route.awaited(number)
         self._wait_for(awaited[0][0], None, awaited, route.texts.name, time.monotonic())
+
+    def has_slots(self, nbytes: int) -> bool:
+        """Return whether all ranks share memory for parcels of so many bytes."""
+        if self._slots is None or len(self._neighbours) < self.size:
+            return False
+        return nbytes <= self._slots.most
 
     @property
     def takes_device_memory(self) -> bool:
@@ -314,7 +329,8 @@ class World:
             if prepared.fits(exchange, buffers):
                 kept.append(kept.pop(number))  # in turns, the next one is now the first
                 return prepared
-        kept.append(PreparedExchange(self._mpi, self._comm, exchange, buffers, self._slots))
+        mine = self._mpi, self._comm, exchange, buffers, self._slots, self.packing
+        kept.append(PreparedExchange(*mine))
         if len(kept) > _KEPT:
             kept.pop(0).free()
         return kept[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from schedules.cost.machine import load_machine, machine_from_json
+
 from ...errors import InvalidInputError, TargetError
 from ...machine.numa import numa_nodes
 from ...runtime.thread_pool import choose_threads
@@ -20,6 +23,7 @@ from ...version import __version__
 from . import failure
 from .communicator import World, load_mpi, require_mpi
 from .numa_placement import NUMA, Numa, Placement, memory_bound, part, placements
+from .packing import packing_of
 from .parcel import name_ranks
 from .shared_slots import NodeSlots, shared_file
 from .watch import NodeRecord, record_bytes
@@ -36,6 +40,7 @@ def session(
     threads: int | None = None,
     numa: Numa | None = None,
     bind: bool = True,
+    network: str | os.PathLike[str] | None = None,
 ) -> Iterator[World]:
     """Session of all ranks of this job, which ``mpiexec -n N`` started.
 
@@ -58,6 +63,9 @@ def session(
     bind : bool
         Whether ranks that may use the same processors of a machine, of which there are enough, each
         run on a share of their own. Else the operating system moves them.
+    network : str or PathLike, optional
+        File that ``tvm-fusion calibrate --network`` wrote, read by the first rank: exchanges take
+        the routes that it has measured to be fastest. By default constants choose them.
 
     Yields
     ------
@@ -71,6 +79,8 @@ def session(
         versions, a machine has one NUMA node alone where ``numa`` is given, or a rank does not
         answer in time. What all ranks find wrong is raised on the
         first one alone; the others end with code 1.
+    PredictionError, InvalidInputError
+        If ``network`` is no such file.
     """
     if not timeout > 0:
         raise InvalidInputError(f"timeout is {timeout!r}; expected a positive number of seconds")
@@ -80,6 +90,7 @@ def session(
         try:
             with failure.guarded_exit(lambda code: _exited(world, code)):
                 _check(world, ranks)
+                _choose_packing(world, network)
                 place = world.placement = _place(world, siblings, numa)
                 with _processors(world, siblings, threads, place, bind), memory_bound(place):
                     yield world
@@ -176,6 +187,20 @@ def _check(world: World, ranks: int | None) -> None:
     packages = ("apache-tvm", "apache-tvm-ffi", "numpy")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in packages]
     world.agree(", ".join([f"tvm-fusion {__version__}", *versions]), "versions")
+
+
+def _choose_packing(world: World, network: str | os.PathLike[str] | None) -> None:
+    """Let parcels travel as the first rank's file tells, on all ranks alike."""
+    text = ""
+    if network is not None and world.rank == 0:
+        machine = load_machine(network)
+        packing_of(machine)  # refused before it is sent
+        text = json.dumps(machine.to_json())
+    size = int(world.broadcast(np.array([len(text.encode())]))[0])
+    if size:
+        sent = np.frombuffer(text.encode() or bytes(size), np.uint8)
+        data = json.loads(world.broadcast(sent).tobytes())
+        world.packing = packing_of(machine_from_json(data))
 
 
 def _place(world: World, siblings: Sequence[_Sibling], numa: Numa | None) -> Placement | None:

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parcels: all that one rank sends to another in an exchange, and how it travels.
+"""Parcels: all that one rank sends to another in an exchange, by one of the routes of packing.
 
-Between ranks of a node, a short parcel is packed into a slot of shared memory, unless it is one
-contiguous region on both that MPI copies at once. Else one contiguous region travels from where it
-lies. One of long segments, too: a derived datatype of MPI describes
-it. Short segments, and several regions, are copied into one piece (packed); in the memory of a
-device a datatype describes all of them. In this both sides choose for themselves, since the bytes
-on the way are the same. Whether there is a slot, they must choose alike: a buffer is on devices on
-all ranks, or on none.
+Whether there is a slot both sides must choose alike: from what messages tell of both of them, and a
+buffer is on devices on all ranks, or on none. Without one each chooses for itself, from what it
+sees of its own regions, since the bytes on the way are the same. In the memory of a device nothing
+is packed.
 """
 
 from __future__ import annotations
@@ -22,24 +19,9 @@ import numpy as np
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 
 from ...errors import DistributedError
+from .packing import Packing, ParcelShape, by_constants
 from .shared_slots import NodeSlots, Slot, SlotReceive, SlotSend
 from .watch import slot_text
-
-SHORT_SEGMENT = 4 * 1024
-"""Bytes; a copy of shorter segments is faster than MPI's own walk over them.
-
-Measured between two ranks of one node (MPICH 5.0), packed and as datatype: 64 segments of 2 KB in
-40 and 43 us, of 4 KB 59 and 51, of 16 KB 146 and 104; several regions, 2 of 512 KB in 137 and 221.
-"""
-
-LONG_REGION = 32 * 1024
-"""Bytes from which MPI moves a contiguous region, which it copies once, as fast as a slot does.
-
-Measured between two ranks of one node (MPICH 5.0 on Zen 4), by a slot and by MPI: 16 KB in 6.7 and
-7.5 us, 32 KB 8.9 and 9.0, 64 KB 13.5 and 11.3, 128 KB 23 and 17.
-"""
-
-_LEAST_SEGMENT = 16  # bytes; shorter ones numpy copies faster by elements
 
 SlotOf: TypeAlias = Callable[[int, int], Slot | None]
 """The slot for a peer and a number of bytes."""
@@ -62,6 +44,8 @@ class Parcel:
         The slot for it, or None.
     on_device : bool
         Whether any of them lies in the memory of a device, where only MPI can read it.
+    packing : Packing
+        How it travels without a slot.
 
     Attributes
     ----------
@@ -77,6 +61,7 @@ class Parcel:
         views: Sequence[np.ndarray],
         slot_of: SlotOf = _no_slot,
         on_device: bool = False,
+        packing: Packing = by_constants,
     ) -> None:
         self.peer = peer
         self.views = list(views)
@@ -89,7 +74,7 @@ class Parcel:
             self._copies = _copies(self.stage, views)
         elif len(views) == 1 and views[0].flags.c_contiguous:
             self.stage = as_bytes(views[0])
-        elif not on_device and (len(views) > 1 or segment_bytes(views[0]) < SHORT_SEGMENT):
+        elif not on_device and _is_packed(packing, self.nbytes, views):
             self.stage = np.empty(self.nbytes, np.uint8)
             self._copies = _copies(self.stage, views)
 
@@ -104,6 +89,12 @@ class Parcel:
             np.copyto(view, staged)
         if self.slot is not None:
             self.slot.take()
+
+
+def _is_packed(packing: Packing, nbytes: int, views: Sequence[np.ndarray]) -> bool:
+    """Return whether views are copied into one piece, where there is no slot."""
+    routes = packing(ParcelShape(nbytes, min(map(segment_bytes, views)), len(views)))
+    return next(route for route in routes if route != "slot") == "packed"
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -133,9 +124,9 @@ def _copies(stage: np.ndarray, views: Sequence[np.ndarray]) -> list[tuple[np.nda
 
 
 def _segments(view: np.ndarray) -> np.ndarray:
-    """A view whose elements are contiguous segments: numpy copies each by one call of memmove."""
+    """A view whose elements are contiguous segments: numpy copies each as one, in half the time."""
     length, shape = segment_bytes(view), list(view.shape)
-    if length < _LEAST_SEGMENT:
+    if length == view.itemsize:
         return view
     items, merged = length // view.itemsize, 1
     while merged < items:
@@ -184,6 +175,8 @@ class PreparedExchange:
         This rank's windows of the buffers that they name.
     slots : NodeSlots, optional
         The slots of this rank's node.
+    packing : Packing
+        How parcels travel.
 
     Attributes
     ----------
@@ -204,6 +197,7 @@ class PreparedExchange:
         exchange: Exchange,
         buffers: Mapping[str, LocalBuffer],
         slots: NodeSlots | None = None,
+        packing: Packing = by_constants,
     ) -> None:
         self.exchange = exchange
         sent, received = exchange.sent_by(comm.rank), exchange.received_by(comm.rank)
@@ -213,8 +207,8 @@ class PreparedExchange:
             slots = None
         send_slot = partial(slots.outgoing, exchange.slot) if slots else _no_slot
         receive_slot = partial(slots.incoming, exchange.slot) if slots else _no_slot
-        outgoing = _parcels(sent, [m.dest for m in sent], buffers, send_slot)
-        incoming = _parcels(received, [m.source for m in received], buffers, receive_slot)
+        outgoing = _parcels(sent, [m.dest for m in sent], buffers, send_slot, packing)
+        incoming = _parcels(received, [m.source for m in received], buffers, receive_slot, packing)
         texts = ExchangeTexts(exchange.id, (parcel.peer for parcel in (*incoming, *outgoing)))
         self.name, self.inside, self.after = texts.name, texts.inside, texts.after
         self._types: list[Any] = []
@@ -306,6 +300,7 @@ def _parcels(
     peers: Sequence[int],
     buffers: Mapping[str, LocalBuffer],
     slot_of: SlotOf,
+    packing: Packing,
 ) -> list[Parcel]:
     """One parcel for each peer, of its messages in their order."""
     by_peer: dict[int, list[Message]] = {}
@@ -315,9 +310,18 @@ def _parcels(
     for peer, mine in by_peer.items():
         views = [buffers[message.buffer].view(message.region) for message in mine]
         on_device = any(buffers[message.buffer].on_device for message in mine)
-        whole = len(mine) == 1 and mine[0].contiguous and views[0].nbytes >= LONG_REGION
-        parcels.append(Parcel(peer, views, _no_slot if whole else slot_of, on_device))
+        wanted = slot_of if packing(_shape_on_both(mine, views))[0] == "slot" else _no_slot
+        parcels.append(Parcel(peer, views, wanted, on_device, packing))
     return parcels
+
+
+def _shape_on_both(messages: Sequence[Message], views: Sequence[np.ndarray]) -> ParcelShape:
+    """Shape of a parcel as both of its ranks know it."""
+    segments = [
+        max(message.segment, *message.shape[-1:]) * view.itemsize
+        for message, view in zip(messages, views, strict=True)
+    ]
+    return ParcelShape(sum(view.nbytes for view in views), min(segments), len(views))
 
 
 def _strided(mpi: Any, view: np.ndarray) -> Any:

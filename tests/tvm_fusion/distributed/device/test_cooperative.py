@@ -22,6 +22,7 @@ from schedules.distribute.transfer import Mode, send_recv
 from tvm_fusion import distributed
 from tvm_fusion.codegen.host_code import Launch
 from tvm_fusion.distributed import Device, compile, measure_split
+from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
 
 pytestmark = pytest.mark.usefixtures("as_gpu")
@@ -122,7 +123,8 @@ def test_all_is_enqueued_before_the_cpu_computes(
 def test_one_side_may_have_nothing(split: list[int], opened: list[WatchedDriver]) -> None:
     program = compile(blur(), devices=["opencl"], split=split)
     check(program, "blur")
-    assert (bool(program.pieces[0]), len(opened)) == (split[0] > 0, int(split[1] > 0))
+    used = [driver for driver in opened if driver.queues]
+    assert (bool(program.pieces[0]), len(used)) == (split[0] > 0, int(split[1] > 0))
 
 
 @given(data=st.data())
@@ -327,8 +329,31 @@ def test_a_device_that_fails(opened: list[WatchedDriver]) -> None:
         queue.launch(kernels["rows_0_kernel"], large, arguments, [])
 
 
-def test_a_device_that_is_not_there() -> None:
+@pytest.mark.parametrize("split", [[3, 10], [13, 0], "auto"])
+def test_a_device_that_is_not_there(split: Any) -> None:
+    """It is refused by whoever is to run it, though it may have no rows."""
     opencl_context()
-    program = compile(blur(), devices=["opencl:77"], split=[3, 10])
-    with pytest.raises(TargetError, match="this machine has no device opencl:77; it has opencl:0"):
+    program = compile(blur(), devices=["opencl:77"], split=split)
+    program.explain()
+    absent = "this machine has no device opencl:77; it has opencl:0"
+    with pytest.raises(TargetError, match=absent):
+        program.alone()
+    with pytest.raises(TargetError, match=absent):
         run(program, random_arrays(blur()))
+
+
+def test_a_device_that_one_rank_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before anything is sent; no other rank opens it."""
+    opencl_context()
+    split = {0: [6], 1: [7, 0]}
+    program = compile(blur(), 2, devices={1: ["cuda:7 -arch=sm_90"]}, split=split)
+    sent: list[str] = []
+    monkeypatch.setattr(LocalWorld, "_gather", lambda self, value, what: sent.append(what))
+
+    def work(world: LocalWorld) -> None:
+        if world.rank == 1:
+            program.on(world)
+
+    with pytest.raises(TargetError, match="this machine has no (NVIDIA driver|device cuda:7)"):
+        run_ranks(2, work)
+    assert sent == []

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_fusion.distributed.world.parcel import SHORT_SEGMENT, Parcel, name_ranks, segment_bytes
+from tvm_fusion.distributed.world.packing import SHORT_SEGMENT, always
+from tvm_fusion.distributed.world.parcel import Parcel, name_ranks, segment_bytes
 
 
 @st.composite
@@ -35,7 +36,7 @@ def test_segments(view: np.ndarray) -> None:
 
 @given(st.lists(views(), min_size=1, max_size=3))
 def test_packed_bytes_are_those_of_the_regions(regions: list[np.ndarray]) -> None:
-    parcel = Parcel(1, regions)
+    parcel = Parcel(1, regions, packing=always("packed"))
     parcel.pack()
     expected = b"".join(view.tobytes() for view in regions)
     assert parcel.nbytes == len(expected)
@@ -67,8 +68,8 @@ def test_names() -> None:
 
 def test_memory_of_a_device_is_not_packed() -> None:
     view = np.zeros((4, 8), np.float32)[:, 2:4]
-    assert Parcel(1, [view]).stage is not None
+    assert Parcel(1, [view], packing=always("packed")).stage is not None
     for views in ([view], [view, view]):
-        parcel = Parcel(1, views, on_device=True)
+        parcel = Parcel(1, views, on_device=True, packing=always("packed"))
         assert parcel.stage is None
         parcel.pack()

@@ -57,13 +57,14 @@ def test_both_sides_find_the_same_slot_and_no_other_pair_does(path: str) -> None
 def test_messages_of_all_pairs_at_once(path: str) -> None:
     nodes = {rank: NodeSlots(path, RANKS, rank) for rank in RANKS}
     pairs = [(source, dest) for source in RANKS for dest in RANKS if source != dest]
+    most = nodes[4].most
     for source, dest in pairs:
-        slot = nodes[source].outgoing(0, dest, MOST_BYTES)
+        slot = nodes[source].outgoing(0, dest, most)
         assert slot is not None and not slot.is_full
         slot.data[:] = 16 * source + dest
-        slot.send(MOST_BYTES)
+        slot.send(most)
     for source, dest in pairs:
-        slot = nodes[dest].incoming(0, source, MOST_BYTES)
+        slot = nodes[dest].incoming(0, source, most)
         assert slot is not None and slot.is_full and (slot.data == 16 * source + dest).all()
 
 
@@ -71,14 +72,20 @@ def test_what_mpi_sends(path: str) -> None:
     node = NodeSlots(path, RANKS, 4)
     assert node.outgoing(0, 5, 8) is None  # of another node
     assert node.outgoing(0, 4, 8) is None  # itself
-    assert node.outgoing(0, 6, MOST_BYTES + 1) is None
+    assert node.outgoing(0, 6, node.most + 1) is None
     in_turn = Exchange(0, (), in_turn=True).slot
     assert node.outgoing(in_turn, 6, MOST_IN_TURN) is not None
     assert node.outgoing(in_turn, 6, MOST_IN_TURN + 1) is None
-    slots = [node.outgoing(number, 6, MOST_BYTES) for number in range(20)]
+    slots = [node.outgoing(number, 6, node.most) for number in range(20)]
     assert slots[0] is not None and slots[-1] is None  # all memory of this pair is in use
-    assert node.outgoing(0, 6, MOST_BYTES) is slots[0]
-    assert node.outgoing(0, 9, MOST_BYTES) is not None
+    assert node.outgoing(0, 6, node.most) is slots[0]
+    assert node.outgoing(0, 9, node.most) is not None
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, MOST_BYTES), (3, 1 << 19), (60, 1 << 18)])
+def test_long_parcels_leave_room_for_others(path: str, ranks: int, most: int) -> None:
+    found = NodeSlots(path, {rank: rank for rank in range(ranks)}, 0).most
+    assert most - 64 <= found <= most  # whole cache lines
 
 
 @pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
