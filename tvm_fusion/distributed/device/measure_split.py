@@ -22,7 +22,7 @@ from .device import Device
 if TYPE_CHECKING:
     from ..local_program import Beside, LocalProgram
 
-_LEAST_SECONDS = 0.2  # of one measurement, about
+_LEAST_SECONDS = 0.3  # of one measurement, about
 _LEAST_RUNS = 5
 
 
@@ -66,16 +66,16 @@ def measure_split(
         return compile(source, 1, devices=devices, split=rows, **options).alone()
 
     half = extent // 2
-    points: list[list[tuple[int, float]]] = [[] for _ in range(len(devices) + 1)]
+    cuts = [[extent, *(0 for _ in devices)]]
     for number in range(len(devices)):
         for left in (half, 0):
-            rows = [left, *(0 for _ in devices)]
-            rows[number + 1] = extent - left
-            times = iter(_sides(program(rows)))
-            for place in (place for place, count in enumerate(rows) if count):
-                points[place].append((rows[place], next(times)))
-    [seconds] = _sides(program([extent, *(0 for _ in devices)]))
-    points[0].append((extent, seconds))
+            cuts.append([left, *(0 for _ in devices)])
+            cuts[-1][number + 1] = extent - left
+    programs = [program(rows) for rows in cuts]
+    points: list[list[tuple[int, float]]] = [[] for _ in range(len(devices) + 1)]
+    sides = [(place, rows[place]) for rows in cuts for place in range(len(rows)) if rows[place]]
+    for (place, count), seconds in zip(sides, _seconds_of_sides(programs), strict=True):
+        points[place].append((count, seconds))
     lines = [MeasuredRows.through(few[0], few[-1]) for few in map(sorted, points)]
     chosen = split_rows(extent, lines)
     best = min(range(len(lines)), key=lambda number: lines[number](extent))
@@ -88,12 +88,14 @@ def measure_split(
     return MeasuredSplit(lines[0], tuple(lines[1:]))
 
 
-def _sides(local: LocalProgram) -> list[float]:
-    """Seconds of the CPU's pieces, if it has any, then of each device that has rows."""
-    _prepare(local)
-    calls: list[Callable[[], object]] = [local.run_pieces] if local.has_pieces else []
-    calls += [functools.partial(_run, local, [device]) for device in local.devices]
-    return [seconds for call in calls for seconds in _in_turns(call)]
+def _seconds_of_sides(programs: Sequence[LocalProgram]) -> list[float]:
+    """Seconds of each program's CPU, if it has rows, then of each of its devices that has some."""
+    calls: list[Callable[[], object]] = []
+    for local in programs:
+        _prepare(local)
+        calls += [local.run_pieces] if local.has_pieces else []
+        calls += [functools.partial(_run, local, [device]) for device in local.devices]
+    return _in_turns(*calls)
 
 
 def _is_faster(pair: LocalProgram, alone: LocalProgram) -> bool:

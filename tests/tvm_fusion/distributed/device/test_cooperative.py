@@ -238,16 +238,18 @@ def test_measured_together(
         counts = [device._share.rows[0][1] - device._share.rows[0][0] for device in local.devices]
         return [local.plan.parts[0].rows[0][1] - sum(counts), *counts]
 
-    def sides(local: Any) -> list[float]:
-        cpu, *device = rows_of(local)
-        return [seconds for seconds in (cpu / 12, *(rows / 6 for rows in device)) if seconds]
+    def seconds_of_sides(programs: list[Any]) -> list[float]:
+        rows = [
+            (cpu / 12, *(rows / 6 for rows in device)) for cpu, *device in map(rows_of, programs)
+        ]
+        return [seconds for sides in rows for seconds in sides if seconds]
 
     def is_faster(both: Any, alone: Any) -> bool:
         assert rows_of(both) == [8, 4] and rows_of(alone) == [12]
         return pair < 1.0
 
     module = "tvm_fusion.distributed.device.measure_split"
-    monkeypatch.setattr(f"{module}._sides", sides)
+    monkeypatch.setattr(f"{module}._seconds_of_sides", seconds_of_sides)
     monkeypatch.setattr(f"{module}._is_faster", is_faster)
     found = measure_split(blur(12, 6), ["opencl"])
     program = compile(blur(12, 6), devices=["opencl"], split=found)
