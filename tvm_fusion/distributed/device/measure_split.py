@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _LEAST_SECONDS = 0.3  # of one measurement, about
 _LEAST_RUNS = 5
+_SLOWER = (0.85, 1.0, 1.18)
+"""How many times as long devices take beside the CPU, as compared to it, as by themselves."""
 
 
 def measure_split(
@@ -31,8 +33,9 @@ def measure_split(
 ) -> MeasuredSplit:
     """Measure the CPU and each device of this machine by themselves, then together.
 
-    By themselves on half of the rows and all. Where together they take longer than the faster one
-    alone, such as an OpenCL device that is this CPU, the split gives it all rows.
+    By themselves on half of the rows and all; together with as many rows as they compute in the
+    same time then, and with more and fewer for the devices, since one may slow down the other.
+    Where together they take longer than the faster one alone, the split gives it all rows.
 
     Parameters
     ----------
@@ -46,8 +49,7 @@ def measure_split(
     Returns
     -------
     MeasuredSplit
-        For ``compile(..., split=...)``, also with ranks, whose parts are shorter. By how much one
-        slows down the other where both run is not in it.
+        For ``compile(..., split=...)``, also with ranks, whose parts are shorter.
 
     Raises
     ------
@@ -65,27 +67,44 @@ def measure_split(
     def program(rows: Sequence[int]) -> LocalProgram:
         return compile(source, 1, devices=devices, split=rows, **options).alone()
 
-    half = extent // 2
-    cuts = [[extent, *(0 for _ in devices)]]
-    for number in range(len(devices)):
-        for left in (half, 0):
-            cuts.append([left, *(0 for _ in devices)])
-            cuts[-1][number + 1] = extent - left
-    programs = [program(rows) for rows in cuts]
-    points: list[list[tuple[int, float]]] = [[] for _ in range(len(devices) + 1)]
-    sides = [(place, rows[place]) for rows in cuts for place in range(len(rows)) if rows[place]]
-    for (place, count), seconds in zip(sides, _seconds_of_sides(programs), strict=True):
-        points[place].append((count, seconds))
-    lines = [MeasuredRows.through(few[0], few[-1]) for few in map(sorted, points)]
-    chosen = split_rows(extent, lines)
+    lines = _lines_alone(extent, len(devices), program)
     best = min(range(len(lines)), key=lambda number: lines[number](extent))
     alone = [extent if number == best else 0 for number in range(len(lines))]
-    if sum(map(bool, chosen)) > 1 and not _is_faster(program(chosen), program(alone)):
-        lines = [
-            line if number == best else MeasuredRows(math.inf, line.a_row)
-            for number, line in enumerate(lines)
-        ]
+    candidates = [_slowed(lines, factor) for factor in _SLOWER]
+    candidates = [each for each in candidates if sum(map(bool, split_rows(extent, each))) > 1]
+    if candidates:
+        cuts = [*(split_rows(extent, each) for each in candidates), alone]
+        *together, by_itself = _seconds_together([program(rows) for rows in cuts])
+        lines = candidates[together.index(min(together))]
+        if by_itself <= min(together):
+            lines = [
+                line if number == best else MeasuredRows(math.inf, line.a_row)
+                for number, line in enumerate(lines)
+            ]
     return MeasuredSplit(lines[0], tuple(lines[1:]))
+
+
+def _lines_alone(
+    extent: int, devices: int, program: Callable[[Sequence[int]], LocalProgram]
+) -> list[MeasuredRows]:
+    """Times of the CPU and of each device while the others rest."""
+    cuts = [[extent, *(0 for _ in range(devices))]]
+    for number in range(devices):
+        for left in (extent // 2, 0):
+            cuts.append([left, *(0 for _ in range(devices))])
+            cuts[-1][number + 1] = extent - left
+    points: list[list[tuple[int, float]]] = [[] for _ in range(devices + 1)]
+    sides = [(place, rows[place]) for rows in cuts for place in range(len(rows)) if rows[place]]
+    measured = _seconds_of_sides([program(rows) for rows in cuts])
+    for (place, count), seconds in zip(sides, measured, strict=True):
+        points[place].append((count, seconds))
+    return [MeasuredRows.through(few[0], few[-1]) for few in map(sorted, points)]
+
+
+def _slowed(lines: Sequence[MeasuredRows], factor: float) -> list[MeasuredRows]:
+    """The lines with devices that take ``factor`` times as long."""
+    cpu, *devices = lines
+    return [cpu, *(MeasuredRows(factor * each.fixed, factor * each.a_row) for each in devices)]
 
 
 def _seconds_of_sides(programs: Sequence[LocalProgram]) -> list[float]:
@@ -98,14 +117,13 @@ def _seconds_of_sides(programs: Sequence[LocalProgram]) -> list[float]:
     return _in_turns(*calls)
 
 
-def _is_faster(pair: LocalProgram, alone: LocalProgram) -> bool:
-    """Whether all sides together take less time than one alone."""
+def _seconds_together(programs: Sequence[LocalProgram]) -> list[float]:
+    """Seconds of whole programs."""
     calls: list[Callable[[], object]] = []
-    for local in (pair, alone):
+    for local in programs:
         _prepare(local)
         calls.append(functools.partial(_run, local, local.devices, local.run_pieces))
-    together, by_itself = _in_turns(*calls)
-    return together < by_itself
+    return _in_turns(*calls)
 
 
 def _prepare(local: LocalProgram) -> None:

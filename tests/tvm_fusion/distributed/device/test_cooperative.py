@@ -228,32 +228,37 @@ def test_devices_that_are_not_here_are_predicted(monkeypatch: pytest.MonkeyPatch
     assert found[0].shares.cpu == found[1].shares.cpu
 
 
-@pytest.mark.parametrize(("pair", "device_rows"), [(0.7, 4), (1.3, 0)])
+@pytest.mark.parametrize(
+    ("together", "device_rows"),
+    [([0.7, 0.8, 0.9], 44), ([0.9, 0.8, 0.7], 36), ([1.3, 1.2, 1.3], 0)],
+)
 def test_measured_together(
-    pair: float, device_rows: int, opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
+    together: list[float],
+    device_rows: int,
+    opened: list[WatchedDriver],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where two take longer than the faster one, such as on the same cores, it has all rows."""
+    """Beside the CPU a device may be faster or slower; where the pair is, one has all rows."""
 
     def rows_of(local: Any) -> list[int]:
         counts = [device._share.rows[0][1] - device._share.rows[0][0] for device in local.devices]
         return [local.plan.parts[0].rows[0][1] - sum(counts), *counts]
 
     def seconds_of_sides(programs: list[Any]) -> list[float]:
-        rows = [
-            (cpu / 12, *(rows / 6 for rows in device)) for cpu, *device in map(rows_of, programs)
-        ]
-        return [seconds for sides in rows for seconds in sides if seconds]
+        rows = map(rows_of, programs)
+        sides = [(cpu / 120, *(count / 60 for count in device)) for cpu, *device in rows]
+        return [seconds for of_program in sides for seconds in of_program if seconds]
 
-    def is_faster(both: Any, alone: Any) -> bool:
-        assert rows_of(both) == [8, 4] and rows_of(alone) == [12]
-        return pair < 1.0
+    def seconds_together(programs: list[Any]) -> list[float]:
+        assert [rows_of(local) for local in programs] == [[76, 44], [80, 40], [84, 36], [120]]
+        return [*together, 1.0]
 
     module = "tvm_fusion.distributed.device.measure_split"
     monkeypatch.setattr(f"{module}._seconds_of_sides", seconds_of_sides)
-    monkeypatch.setattr(f"{module}._is_faster", is_faster)
-    found = measure_split(blur(12, 6), ["opencl"])
-    program = compile(blur(12, 6), devices=["opencl"], split=found)
-    assert program.shares.cpu == (((0, 12 - device_rows), (0, 6))[:1],)
+    monkeypatch.setattr(f"{module}._seconds_together", seconds_together)
+    found = measure_split(blur(120, 6), ["opencl"])
+    program = compile(blur(120, 6), devices=["opencl"], split=found)
+    assert program.shares.cpu[0][0] == (0, 120 - device_rows)
 
 
 @pytest.mark.slow
