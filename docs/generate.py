@@ -325,11 +325,14 @@ def cooperative_splits() -> str:
             alone = ms[sweep[0]], ms[sweep[-1]]
             size = " x ".join(map(str, result["size"]))
             chosen = [f"{ms[title] / ms[best]:.2f}x" for title in ("measured", "model")]
+            copied = [f"{ms[title]:.4g}" for title in splits if title.startswith("device, ")]
             times = [f"{each:.4g}" for each in (*alone, ms[best])]
             pair = f"{min(alone) / ms[best]:.2f}x"
-            rows.append([cpu, result["device"], name, size, *times, best, pair, *chosen])
+            cells = [cpu, result["device"], name, size, *times, best, pair, *chosen]
+            rows.append([*cells, ", ".join(copied)])
     head = ["CPU", "device", "stencil", "size", "device alone, ms", "CPU alone", "best split"]
-    return _table([*head, "CPU's rows", "pair", "measured split", "model's split"], rows)
+    head += ["CPU's rows", "pair", "measured split", "model's split"]
+    return _table([*head, "device, copies in 1 and 8 chunks, ms"], rows)
 
 
 def shardings() -> str:

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ STEPS = {"heat2d": 10}
 _RUNS = 3  # of a turn
 PARTS = 16
 """Steps of the sweep, from the device alone to the CPU alone."""
+CHUNKS = (1, 8)
+"""In one the device waits for its copies, in several it computes beside them."""
+CHOSEN = ("model", "measured")
 
 
 def splits_of(rows: int) -> dict[str, list[int]]:
@@ -66,7 +70,7 @@ def splits_of(rows: int) -> dict[str, list[int]]:
 
 
 class Sweep:
-    """Programs of one stencil, one for each split.
+    """Programs of one stencil: for each split, and for the device alone with copies in chunks.
 
     Parameters
     ----------
@@ -97,6 +101,11 @@ class Sweep:
             title: distributed.compile(func, split=split, **options)
             for title, split in splits.items()
         }
+        given = Device(device) if isinstance(device, str) else device
+        for chunks in CHUNKS if self.steps == 1 else ():
+            options["devices"] = [replace(given, chunks=chunks)]
+            title = f"device, {chunks} chunk{'s' if chunks > 1 else ''}"
+            self.programs[title] = distributed.compile(func, split=[0, size[0]], **options)
 
     def rows(self, title: str) -> int:
         """Rows of the CPU."""
@@ -174,7 +183,7 @@ def verdict(times: dict[str, list[float]]) -> str:
     found = {title: typical(turns) for title, turns in times.items()}
     best = min(seconds for title, seconds in found.items() if "/" in title)
     alone = min(found[f"0/{PARTS}"], found[f"{PARTS}/{PARTS}"])
-    chosen = ", ".join(f"{t} {found[t] / best:.2f}x" for t in found if "/" not in t)
+    chosen = ", ".join(f"{t} {found[t] / best:.2f}x" for t in CHOSEN if t in found)
     return f"to the best split: {chosen}; best split to one side alone: {alone / best:.2f}x"
 
 

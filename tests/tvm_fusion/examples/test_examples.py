@@ -299,7 +299,7 @@ def test_cooperative_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(r"4/16 .* 16 .* -", out) and "model" in out
     assert cooperative.splits_of(64)["4/16"] == [16, 48]
-    times = {"0/16": [2.0], "8/16": [1.0], "16/16": [3.0], "model": [1.1]}
+    times = {"0/16": [2.0], "8/16": [1.0], "16/16": [3.0], "model": [1.1], "device, 1 chunk": [4.0]}
     told = "to the best split: model 1.10x; best split to one side alone: 2.00x"
     assert cooperative.verdict(times) == told
 
@@ -311,7 +311,8 @@ def test_cooperative_sweep_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     arguments = ["--only", "blur", "--size", "32", "32", "--device", "opencl", "--rounds", "1"]
     assert cooperative.main([*arguments, "--output", str(path)]) == 0
     splits = json.loads(path.read_text())["results"]["blur"]["splits"]
-    assert len(splits) == 19 and splits["16/16"]["cpu_rows"] == 32
+    assert len(splits) == 21 and splits["16/16"]["cpu_rows"] == 32
+    assert list(splits)[-2:] == ["device, 1 chunk", "device, 8 chunks"]
     assert "measured" in capsys.readouterr().out
 
 
