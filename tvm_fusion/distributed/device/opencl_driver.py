@@ -45,12 +45,13 @@ def cpu_units(index: int) -> int:
 
 
 def shares_memory(index: int) -> bool:
-    """Whether a device's kernels take memory of the host as it is; False where there is none."""
+    """Whether a device's kernels work in the memory of the host; False where there is none."""
     return any(map(_shares_memory, opencl_devices()[index : index + 1]))
 
 
 def _shares_memory(device: Any) -> bool:
-    return bool(device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_SYSTEM)
+    any_address = device.svm_capabilities & cl.device_svm_capabilities.FINE_GRAIN_SYSTEM
+    return bool(any_address and device.host_unified_memory)  # others move pages over a link
 
 
 class OpenCLDriver:
