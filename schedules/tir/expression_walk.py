@@ -41,6 +41,11 @@ def op_name(expression: tirx.Expr) -> str:
     return str(expression.op.name) if named else ""
 
 
+def extern_name(expression: tirx.Expr) -> str:
+    """Name of the external function that an expression calls; empty when it calls none."""
+    return str(expression.args[0].value) if op_name(expression) == "tirx.call_extern" else ""
+
+
 def is_if_then_else(expression: tirx.Expr) -> bool:
     """True if an expression evaluates only one of two branches."""
     return op_name(expression) == "prim.if_then_else"

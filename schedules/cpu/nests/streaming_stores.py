@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import extern_name, substitute
 from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel
@@ -85,12 +85,15 @@ def worth_streaming(kernel: Kernel, facts: BlockFacts) -> bool:
     if not kernel.cpu.has_streaming_stores:
         return False
     buffers = {access.buffer for access in facts.accesses}
-    moved = sum(math.prod(constant(n) or 0 for n in b.shape) * item_bytes(b) for b in buffers)
-    return moved >= _LEAST_CACHES * kernel.cpu.l3_bytes
+    return sum(map(buffer_bytes, buffers)) >= _LEAST_CACHES * kernel.cpu.l3_bytes
 
 
-def item_bytes(buffer: ir.Var) -> int:
-    """Bytes of an element."""
+def buffer_bytes(buffer: ir.Var) -> int:
+    """Return the bytes of a buffer; 0 where an extent is not constant."""
+    return math.prod(constant(n) or 0 for n in buffer.shape) * _item_bytes(buffer)
+
+
+def _item_bytes(buffer: ir.Var) -> int:
     return max(1, tvm_ffi.dtype(str(buffer.dtype)).bits // 8)
 
 
@@ -116,7 +119,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if store is None:
             return nest[0]
         width = int(lane.body.block.annotations[STREAM])
-        size = int(lane.extent) * item_bytes(store.buffer)
+        size = int(lane.extent) * _item_bytes(store.buffer)
         if size % width or size > _MOST_VECTORS * width:
             return nest[0]
         shape = [loop.extent for loop in nest]
@@ -137,7 +140,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def is_fence(stmt: tirx.Stmt) -> bool:
     """Return whether a statement waits for the stores of its thread."""
-    return isinstance(stmt, tirx.Evaluate) and _FENCE_NAME in str(stmt.value.args[:1])
+    return isinstance(stmt, tirx.Evaluate) and extern_name(stmt.value) == _FENCE_NAME
 
 
 def opencl_store(name: str) -> str | None:

@@ -12,7 +12,6 @@ are its own, in vectors of lengths that OpenCL has::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,16 +19,15 @@ import tvm
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from schedules.tir.expression_walk import nodes, op_name, substitute
+from schedules.tir.expression_walk import extern_name, nodes, op_name, substitute
 from schedules.workload.reduce import constant
 
-from .streaming_stores import IMPORT, is_fence, item_bytes, opencl_store
+from .streaming_stores import IMPORT, buffer_bytes, is_fence, opencl_store
 
 _LENGTHS = (16, 8, 4, 2)
 _PRIVATE_BYTES = 32 * 1024
 """Of a work-item; it is memory of a thread's stack."""
 _LLVM_ONLY = ("tirx.call_llvm_intrin", "tirx.call_llvm_pure_intrin", "tirx.call_pure_extern")
-_EXTERN = "tirx.call_extern"
 _ROUNDED = "#pragma OPENCL FP_CONTRACT OFF\n"
 """Products and sums are joined where the rules did, so that results have the bits of the CPU."""
 
@@ -124,16 +122,13 @@ def _bound(var: tirx.Var, extent: tirx.Expr, body: tirx.Stmt) -> tirx.For:
 
 def _serial(stmt: tirx.Stmt) -> tirx.Stmt:
     def rewrite(loop: tirx.For) -> tirx.For:
-        return _with_kind(loop, tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL)
+        return _serial_loop(loop) if loop.kind == tirx.ForKind.PARALLEL else loop
 
     return tvm_ffi.structural_map(stmt, (tirx.For, rewrite))
 
 
-def _with_kind(loop: tirx.For, kind: int, before: int) -> tirx.For:
-    """The loop with another kind, if it is of the kind ``before``."""
-    if loop.kind != before:
-        return loop
-    return tirx.For(loop.loop_var, loop.min, loop.extent, kind, loop.body)
+def _serial_loop(loop: tirx.For) -> tirx.For:
+    return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
 
 
 def _of_known_length(loop: tirx.For) -> tirx.For:
@@ -143,7 +138,7 @@ def _of_known_length(loop: tirx.For) -> tirx.For:
         return loop
     lanes = next((n for n in _LENGTHS if extent and extent % n == 0), None)
     if lanes is None or extent is None:
-        return _with_kind(loop, tirx.ForKind.SERIAL, tirx.ForKind.VECTORIZED)
+        return _serial_loop(loop)
     var, zero = loop.loop_var, loop.min
     dtype = str(var.ty.dtype)
     outer, lane = tirx.Var(f"{var.name}_outer", var.ty), tirx.Var(var.name, var.ty)
@@ -159,9 +154,8 @@ def _private(body: tirx.Stmt, buffers: Sequence[ir.Var]) -> dict[ir.Var, ir.Var]
     groups = [loop for loop in nodes(body, tirx.For) if loop.kind == tirx.ForKind.THREAD_BINDING]
     used = [set(nodes(group, ir.Var)) for group in groups]
     own = [each for each in buffers if sum(each in variables for variables in used) == 1]
-    sizes = [constant(n) for buffer in own for n in buffer.shape]
-    total = sum(math.prod(constant(n) or 0 for n in b.shape) * item_bytes(b) for b in own)
-    if None in sizes or total > _PRIVATE_BYTES:
+    sizes = list(map(buffer_bytes, own))
+    if 0 in sizes or sum(sizes) > _PRIVATE_BYTES:
         return None
     return {
         each: tirx.decl_buffer(
@@ -176,11 +170,11 @@ def _called(body: tirx.Stmt) -> tuple[str, ...] | None:
     calls = nodes(body, ir.Call)
     if any(op_name(call) in _LLVM_ONLY for call in calls):
         return None
-    names = sorted({str(call.args[0].value) for call in calls if op_name(call) == _EXTERN})
+    names = sorted(set(filter(None, map(extern_name, calls))))
     texts = [opencl_store(name) for name in names]
     return None if None in texts else tuple(text for text in texts if text)
 
 
 def _is_known_vector(expression: ir.Expr) -> bool:
-    lanes = getattr(tvm_ffi.dtype(str(getattr(expression.ty, "dtype", "int32"))), "lanes", 1)
-    return lanes == 1 or lanes in _LENGTHS
+    dtype = getattr(expression.ty, "dtype", None)  # memory has none
+    return dtype is None or tvm_ffi.dtype(str(dtype)).lanes in (1, *_LENGTHS)

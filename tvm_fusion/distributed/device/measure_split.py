@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LEAST_SECONDS = 0.3  # of one measurement, about
 _LEAST_RUNS = 5
 _SLOWER = (0.85, 1.0, 1.18)
-"""How many times as long devices take beside the CPU, as compared to it, as by themselves."""
+"""Times of devices beside the CPU, compared to it, as multiples of those by themselves."""
 
 
 def measure_split(
