@@ -283,16 +283,19 @@ def stencils() -> str:
             times = [jobs[title]["run_ms"] for title in titles]
             steps = f", {case['steps']} steps" if case["steps"] > 1 else ""
             sent = jobs[titles[-1]]
+            predicted = sent.get("predicted_ms")
             rows.append(
                 [
                     name,
                     f"{case['rows']} x {case['cols']}{steps}",
                     *(f"{ms:.4g}" for ms in times),
+                    f"{predicted:.4g}" if predicted else "",
                     *(f"{ms / times[-1]:.2f}x" for ms in times[:-1]),
                     f"{sent['bytes']} in {sent['exchange_us']:.0f} us",
                 ]
             )
-        head = ["case", "size", *titles, *(f"to {title}" for title in titles[:-1]), "bytes a step"]
+        ratios = [f"to {title}" for title in titles[:-1]]
+        head = ["case", "size", *titles, "predicted", *ratios, "bytes a step"]
         tables += [f"{_cpu(path.parent.name)}, milliseconds:", _table(head, rows)]
     return "\n\n".join(tables)
 

@@ -9,7 +9,8 @@ All splits take turns, of which the lower quartile counts: other work on a machi
 them. Prints a table and writes results/CPU/cooperative.json. Ends with 2 where the
 device is not there; --dry-run compiles all splits and prints predicted times, without a device.
 With --one-core-each the device, an OpenCL for CPUs, has the last processor, and the CPU has the
-others.
+others; then times are also predicted of those of both sides alone, and of what a job of two ranks
+finds that the memory gives one core and both.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from schedules.distribute.cost import sharing_seconds, work_of
 from tvm_fusion import distributed
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
@@ -42,6 +44,7 @@ from tvm_fusion.written_aside import written_aside
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.distributed import run_rates  # noqa: E402
 from examples.stencils import STENCILS  # noqa: E402
 
 SIZES = {
@@ -61,6 +64,7 @@ PARTS = 16
 CHUNKS = (1, 8)
 """In one the device waits for its copies, in several it computes beside them."""
 CHOSEN = ("model", "measured")
+OF_SIDES = "predicted_of_sides_ms"
 
 
 def splits_of(rows: int) -> dict[str, list[int]]:
@@ -82,12 +86,18 @@ class Sweep:
         The device beside the CPU.
     threads : int
         Of the CPU.
-    measured : bool
-        Whether the device is there: then a split by measured times is among them.
+    beside : callable, optional
+        Where the device is there, the context in which the CPU computes beside it: then a split by
+        measured times is among them.
     """
 
     def __init__(
-        self, name: str, size: tuple[int, int], device: str | Device, threads: int, measured: bool
+        self,
+        name: str,
+        size: tuple[int, int],
+        device: str | Device,
+        threads: int,
+        beside: Callable[[], AbstractContextManager[None]] | None,
     ) -> None:
         func = STENCILS[name](*size)
         options: dict[str, Any] = {"devices": [device], "threads": threads}
@@ -95,8 +105,9 @@ class Sweep:
         if self.steps > 1:
             options["repeat"] = "A"
         splits: dict[str, Any] = {**splits_of(size[0]), "model": "model"}
-        if measured:
-            splits["measured"] = distributed.measure_split(func, **options)
+        if beside is not None:
+            with beside():
+                splits["measured"] = distributed.measure_split(func, **options)
         self.programs = {
             title: distributed.compile(func, split=split, **options)
             for title, split in splits.items()
@@ -116,6 +127,16 @@ class Sweep:
         """Predicted seconds: those of the side that ends last."""
         program = self.programs[title]
         return max(program.cpu_seconds(0), *(s.seconds for s in program.shares.devices[0]), 0.0)
+
+    def predicted_of_sides(self, title: str, device: float, cpu: float, bandwidth: float) -> float:
+        """The same of measured seconds of each side alone, and of the memory that they share."""
+        plan = self.programs[title].distribution
+        rows, extent = self.rows(title), plan.nest.extents[0]
+        if rows in (0, extent):
+            return cpu if rows else device
+        work = work_of(plan.nest, ((0, extent),), plan.itemsizes)
+        share = rows / extent
+        return sharing_seconds(max(cpu * share, device * (1 - share)), work.bytes / bandwidth)
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of a step of each split in each round; all have the same result."""
@@ -154,28 +175,45 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def table_of(name: str, sweep: Sweep, times: dict[str, list[float]]) -> Table:
+def table_of(name: str, splits: dict[str, dict[str, Any]]) -> Table:
     """One row a split."""
     table = Table(title=f"{name}: rows on the CPU, predicted and measured ms")
-    for heading in ("split", "rows", "predicted", "measured"):
+    for heading in ("split", "rows", "predicted", "of the sides", "measured"):
         table.add_column(heading, justify="right" if heading != "split" else "left")
-    for title in sweep.programs:
-        measured = f"{typical(times[title]) * 1e3:.2f}" if title in times else "-"
-        predicted = f"{sweep.predicted(title) * 1e3:.2f}"
-        table.add_row(title, str(sweep.rows(title)), predicted, measured)
+    for title, split in splits.items():
+        found = [split["predicted_ms"], split.get(OF_SIDES)]
+        found.append(typical(split["turns_ms"]) if "turns_ms" in split else None)
+        cells = ["-" if ms is None else f"{ms:.2f}" for ms in found]
+        table.add_row(title, str(split["cpu_rows"]), *cells)
     return table
 
 
-def result_of(sweep: Sweep, times: dict[str, list[float]]) -> dict[str, Any]:
-    """Entry of the file for a stencil."""
-    return {
-        title: {
-            "cpu_rows": sweep.rows(title),
-            "predicted_ms": sweep.predicted(title) * 1e3,
-            "turns_ms": [seconds * 1e3 for seconds in times[title]],
-        }
-        for title in sweep.programs
-    }
+def result_of(
+    sweep: Sweep, times: dict[str, list[float]], bandwidth: float | None
+) -> dict[str, dict[str, Any]]:
+    """Entry of the file for a stencil; ``bandwidth`` is that of the memory that both share."""
+    found: dict[str, dict[str, Any]] = {}
+    for title in sweep.programs:
+        predicted = sweep.predicted(title) * 1e3
+        found[title] = {"cpu_rows": sweep.rows(title), "predicted_ms": predicted}
+        if times:
+            found[title]["turns_ms"] = [seconds * 1e3 for seconds in times[title]]
+        if times and bandwidth is not None and "chunk" not in title:
+            device, cpu = (typical(times[f"{part}/{PARTS}"]) for part in (0, PARTS))
+            seconds = sweep.predicted_of_sides(title, device, cpu, bandwidth)
+            found[title][OF_SIDES] = seconds * 1e3
+    return found
+
+
+def error_of(splits: dict[str, dict[str, Any]]) -> str:
+    """Median error of the predictions of splits in which both sides have rows."""
+    ends = [splits[f"{part}/{PARTS}"]["cpu_rows"] for part in (0, PARTS)]
+    errors = [
+        abs(split[OF_SIDES] / typical(split["turns_ms"]) - 1)
+        for split in splits.values()
+        if OF_SIDES in split and split["cpu_rows"] not in ends
+    ]
+    return f"error of predictions by sides: {100 * statistics.median(errors):.1f} % (median)"
 
 
 def verdict(times: dict[str, list[float]]) -> str:
@@ -215,16 +253,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.only:
         rows, cols = given.size or SIZES[name]
         try:
-            sweep = Sweep(name, (rows, cols), device, given.threads, not given.dry_run)
+            bandwidth = run_rates()["node.bandwidth"] if given.one_core_each else None
+            there = None if given.dry_run else beside
+            sweep = Sweep(name, (rows, cols), device, given.threads, there)
             with beside():
                 times = {} if given.dry_run else sweep.measure(given.rounds)
         except TargetError as error:
             print(error, file=sys.stderr)
             return 2
-        console.print(table_of(name, sweep, times))
+        splits = result_of(sweep, times, bandwidth)
+        console.print(table_of(name, splits))
         if times:
             console.print(verdict(times))
-            splits = result_of(sweep, times)
+            if bandwidth is not None:
+                console.print(error_of(splits))
             results[name] = {"size": [rows, cols], "device": where, "splits": splits}
             given.output.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(given.output) as aside:

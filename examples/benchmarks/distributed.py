@@ -7,6 +7,9 @@ Three jobs take turns: one rank with one thread, one rank with two threads, two 
 thread each. All of them compute the same bits. With --peers those engines of stencil_peers.py that
 PYTHON can import, by default this interpreter, take turns with them, too, on two cores each. Prints
 a table and writes results/CPU/distributed.json.
+
+Beside them a job measures what the memory gives one rank and both. Of that, and of the time of one
+rank with one thread, the time of two ranks is predicted (``tvm_fusion.distributed.simulate``).
 """
 
 from __future__ import annotations
@@ -29,11 +32,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tvm import tirx
 
+from schedules.cost.machine import Figure, Machine
 from tvm_fusion import distributed
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.distributed.calibrate import processor_of
 from tvm_fusion.distributed.local_program import LocalProgram
+from tvm_fusion.distributed.rank_rates import rank_rates
+from tvm_fusion.distributed.simulate import simulate
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
@@ -84,6 +92,7 @@ CASES = {
         for name in ("convolution", "cvt_color", "gaussian", "pipeline", "sobel")
     },
 }
+PREDICTED = "predicted_ms"
 JOBS = {"1 rank, 1 thread": (1, 1), "1 rank, 2 threads": (1, 2), "2 ranks": (2, 1)}
 """Ranks and threads of each."""
 
@@ -110,11 +119,16 @@ REPEATED: dict[str, str | dict[str, str]] = {
 """Inputs of stencils that take an output in the next step."""
 
 
+def function_of(case: Case) -> tirx.PrimFunc:
+    """The loop nests of a case."""
+    pixels = {} if case.dtype == "float32" else {"dtype": case.dtype}
+    return STENCILS[case.stencil](case.rows, case.cols, **pixels)
+
+
 def compile_case(case: Case, ranks: int, threads: int, **options: Any) -> distributed.Program:
     """Compile a stencil for some ranks, with further options."""
-    pixels = {} if case.dtype == "float32" else {"dtype": case.dtype}
     return distributed.compile(
-        STENCILS[case.stencil](case.rows, case.cols, **pixels),
+        function_of(case),
         ranks,
         repeat=REPEATED.get(case.stencil),
         threads=threads,
@@ -147,6 +161,14 @@ def serve(name: str, ranks: int, threads: int) -> None:
                 "checksum": int(checksums.sum(dtype=np.uint64)),
             }
             print(json.dumps(found))
+
+
+def serve_rates() -> None:
+    """Measure what this rank computes and moves; the first rank prints it, as JSON."""
+    with distributed.session(2, threads=1) as world:
+        rates = rank_rates(world)
+        if world.rank == 0:
+            print(json.dumps(rates))
 
 
 def fill(local: LocalProgram) -> None:
@@ -227,6 +249,31 @@ def run_job(name: str, ranks: int, threads: int) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1])
 
 
+def run_rates() -> dict[str, float]:
+    """Measure what two ranks compute and move, by a job of MPI.
+
+    Raises
+    ------
+    DistributedError
+        If the job fails.
+    """
+    printed = launch(2, [__file__, "--rates"], "the job of rates")
+    return json.loads(printed.splitlines()[-1])
+
+
+def predicted_ms(case: Case, alone: dict[str, Any], rates: dict[str, float]) -> float:
+    """Milliseconds of two ranks, of the time of one rank and of the memory that they share."""
+    named = {name: Figure(value, "measured beside it") for name, value in rates.items()}
+    scaling = simulate(
+        function_of(case),
+        processor_of(Machine("ranks-2", "cpu", "this CPU", named)),
+        [1, 2],
+        one_rank=alone["run_ms"] / case.steps / 1e3,
+        repeat=REPEATED.get(case.stencil),
+    )
+    return scaling.points[1].seconds * case.steps * 1e3
+
+
 def engines_of(python: str) -> list[str]:
     """The engines of ``stencil_peers.py`` that an interpreter can import.
 
@@ -274,10 +321,12 @@ def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "")
         If a job fails, or computes other bits than the first.
     """
     found: dict[str, list[dict[str, Any]]] = {title: [] for title in JOBS}
+    rates: list[dict[str, float]] = []
     raced: dict[str, list[Any]] = {peer: [] for peer in peers}
     for _ in range(rounds):
         for title, (ranks, threads) in JOBS.items():
             found[title].append(run_job(name, ranks, threads))
+        rates.append(run_rates())
         for peer in list(raced):
             raced[peer].append(run_peer(peer, name, python))
             if raced[peer][-1] is None:
@@ -285,7 +334,7 @@ def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "")
     checksums = {turn["checksum"] for turns in found.values() for turn in turns}
     if len(checksums) > 1:
         raise DistributedError(f"the jobs of {name} compute different bits")
-    jobs = {}
+    jobs: dict[str, dict[str, Any]] = {}
     for title, turns in found.items():
         jobs[title] = {
             "run_ms": statistics.median(turn["run_ms"] for turn in turns),
@@ -294,8 +343,17 @@ def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "")
             "messages": turns[0]["messages"],
             "turns_ms": [turn["run_ms"] for turn in turns],
         }
+    figures = {key: statistics.median(turn[key] for turn in rates) for key in rates[0]}
+    alone = jobs["1 rank, 1 thread"]
+    jobs["2 ranks"][PREDICTED] = predicted_ms(case_of(name), alone, figures)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    result = {"case": vars(case_of(name)), "date": date, "rounds": rounds, "jobs": jobs}
+    result = {
+        "case": vars(case_of(name)),
+        "date": date,
+        "rounds": rounds,
+        "jobs": jobs,
+        "rates": figures,
+    }
     if raced:
         result["peers"] = {
             peer: {"run_ms": statistics.median(turns), "turns_ms": turns}
@@ -307,7 +365,16 @@ def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "")
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     """One row a case."""
     table = Table(title="Stencils over ranks, medians in ms")
-    headings = ("case", "size", *JOBS, "to 1 thread", "to 2 threads", "exchange us", "bytes")
+    headings = (
+        "case",
+        "size",
+        *JOBS,
+        "predicted",
+        "to 1 thread",
+        "to 2 threads",
+        "exchange us",
+        "bytes",
+    )
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number > 1 else "left")
     for name, result in results.items():
@@ -318,6 +385,7 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
             name,
             f"{case['rows']} x {case['cols']}{steps}",
             *(f"{job['run_ms']:.2f}" for job in (one, two, ranks)),
+            f"{ranks[PREDICTED]:.2f}" if PREDICTED in ranks else "",
             f"{one['run_ms'] / ranks['run_ms']:.2f}x",
             f"{two['run_ms'] / ranks['run_ms']:.2f}x",
             f"{ranks['exchange_us']:.0f}",
@@ -354,11 +422,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--peers", nargs="?", const=sys.executable, metavar="PYTHON", help="race peers, too"
     )
     options.add_argument("--job", choices=list(CASES), help=argparse.SUPPRESS)
+    options.add_argument("--rates", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     options.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     if given.job:
         serve(given.job, given.ranks, given.threads)
+        return 0
+    if given.rates:
+        serve_rates()
         return 0
     peers = engines_of(given.peers) if given.peers else []
     given.output.parent.mkdir(parents=True, exist_ok=True)
@@ -379,6 +451,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in ordered.values()
     ]
     console.print(f"2 ranks to 1 rank with 2 threads: {statistics.geometric_mean(ratios):.2f}x")
+    ranks = [result["jobs"]["2 ranks"] for result in ordered.values()]
+    errors = [abs(one[PREDICTED] / one["run_ms"] - 1) for one in ranks if PREDICTED in one]
+    if errors:
+        console.print(f"error of predictions: {100 * statistics.median(errors):.1f} % (median)")
     return 0
 
 

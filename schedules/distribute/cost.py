@@ -2,13 +2,15 @@
 """Predicted times of exchanges and parts, and the choice whether an exchange is overlapped.
 
 A message takes ``latency + bytes / bandwidth`` (the postal model), a part the longer of its
-arithmetic and its memory traffic (the roofline). All figures come from the caller.
+arithmetic and its memory traffic (the roofline). Where ranks of a node share its memory, a part and
+the traffic of all of them delay each other, most where both take as long. All figures come from the
+caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import ir, tirx
 
@@ -22,6 +24,7 @@ from .regions import regions_computed
 _OPERATIONS = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Min, tirx.Max, ir.Call)
 CALL_SECONDS = 2e-6
 """Time of one more kernel call of a part."""
+_SHARING = 3.0  # exponent of the norm of the two: 2 to 4 fit seven stencils on a Zen 4
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,20 @@ class Processor:
         Bytes per second from and to memory.
     only_read : float, optional
         Bytes per second of what is only read, such as weights; by default ``bandwidth``.
+    node_bandwidth : float, optional
+        Bytes per second of all ranks of a node together; by default they share nothing.
+    node_ranks : int
+        Ranks of a node.
+    busy : int
+        Those of them that compute at once: see :meth:`beside`.
     """
 
     rate: float
     bandwidth: float
     only_read: float | None = None
+    node_bandwidth: float | None = None
+    node_ranks: int = 1
+    busy: int = 1
 
     @property
     def read_bandwidth(self) -> float:
@@ -79,12 +91,34 @@ class Processor:
         return self.bandwidth if self.only_read is None else self.only_read
 
     def slower(self, factor: float) -> Processor:
-        """A processor that needs so many times as long."""
-        return Processor(self.rate / factor, self.bandwidth / factor, self.read_bandwidth / factor)
+        """A processor that needs so many times as long; the memory of its node stays as it is."""
+        only_read = None if self.only_read is None else self.only_read / factor
+        rate, bandwidth = self.rate / factor, self.bandwidth / factor
+        return replace(self, rate=rate, bandwidth=bandwidth, only_read=only_read)
+
+    def beside(self, ranks: int) -> Processor:
+        """The processor where so many ranks, itself among them, compute at once."""
+        return replace(self, busy=max(1, min(ranks, self.node_ranks)))
 
     def seconds(self, work: Work) -> float:
         """Predicted time of some work."""
-        return max(work.operations / self.rate, work.bytes / self.bandwidth)
+        alone = max(work.operations / self.rate, work.bytes / self.bandwidth)
+        if self.busy == 1 or self.node_bandwidth is None:
+            return alone
+        return sharing_seconds(alone, self.busy * work.bytes / self.node_bandwidth)
+
+
+def sharing_seconds(alone: float, memory: float) -> float:
+    """Predicted time of parts that share a memory, which needs ``memory`` seconds for all of them.
+
+    Parameters
+    ----------
+    alone : float
+        Seconds of the longest part by itself.
+    memory : float
+        Bytes of all parts by the bandwidth of their memory.
+    """
+    return (alone**_SHARING + memory**_SHARING) ** (1 / _SHARING)
 
 
 @dataclass(frozen=True)

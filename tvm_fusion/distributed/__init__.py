@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .calibrate import network_of, processor_of
     from .device.device import Device, accelerator_of
     from .device.measure_split import measure_split
     from .network.compile_network import compile_network
@@ -36,12 +37,15 @@ __all__ = [
     "estimated_processor",
     "load",
     "measure_split",
+    "network_of",
+    "processor_of",
     "reduce",
     "run_ranks",
     "session",
 ]
 
 _LATER = {
+    **dict.fromkeys(("network_of", "processor_of"), "calibrate"),
     **dict.fromkeys(("Device", "accelerator_of"), "device.device"),
     "measure_split": "device.measure_split",
     "compile_network": "network.compile_network",

@@ -22,7 +22,7 @@ from .world.communicator import World
 from .world.packing import ParcelShape
 
 if TYPE_CHECKING:
-    from schedules.distribute.cost import Network
+    from schedules.distribute.cost import Network, Processor
 
 SIZES = tuple(8 << k for k in range(0, 22, 3))
 """Bytes of the messages that are measured: 8 bytes to 16 MB."""
@@ -45,13 +45,15 @@ def calibrate(world: World) -> Machine:
         ``network.bandwidth`` (bytes/s each way), fitted to ``exchange_seconds.<bytes>`` (seconds of
         sending and receiving so many bytes); and ``network.progress``, the share of an exchange
         that passes while both ranks compute, left out where that is nothing. And those of
-        :func:`.packing_of`, for shapes of 512 bytes to 1 MB.
+        :func:`.packing_of`, for shapes of 512 bytes to 1 MB, and of :func:`processor_of`.
 
     Raises
     ------
     InvalidInputError
         If there is one rank only.
     """
+    from .rank_rates import rank_rates  # with TVM, which ranks do not need otherwise
+
     if world.size < 2:
         raise InvalidInputError("one rank exchanges nothing; start at least 2 by mpiexec -n 2")
     seconds = [slowest(world, _exchange_seconds(world, size)) for size in SIZES]
@@ -61,7 +63,7 @@ def calibrate(world: World) -> Machine:
     progress = -slowest(world, -_progress(world))
     if progress > 0:
         figures["network.progress"] = progress
-    figures |= parcel_times(world)
+    figures |= parcel_times(world) | rank_rates(world)
     title = f"{world.size} ranks on {cpu_name()}"
     origin = f"measured by calibrate with {world.size} ranks, {date.today().isoformat()}"
     named = {name: Figure(float(value), origin) for name, value in figures.items()}
@@ -80,6 +82,24 @@ def network_of(machine: Machine) -> Network:
 
     progress = machine.get("network.progress", 0.0)
     return Network(machine["network.latency"], machine["network.bandwidth"], min(progress, 1.0))
+
+
+def processor_of(machine: Machine) -> Processor:
+    """The processor of each rank of a machine that was calibrated.
+
+    Raises
+    ------
+    PredictionError
+        If it has no such figures.
+    """
+    from schedules.distribute.cost import Processor
+
+    return Processor(
+        machine["rank.rate"],
+        machine["rank.bandwidth"],
+        node_bandwidth=machine["node.bandwidth"],
+        node_ranks=int(machine["node.ranks"]),
+    )
 
 
 def write_machine(machine: Machine, path: Path) -> None:

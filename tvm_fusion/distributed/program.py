@@ -310,7 +310,6 @@ def compile(
         raise TargetError(
             "the target of ranks is their CPU; name GPUs as devices=, and a CPU as the target"
         )
-    figures = _Figures(network or Network(), processor or default_processor(resolved))
     if devices:
         ranks = 1 if ranks is None and sizes is None else ranks
         _check_devices(overlap, exchange_every, transfers)
@@ -329,13 +328,19 @@ def compile(
     )
     if exchange_every == "auto":
         depths = _DEPTHS if repeat else (1,)
-        plans = [planned(exchange_every=steps) for steps in depths]
-        plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     else:
-        plan = planned(exchange_every=exchange_every)
+        depths = (exchange_every,)
+    plans = [planned(exchange_every=steps) for steps in depths]
     if devices:
-        _check_outputs(plan)
-    placed = resolve_devices(devices, plan.ranks, resolved, figures.processor)
+        _check_outputs(plans[0])
+    known = processor or default_processor(resolved)
+    placed = resolve_devices(devices, plans[0].ranks, resolved, known)
+    busy = plans[0].ranks * max(_sides(of_rank, split) for of_rank in placed)
+    placed = tuple(tuple(device.beside(busy) for device in of_rank) for of_rank in placed)
+    figures = _Figures(network or Network(), known.beside(busy))
+    plan = plans[0]
+    if len(plans) > 1:
+        plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
     if split == "auto" and plan.ranks == 1 and processor is None:
         options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
         options |= {"repeat": repeat, "threads": threads, "target": target}
@@ -399,6 +404,14 @@ def _check_devices(
         )
     if any(transfer.before for transfer in transfers):
         raise OpError("before= of a transfer is for ranks without devices; leave it out")
+
+
+def _sides(devices: Sequence[ResolvedDevice], split: Split) -> int:
+    """What computes at once in the memory of a rank: its CPU, and devices that are cores of it."""
+    sides = [True, *(device.cpu is not None for device in devices)]
+    if isinstance(split, list | tuple):
+        sides = [side and rows > 0 for side, rows in zip(sides, split, strict=False)]
+    return max(1, sum(sides))
 
 
 def _check_outputs(plan: Distribution) -> None:

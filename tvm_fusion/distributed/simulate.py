@@ -3,8 +3,8 @@
 
 Messages and bytes are those that a program sends, and of the gather that ends a reduction one from
 each rank to each other, of which MPI may join some; times are predicted: a rank's part by the
-roofline or by a measured run, an exchange by the postal model. Ranks are taken to share nothing but
-the network; on one node they share its memory, too.
+roofline or by a measured run, an exchange by the postal model. Ranks of a node share its memory if
+the processor says how fast that is.
 """
 
 from __future__ import annotations
@@ -182,12 +182,12 @@ def simulate(
         function = source if isinstance(source, tirx.PrimFunc) else source(number)
         return distribute(function, loop, number, **distribution)
 
-    correction = 1.0
     if one_rank is not None:
-        correction = one_rank / max(_compute_seconds(plan(1), processor))
+        alone = _compute_seconds(plan(1), processor.beside(1))
+        processor = processor.slower(one_rank / max(alone))
     kind: Literal["strong", "weak"] = "strong" if isinstance(source, tirx.PrimFunc) else "weak"
     net = network or Network()
-    return scaling_of(kind, [_point(plan(n), net, processor, correction) for n in ranks])
+    return scaling_of(kind, [_point(plan(n), net, processor.beside(n)) for n in ranks])
 
 
 def check_ranks(ranks: Sequence[int]) -> None:
@@ -214,11 +214,9 @@ def scaling_of(kind: Literal["strong", "weak"], points: Sequence[ScalingPoint]) 
     return Scaling(kind, tuple(found))
 
 
-def _point(
-    plan: Distribution, network: Network, processor: Processor, correction: float
-) -> ScalingPoint:
+def _point(plan: Distribution, network: Network, processor: Processor) -> ScalingPoint:
     """Exact counts, and the times of the slowest rank."""
-    compute = [correction * seconds for seconds in _compute_seconds(plan, processor)]
+    compute = _compute_seconds(plan, processor)
     exchange = [0.0] * plan.ranks
     messages = 0
     for each in plan.exchanges:

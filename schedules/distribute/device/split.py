@@ -45,6 +45,9 @@ class Accelerator:
         Seconds of a copy or a kernel beside its bytes and operations.
     overlaps : bool
         Whether copies run beside kernels, and not on the cores that compute.
+    cores : Processor, optional
+        Where the device is cores of the host, which share its memory: instead of ``rate`` and
+        ``bandwidth``.
     """
 
     rate: float
@@ -52,10 +55,11 @@ class Accelerator:
     link: float
     latency: float
     overlaps: bool = True
+    cores: Processor | None = None
 
     def stages(self, work: Work, bytes_in: float, bytes_out: float) -> tuple[float, float, float]:
         """Seconds of copy in, kernels and copy out of a chunk."""
-        compute = Processor(self.rate, self.bandwidth).seconds(work)
+        compute = (self.cores or Processor(self.rate, self.bandwidth)).seconds(work)
         of_copy = 0.0 if math.isinf(self.link) else self.latency
         return (
             of_copy + bytes_in / self.link,

@@ -117,6 +117,13 @@ class ResolvedDevice:
         """Kind and number, such as ``cuda:0``."""
         return f"{self.kind}:{self.index}"
 
+    def beside(self, ranks: int) -> ResolvedDevice:
+        """The device where so many ranks and devices of a CPU, itself among them, compute."""
+        cores = self.accelerator.cores
+        if cores is None:
+            return self
+        return replace(self, accelerator=replace(self.accelerator, cores=cores.beside(ranks)))
+
 
 def resolve_devices(
     devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]],
@@ -188,14 +195,14 @@ def host_accelerator(device: Target, host: Target, processor: Processor) -> Acce
     processor : Processor
         Figures of the latter.
     """
-    share = _cores(device) / _cores(host)
-    bandwidth = processor.bandwidth * share
+    cores = processor.slower(_cores(host) / _cores(device))
     return Accelerator(
-        processor.rate * share,
-        bandwidth,
-        bandwidth / 2,
+        cores.rate,
+        cores.bandwidth,
+        cores.bandwidth / 2,
         _ENQUEUE_SECONDS,
         overlaps=False,
+        cores=cores,
     )
 
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from ..local_program import Beside, LocalProgram
 
 _LEAST_SECONDS = 0.3  # of one measurement, about
-_LEAST_RUNS = 5
-_SLOWER = (0.85, 1.0, 1.18)
+_LEAST_TURNS = 5
+_RUNS = 3  # of a turn
+_SLOWER = (0.75, 0.87, 1.0, 1.15)
 """Times of devices beside the CPU, compared to it, as multiples of those by themselves."""
 
 
@@ -151,11 +152,13 @@ def _run(
 def _in_turns(*calls: Callable[[], object]) -> list[float]:
     """Lower quartile of each call's times, since other work on a machine only adds to them."""
     times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    while len(times[0]) < _LEAST_RUNS or sum(map(sum, times)) < _LEAST_SECONDS * len(calls):
+    while len(times[0]) < _LEAST_TURNS or sum(map(sum, times)) * _RUNS < _LEAST_SECONDS * len(
+        calls
+    ):
         for call, found in zip(calls, times, strict=True):
+            call()  # others had the caches, and the device slept
             begin = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - begin)
+            for _ in range(_RUNS):
+                call()
+            found.append((time.perf_counter() - begin) / _RUNS)
     return [statistics.quantiles(found, n=4)[0] for found in times]

@@ -97,6 +97,11 @@ class World:
         self.packing: Packing = by_constants
         self.doing = "before its first exchange"
 
+    @property
+    def node_size(self) -> int:
+        """Ranks of this node."""
+        return len(self._neighbours)
+
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
         """Start to send and receive the messages of an exchange, without waiting for them.
 
