@@ -331,10 +331,16 @@ def cooperative_splits() -> str:
             copied = [f"{ms[title]:.4g}" for title in splits if title.startswith("device, ")]
             times = [f"{each:.4g}" for each in (*alone, ms[best])]
             pair = f"{min(alone) / ms[best]:.2f}x"
+            errors = [
+                abs(split["predicted_of_sides_ms"] / ms[title] - 1)
+                for title, split in splits.items()
+                if "predicted_of_sides_ms" in split and ms[title] not in alone
+            ]
+            error = f"{100 * statistics.median(errors):.0f} %" if errors else ""
             cells = [cpu, result["device"], name, size, *times, best, pair, *chosen]
-            rows.append([*cells, ", ".join(copied)])
+            rows.append([*cells, error, ", ".join(copied)])
     head = ["CPU", "device", "stencil", "size", "device alone, ms", "CPU alone", "best split"]
-    head += ["CPU's rows", "pair", "measured split", "model's split"]
+    head += ["CPU's rows", "pair", "measured split", "model's split", "error"]
     return _table([*head, "device, copies in 1 and 8 chunks, ms"], rows)
 
 

@@ -13,6 +13,7 @@ from schedules.distribute.cost import (
     Work,
     overlap_gain,
     overlap_gain_of,
+    sharing_seconds,
     work_of,
 )
 from schedules.distribute.distribute import distribute
@@ -38,6 +39,20 @@ def test_roofline() -> None:
     processor = Processor(rate=1e9, bandwidth=1e10)
     assert processor.seconds(Work(1000, 100)) == pytest.approx(1e-6)
     assert processor.seconds(Work(1000, 100_000)) == pytest.approx(1e-5)
+
+
+def test_ranks_share_the_memory_of_their_node() -> None:
+    alone = Processor(rate=1e9, bandwidth=1e10, node_bandwidth=1.2e10, node_ranks=4)
+    long, short = Work(1000, 120_000), Work(10**6, 1)
+    assert alone.beside(1).seconds(long) == alone.seconds(long) == pytest.approx(1.2e-5)
+    both = alone.beside(2)
+    assert both.seconds(long) == pytest.approx(sharing_seconds(1.2e-5, 2e-5))
+    assert 2e-5 < both.seconds(long) < 3.2e-5
+    assert both.seconds(short) == pytest.approx(1e-3)  # which hardly needs memory
+    assert alone.beside(100) == alone.beside(4)  # of other nodes
+    slow = both.slower(2)
+    assert slow.seconds(short) == pytest.approx(2e-3) and slow.node_bandwidth == 1.2e10
+    assert Processor(1e9, 1e10).beside(2).seconds(long) == pytest.approx(1.2e-5)
 
 
 def test_overlap_gains_where_messages_travel_alone() -> None:

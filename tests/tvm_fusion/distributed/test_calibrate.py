@@ -11,7 +11,7 @@ from mpi_ranks import needs_mpi, run_ranks
 
 from schedules.cost.machine import load_machine, machine_from_json
 from schedules.distribute.cost import Network
-from tvm_fusion.distributed.calibrate import SIZES, fit, network_of, write_machine
+from tvm_fusion.distributed.calibrate import SIZES, fit, network_of, processor_of, write_machine
 from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, is_figure, packing_of
 from tvm_fusion.errors import ArtifactError, PredictionError
 
@@ -36,6 +36,9 @@ def test_command(tmp_path: Path) -> None:
     parcels = [name for name in machine.figures if is_figure(name)]
     assert outcome.stdout.count("routes of parcels") == 1 and len(parcels) > 300
     assert set(packing_of(machine)(ParcelShape(65536, 256))) == set(ROUTES)
+    processor = processor_of(machine)
+    assert processor.rate > 1e8 and processor.bandwidth > 1e8 and processor.node_ranks == 2
+    assert processor.node_bandwidth is not None and processor.node_bandwidth > 1e8
     assert sorted(tmp_path.iterdir()) == [file]
 
 
@@ -60,3 +63,5 @@ def test_files(tmp_path: Path) -> None:
         write_machine(machine, tmp_path / "no" / "n.json")
     with pytest.raises(PredictionError, match="no figure 'network.latency'"):
         network_of(load_machine("v100"))
+    with pytest.raises(PredictionError, match="no figure 'rank.rate'"):
+        processor_of(machine)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,17 @@ def test_a_measured_run_corrects_the_parts() -> None:
     uncorrected = simulate(blur(64, 5), PROCESSOR, [1, 2]).points
     assert one.seconds == pytest.approx(1.0)
     assert two.compute == pytest.approx(uncorrected[1].compute / uncorrected[0].compute)
+
+
+def test_ranks_of_a_node_share_its_memory() -> None:
+    """Two ranks gain nothing where one has all of the bandwidth; four are on two nodes."""
+    shared = replace(PROCESSOR, bandwidth=1e6, node_bandwidth=1e6, node_ranks=2)
+    fast = Network(latency=1e-12, bandwidth=1e15)
+    one, two, four = simulate(blur(64, 5), shared, [1, 2, 4], network=fast).points
+    assert one.seconds < two.seconds < 1.1 * one.seconds
+    assert four.seconds == pytest.approx(two.seconds / 2, rel=0.1)
+    corrected = simulate(blur(64, 5), shared, [1], network=fast, one_rank=1.0).points
+    assert corrected[0].seconds == pytest.approx(1.0)
 
 
 def test_overlap_hides_what_the_network_moves() -> None:

@@ -230,6 +230,21 @@ def test_devices_that_are_not_here_are_predicted(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
+    ("split", "busy"), [([6, 6], 2), ([12, 0], 1), ([0, 12], 1), ("model", 2), ({0: [6, 6]}, 2)]
+)
+def test_a_device_on_the_cpu_shares_its_memory(
+    split: Any, busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvm_fusion.distributed.device.device._cpu_units", lambda index: 2)
+    processor = Processor(1e9, 1e9, node_bandwidth=1e9, node_ranks=8)
+    program = compile(blur(12, 6), devices=["opencl"], split=split, processor=processor)
+    assert program.processor == processor.beside(busy)
+    for share in program.shares.devices[0]:
+        assert share.device.accelerator.cores == processor.beside(busy)
+    assert compile(blur(12, 6), devices=["cuda -arch=sm_90"], split=[6, 6], processor=processor)
+
+
+@pytest.mark.parametrize(
     ("together", "device_rows"),
     [([0.7, 0.8, 0.9, 0.9], 48), ([0.9, 0.8, 0.7, 0.6], 36), ([1.3, 1.2, 1.3, 1.4], 0)],
 )
@@ -266,6 +281,24 @@ def test_measured_together(
     found = measure_split(blur(120, 6), ["opencl"])
     program = compile(blur(120, 6), devices=["opencl"], split=found)
     assert program.shares.cpu[0][0] == (0, 120 - device_rows)
+
+
+def test_each_turn_begins_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take turns, of which the first run, when others had the caches, does not count."""
+    from tvm_fusion.distributed.device import measure_split as module
+
+    log: list[str] = []
+    now = 0.0
+
+    def call(name: str, cold: float, warm: float) -> None:
+        nonlocal now
+        now += cold if not log or log[-1] != name else warm
+        log.append(name)
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    calls = [functools.partial(call, "a", 9.0, 1.0), functools.partial(call, "b", 7.0, 2.0)]
+    assert module._in_turns(*calls) == pytest.approx([1.0, 2.0])
+    assert log[:9] == ["a"] * 4 + ["b"] * 4 + ["a"]
 
 
 @pytest.mark.slow
