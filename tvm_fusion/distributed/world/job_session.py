@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,7 +194,7 @@ def _choose_packing(world: World, network: str | os.PathLike[str] | None) -> Non
     """Let parcels travel as the first rank's file tells, on all ranks alike."""
     text = ""
     if network is not None and world.rank == 0:
-        machine = load_machine(network)
+        machine = load_machine(_network_file(network))
         packing_of(machine)  # refused before it is sent
         text = json.dumps(machine.to_json())
     size = int(world.broadcast(np.array([len(text.encode())]))[0])
@@ -201,6 +202,24 @@ def _choose_packing(world: World, network: str | os.PathLike[str] | None) -> Non
         sent = np.frombuffer(text.encode() or bytes(size), np.uint8)
         data = json.loads(world.broadcast(sent).tobytes())
         world.packing = packing_of(machine_from_json(data))
+
+
+def _network_file(network: str | os.PathLike[str]) -> Path:
+    """The path of a calibrated network, which must be there; machines that have names have none.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is no path, or no file.
+    """
+    if not isinstance(network, str | os.PathLike):
+        raise InvalidInputError(f"network is {network!r:.60}; expected the path of a file")
+    path = Path(network)
+    if not os.path.isfile(path):  # noqa: PTH113  false where pathlib raises: a name too long
+        raise InvalidInputError(
+            f"no file {str(path)!r}; mpiexec -n 2 tvm-fusion calibrate --network writes one"
+        )
+    return path
 
 
 def _place(world: World, siblings: Sequence[_Sibling], numa: Numa | None) -> Placement | None:
