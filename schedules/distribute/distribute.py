@@ -29,11 +29,11 @@ from .exchange import (
     region_size,
     segment_size,
 )
-from .gather import Gather
 from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
-from .partial_reduction import PartialReduction, partial_reduction
 from .partition import Partition, even, grid_of, grids, is_count, sized
+from .reduction.gather import Gather
+from .reduction.partial_reduction import PartialReduction, partial_reduction
 from .regions import regions_needed
 from .repetition import needed_by_steps, repeated_inputs, rows_of_steps, windows_of_steps
 from .transfer import Transfer, check_waits, deliver

@@ -24,7 +24,7 @@ from .memory_places import describe_memory
 
 if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
-    from schedules.distribute.partial_reduction import PartialReduction
+    from schedules.distribute.reduction.partial_reduction import PartialReduction
 
     from .world.numa_placement import Placement
     from .world.slot_route import SlotRoute
