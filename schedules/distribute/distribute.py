@@ -292,6 +292,8 @@ def distribute(
         source, loops = reduction.func, [0]
         ranks = None if ranks is None and sizes is None else len(reduction.bounds) - 1
         sizes = None
+    if not isinstance(owned, Mapping | None):
+        raise OpError(f"owned is {owned!r}; expected sizes by inputs: {{'image': [302, 0]}}")
     nest = read_loop_nest(source, loops)
     choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
     if sizes is not None:

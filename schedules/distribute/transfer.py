@@ -148,6 +148,9 @@ def deliver(
     OpError
         If a rank, a buffer or a region does not exist, or if the source does not hold the region.
     """
+    listed = isinstance(transfers, Iterable) and not isinstance(transfers, str)
+    if not listed or not all(isinstance(each, Transfer) for each in transfers):
+        raise OpError(f"transfers are {transfers!r:.80}; expected a list of what send_recv returns")
     done = Delivery(())
     for number, transfer in enumerate(transfers):
         whole = _complete(transfer, shapes, len(owned))

@@ -291,8 +291,8 @@ def compile(
     OpError
         If the function cannot be distributed so, or a split does not fit.
     InvalidInputError
-        If devices are given for a rank that is none, threads are no positive number, or
-        ``network`` is no :class:`.Network`.
+        If devices are none, or given for a rank that is none, threads are no positive number, or
+        ``network`` or ``processor`` is no :class:`.Network` or :class:`.Processor`.
     TargetError
         If the target is unknown, or no CPU, or one of a device is no GPU.
     """
@@ -304,6 +304,11 @@ def compile(
         raise InvalidInputError(
             f"network is {network!r:.60}; expected a Network, such as that of a file: "
             "network_of(load_machine(file))"
+        )
+    if not isinstance(processor, Processor | None):
+        raise InvalidInputError(
+            f"processor is {processor!r:.60}; expected a Processor, such as Processor(rate=2e10, "
+            "bandwidth=1e10)"
         )
     resolved = resolve(target, threads)
     if is_gpu(resolved):
@@ -336,7 +341,7 @@ def compile(
     if devices:
         _check_outputs(plan)
     placed = resolve_devices(devices, plan.ranks, resolved, figures.processor)
-    if split == "auto" and plan.ranks == 1 and processor is None:
+    if isinstance(split, str) and split == "auto" and plan.ranks == 1 and processor is None:
         options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
         options |= {"repeat": repeat, "threads": threads, "target": target}
         split = _measured(source, devices, placed[0], options)
@@ -480,6 +485,9 @@ class _Kernels:
             raise OpError(
                 f"a schedule is given for rank {strange[0]}; ranks are 0 to {plan.ranks - 1}"
             )
+        for each in (self._schedule, *self._schedules.values()):
+            if not (each is None or callable(each)):
+                raise OpError(f"a schedule is {each!r:.60}; expected a function of a schedule")
 
     def pieces(self, rank: int, overlap: bool, cpu: Region) -> tuple[KernelPiece, ...]:
         """The kernel calls of a rank's CPU: its interior first if that is overlapped."""
