@@ -49,8 +49,9 @@ def read_figures(text: str | None) -> tuple[Network, int]:
         number = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z/]*)", value)
         unit = _UNITS.get(name, {}).get(number[2]) if number else None
         if number is None or unit is None:
+            what = "is not" if "=" in item else "is no file that is there, and not"
             raise InvalidInputError(
-                f"{item!r} is not a network figure; expected a file of `calibrate --network`, or "
+                f"{item!r} {what} a network figure; expected a file of `calibrate --network`, or "
                 "alpha=1.5us,beta=12GB/s with units s, ms, us, ns and B/s, KB/s, MB/s, GB/s"
             )
         found[_FIELDS[name]] = _number(number[1], item) * unit

@@ -89,7 +89,8 @@ def test_two_processes(folder: Path) -> None:
         ),
         (2, "r2.so", ["--input", "other=x.npy"], "no input is called 'other'"),
         (2, "r2.so", ["--network", "no.json"], "rank 0 of 2 failed: no file 'no.json'; mpiexec -n"),
-        (2, "r2.so", ["--network", "x.npy"], "rank 0 of 2 failed: x.npy: not JSON: "),
+        (2, "r2.so", ["--network", "x.npy"], "failed: x.npy is no file of a network: not JSON: "),
+        (2, "r2.so", ["--output", "r2.so"], "rank 0 of 2 failed: 'r2.so' is the model itself;"),
         pytest.param(2, "r2.so", ["--numa", "same"], "has one NUMA node; leave", marks=ONE_NODE),
     ],
 )
@@ -102,11 +103,12 @@ def test_what_is_wrong_is_told_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
-    output = folder / "none.npz"
+    output, before = folder / "none.npz", (folder / model).read_bytes()
     arguments = "run", model, "--distributed", "--output", str(output), *extra
     outcome = run_ranks(ranks, COMMAND, *arguments)
     assert outcome.code != 0 and outcome.stdout == "" and not output.exists()
     assert outcome.stderr.count(message) == 1, outcome.stderr
+    assert (folder / model).read_bytes() == before
 
 
 def test_options_without_effect(run: Any) -> None:
@@ -180,6 +182,8 @@ def test_figures(tmp_path: Path) -> None:
     machine = {"name": "ranks-2", "kind": "cpu", "title": "two", "figures": figures}
     file.write_text(json.dumps(machine))
     assert read_figures(str(file))[1] == 2
+    with pytest.raises(InvalidInputError, match="'no.json' is no file that is there, and not a ne"):
+        read_figures("no.json")
     for text in ("alpha", "alpha=1", "alpha=1GB/s", "gamma=1us", "beta=0GB/s", "alpha=1.1.1us"):
         with pytest.raises(InvalidInputError, match="not a network figure|no positive number"):
             read_figures(text)
