@@ -97,8 +97,10 @@ def send_recv(
     Raises
     ------
     OpError
-        If the rows are no ranges.
+        If the rows are no ranges, or the mode is no :class:`Mode`.
     """
+    if not isinstance(mode, Mode):
+        raise OpError(f"mode of a transfer of {buffer!r} is {mode!r}; expected a Mode")
     try:
         leading: Any = rows if isinstance(rows[0], Iterable) else (rows,)
         region = tuple((operator.index(begin), operator.index(end)) for begin, end in leading)

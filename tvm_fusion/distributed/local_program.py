@@ -299,7 +299,8 @@ class LocalProgram:
         if reduction.combine is None:
             [values] = parts
             combine = _COMBINE[reduction.operator]
-            return (np.asarray(combine.reduce(values, axis=0, dtype=values.dtype)),)
+            with np.errstate(all="ignore"):  # as in the kernels of the parts
+                return (np.asarray(combine.reduce(values, axis=0, dtype=values.dtype)),)
         stacked = [aligned_empty(each.shape, each.dtype) for each in parts]
         results = [aligned_empty(each.shape[1:], each.dtype) for each in parts]
         for own, part in zip(stacked, parts, strict=True):

@@ -40,6 +40,7 @@ from .device.measure_split import measure_split
 from .device.shares import Shares, Split, plan_shares
 from .explain import describe
 from .local_program import COMBINE, KernelPiece, LocalProgram, Ranks, check_ranks
+from .network_figures import check_figures
 from .world.local_world import LocalWorld, run_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
@@ -298,18 +299,7 @@ def compile(
     """
     if overlap not in ("auto", "always", "never"):
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
-    if not isinstance(threads, int) or threads < 1:
-        raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")
-    if not isinstance(network, Network | None):
-        raise InvalidInputError(
-            f"network is {network!r:.60}; expected a Network, such as that of a file: "
-            "network_of(load_machine(file))"
-        )
-    if not isinstance(processor, Processor | None):
-        raise InvalidInputError(
-            f"processor is {processor!r:.60}; expected a Processor, such as Processor(rate=2e10, "
-            "bandwidth=1e10)"
-        )
+    check_figures(network, processor, threads)
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,18 @@ def test_reduced_loop() -> None:
         first, *others = run_ranks(ranks, work)
         np.testing.assert_allclose(first, expected, rtol=1e-5)
         assert all(other.tobytes() == first.tobytes() for other in others)
+
+
+def test_sum_of_infinities() -> None:
+    """Without a warning of numpy, as in the kernels."""
+    a, k = image(2, 4), te.reduce_axis((0, 2), "k")
+    func = function(a, te.compute((4,), lambda j: te.sum(a[k, j], axis=k), "C"))
+    whole = np.full((2, 4), np.inf, np.float32)
+    whole[1] = -np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for found in gathered(compile(func, 2, loop="k"), whole):
+            assert np.isnan(found).all()
 
 
 def test_parts_of_one_iteration() -> None:

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def session(
     InvalidInputError
         If ``network`` is no such file.
     """
-    if not timeout > 0:
+    if not isinstance(timeout, Real) or not timeout > 0:
         raise InvalidInputError(f"timeout is {timeout!r}; expected a positive number of seconds")
     if numa not in (None, *NUMA):
         raise InvalidInputError(f"numa is {numa!r}; expected one of {', '.join(NUMA)}, or None")
