@@ -17,8 +17,8 @@ from tvm import ir, tirx
 from ..workload.reduce import constant
 from .distribute import Distribution
 from .exchange import Exchange, Region, difference, region_size
-from .gather import Gather
 from .loop_nest import LoopNest, operands
+from .reduction.gather import Gather
 from .regions import regions_computed
 
 _OPERATIONS = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Min, tirx.Max, ir.Call)

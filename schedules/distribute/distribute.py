@@ -29,11 +29,11 @@ from .exchange import (
     region_size,
     segment_size,
 )
-from .gather import Gather
 from .loop_nest import LoopNest, read_loop_nest, shape_of
 from .ownership import Owners
-from .partial_reduction import PartialReduction, partial_reduction
 from .partition import Partition, even, grid_of, grids, is_count, sized
+from .reduction.gather import Gather
+from .reduction.partial_reduction import PartialReduction, partial_reduction
 from .regions import regions_needed
 from .repetition import needed_by_steps, repeated_inputs, rows_of_steps, windows_of_steps
 from .transfer import Transfer, check_waits, deliver
@@ -292,6 +292,8 @@ def distribute(
         source, loops = reduction.func, [0]
         ranks = None if ranks is None and sizes is None else len(reduction.bounds) - 1
         sizes = None
+    if not isinstance(owned, Mapping | None):
+        raise OpError(f"owned is {owned!r}; expected sizes by inputs: {{'image': [302, 0]}}")
     nest = read_loop_nest(source, loops)
     choices = _Choices(owned or {}, transfers, infer, repeat, exchange_every)
     if sizes is not None:

@@ -272,7 +272,7 @@ def _axis(
 ) -> int:
     """The axis of a stage's output that a loop counts."""
     spatial = stage.loops[: len(stage.axes)]
-    if isinstance(loop, int):
+    if isinstance(loop, int) and not isinstance(loop, bool):
         if not 0 <= loop < len(spatial):
             raise OpError(
                 f"loop {loop} is not an axis of {stage.output.name!r}; it has {len(spatial)}"

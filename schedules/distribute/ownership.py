@@ -16,7 +16,7 @@ from tvm import tirx
 from ..errors import OpError
 from .exchange import Region, hull
 from .loop_nest import LoopNest, shape_of
-from .partition import Partition, bounds_of
+from .partition import Partition, bounds_of, integers
 from .regions import regions_needed
 
 Cuts: TypeAlias = dict[int, tuple[int, tuple[tuple[int, int], ...]]]
@@ -98,6 +98,7 @@ class Owners:
     def _given(
         self, buffer: tirx.Buffer, number: int, dim: int, extent: int, sizes: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
+        sizes = integers(sizes, f"owners of {buffer.name!r}")
         parts = self.partition.grid[number]
         if len(self.nest.extents) > 1 or len(sizes) != parts:
             raise OpError(

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -118,22 +117,39 @@ def sized(
     OpError
         If the sizes do not fit the loops, or the ranks.
     """
+    if not isinstance(sizes, Iterable):
+        raise OpError(f"sizes are {sizes!r}; expected a list of integers")
     lists = [list(one) if isinstance(one, Iterable) else [one] for one in sizes]
     if not any(isinstance(one, Iterable) for one in sizes):
         lists = [[size for [size] in lists]]
-    for size in itertools.chain.from_iterable(lists):
-        if not isinstance(size, Integral):
-            raise OpError(f"sizes have {size!r}; expected integers")
+    lists = [integers(one, "sizes") for one in lists]
     if len(lists) != len(extents):
         raise OpError(f"sizes are given for {len(lists)} loops; expected {len(extents)}")
     bounds = [
-        bounds_of(extent, list(map(int, one)), f"loop {name!r}")
+        bounds_of(extent, one, f"loop {name!r}")
         for name, extent, one in zip(names, extents, lists, strict=True)
     ]
     partition = Partition(tuple(bounds))
     if ranks not in (None, partition.ranks):
         raise OpError(f"sizes are given for {partition.ranks} ranks; expected {ranks}")
     return partition
+
+
+def integers(numbers: Any, what: str) -> list[int]:
+    """The numbers of a list that a user gives.
+
+    Raises
+    ------
+    OpError
+        If it is none, or holds anything but integers.
+    """
+    if not isinstance(numbers, Iterable) or isinstance(numbers, Mapping):
+        raise OpError(f"{what} are {numbers!r}; expected a list of integers")
+    found = list(numbers)
+    for number in found:
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise OpError(f"{what} have {number!r}; expected integers")
+    return list(map(int, found))
 
 
 def grid_of(grid: Any, ranks: int, loops: int) -> tuple[int, ...]:

@@ -97,8 +97,10 @@ def send_recv(
     Raises
     ------
     OpError
-        If the rows are no ranges.
+        If the rows are no ranges, or the mode is no :class:`Mode`.
     """
+    if not isinstance(mode, Mode):
+        raise OpError(f"mode of a transfer of {buffer!r} is {mode!r}; expected a Mode")
     try:
         leading: Any = rows if isinstance(rows[0], Iterable) else (rows,)
         region = tuple((operator.index(begin), operator.index(end)) for begin, end in leading)
@@ -148,6 +150,9 @@ def deliver(
     OpError
         If a rank, a buffer or a region does not exist, or if the source does not hold the region.
     """
+    listed = isinstance(transfers, Iterable) and not isinstance(transfers, str)
+    if not listed or not all(isinstance(each, Transfer) for each in transfers):
+        raise OpError(f"transfers are {transfers!r:.80}; expected a list of what send_recv returns")
     done = Delivery(())
     for number, transfer in enumerate(transfers):
         whole = _complete(transfer, shapes, len(owned))

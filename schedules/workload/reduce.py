@@ -264,14 +264,10 @@ def _check_dtype(operator: str, dtype: str) -> None:
     if dtype not in DTYPES:
         raise OpError(f"data has dtype {dtype}; expected one of {_list(DTYPES)}")
     if operator in _FLOAT_ONLY and dtype not in FLOATS:
-        raise OpError(
-            f"{operator} of {dtype}; expected a floating-point type: cast it with relax.astype "
-            "first"
-        )
+        raise OpError(f"{operator} of {dtype}; expected a floating-point type: cast it first")
     if dtype == "bool" and operator not in (*_BOOL_OPERATORS, "argmin", "argmax"):
         raise OpError(
-            f"{operator} of bool; expected a number type: cast it with relax.astype first, "
-            "or reduce by 'and' or 'or'"
+            f"{operator} of bool; expected a number type: cast it first, or reduce by 'and' or 'or'"
         )
 
 

@@ -66,11 +66,14 @@ def refuse_model_file(output: Path, model: Path) -> None:
     ArtifactError
         If the output is the model, or one of the files of an ONNX model's weights.
     """
-    from ..onnx.model.loader import model_files
-
     if not output.exists():
         return
-    for file in [model] if is_compiled(model) else model_files(model):
+    files: Sequence[Path] = [model]
+    if not is_compiled(model):
+        from ..onnx.model.loader import model_files
+
+        files = model_files(model)
+    for file in files:
         if file.exists() and output.samefile(file):
             whose = "the model itself" if file == model else "a file of the model's weights"
             raise ArtifactError(f"{str(output)!r} is {whose}; give --output another name")

@@ -13,6 +13,7 @@ import numpy as np
 import tvm_ffi
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Region
+from schedules.distribute.partition import is_count
 from schedules.distribute.transfer import FINISH
 
 from ..errors import InvalidInputError
@@ -24,7 +25,7 @@ from .memory_places import describe_memory
 
 if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
-    from schedules.distribute.partial_reduction import PartialReduction
+    from schedules.distribute.reduction.partial_reduction import PartialReduction
 
     from .world.numa_placement import Placement
     from .world.slot_route import SlotRoute
@@ -264,9 +265,10 @@ class LocalProgram:
         InvalidInputError
             If there are several steps and no input takes the output.
         """
-        if not isinstance(steps, int) or steps < 1 or (steps > 1 and not self.plan.repeat):
+        if not is_count(steps) or (steps > 1 and not self.plan.repeat):
             raise InvalidInputError(
-                f"steps is {steps!r}; expected 1, or more for a program compiled with repeat="
+                f"steps is {steps!r:.60}; expected 1, or more for a program compiled with repeat=; "
+                "inputs are written to input(NAME).owned"
             )
         deep = len(self._part.steps)
         done = 0
@@ -297,7 +299,8 @@ class LocalProgram:
         if reduction.combine is None:
             [values] = parts
             combine = _COMBINE[reduction.operator]
-            return (np.asarray(combine.reduce(values, axis=0, dtype=values.dtype)),)
+            with np.errstate(all="ignore"):  # as in the kernels of the parts
+                return (np.asarray(combine.reduce(values, axis=0, dtype=values.dtype)),)
         stacked = [aligned_empty(each.shape, each.dtype) for each in parts]
         results = [aligned_empty(each.shape[1:], each.dtype) for each in parts]
         for own, part in zip(stacked, parts, strict=True):
@@ -372,8 +375,12 @@ def check_ranks(world: Ranks, ranks: int, what: str) -> None:
     Raises
     ------
     InvalidInputError
-        If the sizes differ.
+        If the sizes differ, or it is no world.
     """
+    if not hasattr(world, "agree"):
+        raise InvalidInputError(
+            f"the ranks are {world!r:.60}; expected what distributed.session() yields"
+        )
     if world.size != ranks:
         raise InvalidInputError(
             f"the {what} is compiled for {ranks} ranks and there are {world.size}; "

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from schedules.cost.machine import load_machine
-from schedules.distribute.cost import Network
+from schedules.distribute.cost import Network, Processor
+from schedules.distribute.partition import is_count
 
 from ..errors import InvalidInputError
 from .calibrate import network_of
@@ -49,12 +50,35 @@ def read_figures(text: str | None) -> tuple[Network, int]:
         number = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z/]*)", value)
         unit = _UNITS.get(name, {}).get(number[2]) if number else None
         if number is None or unit is None:
+            what = "is not" if "=" in item else "is no file that is there, and not"
             raise InvalidInputError(
-                f"{item!r} is not a network figure; expected a file of `calibrate --network`, or "
+                f"{item!r} {what} a network figure; expected a file of `calibrate --network`, or "
                 "alpha=1.5us,beta=12GB/s with units s, ms, us, ns and B/s, KB/s, MB/s, GB/s"
             )
         found[_FIELDS[name]] = _number(number[1], item) * unit
     return Network(**found), 0
+
+
+def check_figures(network: object, processor: object, threads: object) -> None:
+    """Refuse arguments of a compilation that are no figures, and threads that are none.
+
+    Raises
+    ------
+    InvalidInputError
+        If one of the figures is not None and of another type, or threads are no positive number.
+    """
+    if not is_count(threads):
+        raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")
+    if not isinstance(network, Network | None):
+        raise InvalidInputError(
+            f"network is {network!r:.60}; expected a Network, such as that of a file: "
+            "network_of(load_machine(file))"
+        )
+    if not isinstance(processor, Processor | None):
+        raise InvalidInputError(
+            f"processor is {processor!r:.60}; expected a Processor, such as Processor(rate=2e10, "
+            "bandwidth=1e10)"
+        )
 
 
 def _number(text: str, item: str) -> float:

@@ -24,7 +24,8 @@ from relay_passes.op.coalesced_reduce import coalesced_reduce
 from schedules.workload.reduce import MAX_SUM_EXP, accumulation_dtype
 
 from ..compiler.pipeline import build, optimize
-from ..compiler.targets.target import resolve
+from ..compiler.targets.target import is_gpu, resolve
+from ..errors import TargetError
 from ..runtime.arguments import results
 from ..runtime.memory import HostMemory
 from ..runtime.tensor_spec import TensorSpec
@@ -66,6 +67,8 @@ class StateKernel:
             means = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
             specs.append(TensorSpec("mean", means, accumulation_dtype("sum", dtype)))
         resolved = resolve(target, threads)
+        if is_gpu(resolved):
+            raise TargetError(f"target {target!r} is a GPU; parts are reduced by the ranks' CPUs")
         executable = build(optimize(_module(specs, operator, axes), resolved), resolved)
         self._main = start_machine(executable.jit())["main"]
         self._memory = HostMemory(specs)

@@ -40,6 +40,7 @@ from .device.measure_split import measure_split
 from .device.shares import Shares, Split, plan_shares
 from .explain import describe
 from .local_program import COMBINE, KernelPiece, LocalProgram, Ranks, check_ranks
+from .network_figures import check_figures
 from .world.local_world import LocalWorld, run_ranks
 
 Schedule = Callable[[s_tir.Schedule], None]
@@ -291,20 +292,14 @@ def compile(
     OpError
         If the function cannot be distributed so, or a split does not fit.
     InvalidInputError
-        If devices are given for a rank that is none, threads are no positive number, or
-        ``network`` is no :class:`.Network`.
+        If devices are none, or given for a rank that is none, threads are no positive number, or
+        ``network`` or ``processor`` is no :class:`.Network` or :class:`.Processor`.
     TargetError
         If the target is unknown, or no CPU, or one of a device is no GPU.
     """
     if overlap not in ("auto", "always", "never"):
         raise OpError(f"overlap is {overlap!r}; expected 'auto', 'always' or 'never'")
-    if not isinstance(threads, int) or threads < 1:
-        raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")
-    if not isinstance(network, Network | None):
-        raise InvalidInputError(
-            f"network is {network!r:.60}; expected a Network, such as that of a file: "
-            "network_of(load_machine(file))"
-        )
+    check_figures(network, processor, threads)
     resolved = resolve(target, threads)
     if is_gpu(resolved):
         raise TargetError(
@@ -341,7 +336,7 @@ def compile(
     plan = plans[0]
     if len(plans) > 1:
         plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
-    if split == "auto" and plan.ranks == 1 and processor is None:
+    if isinstance(split, str) and split == "auto" and plan.ranks == 1 and processor is None:
         options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
         options |= {"repeat": repeat, "threads": threads, "target": target}
         split = _measured(source, devices, placed[0], options)
@@ -410,7 +405,7 @@ def _sides(devices: Sequence[ResolvedDevice], split: Split) -> int:
     """What computes at once in the memory of a rank: its CPU, and devices that are cores of it."""
     sides = [True, *(device.cpu is not None for device in devices)]
     if isinstance(split, list | tuple):
-        sides = [side and rows > 0 for side, rows in zip(sides, split, strict=False)]
+        sides = [side and rows != 0 for side, rows in zip(sides, split, strict=False)]
     return max(1, sum(sides))
 
 
@@ -493,6 +488,9 @@ class _Kernels:
             raise OpError(
                 f"a schedule is given for rank {strange[0]}; ranks are 0 to {plan.ranks - 1}"
             )
+        for each in (self._schedule, *self._schedules.values()):
+            if not (each is None or callable(each)):
+                raise OpError(f"a schedule is {each!r:.60}; expected a function of a schedule")
 
     def pieces(self, rank: int, overlap: bool, cpu: Region) -> tuple[KernelPiece, ...]:
         """The kernel calls of a rank's CPU: its interior first if that is overlapped."""

@@ -15,10 +15,12 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
+from schedules.distribute.partition import integers
 from schedules.workload.reduce import (
     FLOATS,
     MAX_SUM_EXP,
@@ -32,6 +34,7 @@ from ..errors import OpError
 from .part_states import state_kernel
 from .world.communicator import World
 from .world.failure import DisagreementError
+from .world.local_world import LocalWorld
 from .world.parcel import name_ranks
 
 _OF_FLOATS = ("variance", "logsumexp", MAX_SUM_EXP)
@@ -49,7 +52,7 @@ _AT_ONCE_BYTES = 16 * 1024  # of one rank's states; more are shared out
 
 
 def reduce(
-    world: World,
+    world: World | LocalWorld,
     part: np.ndarray,
     operator: str = "sum",
     axes: int | Sequence[int] | None = None,
@@ -62,7 +65,7 @@ def reduce(
 
     Parameters
     ----------
-    world : World
+    world : World or LocalWorld
         The ranks.
     part : np.ndarray
         This rank's part: float64, float32, float16, bfloat16, int64, int32, int8, uint8 or bool. It
@@ -93,11 +96,17 @@ def reduce(
     ------
     OpError
         If the operator, an axis or the type does not fit, or for an extreme of no elements.
+    TargetError
+        If the target is unknown, or a GPU.
     DistributedError
         If the ranks call it with different arguments.
     """
+    if isinstance(part, np.ma.MaskedArray):
+        raise OpError("the part is a masked array; expected an array without a mask: fill it first")
     part = np.asarray(part)
-    names = [axes] if isinstance(axes, int) else axes
+    names = None if axes is None else integers([axes] if np.ndim(axes) == 0 else axes, "axes")
+    if not isinstance(axis, Integral):
+        raise OpError(f"axis is {axis!r}; expected an integer")
     workload = _workload(operator, names, part)
     [axis] = normal_axes([axis], part.ndim)
     about = f"{operator} of {workload.dtype} over axes {list(workload.axes)}"
@@ -120,7 +129,7 @@ def reduce(
 class _Reduction:
     """One reduction of all ranks, and this rank's part; ``extents`` of all parts along ``axis``."""
 
-    world: World
+    world: World | LocalWorld
     part: np.ndarray
     workload: ReduceWorkload
     axis: int
@@ -241,7 +250,7 @@ def _workload(operator: str, axes: Sequence[int] | None, part: np.ndarray) -> Re
     return replace(workload, operator="mean" if operator == "variance" else MAX_SUM_EXP)
 
 
-def _extents(world: World, part: np.ndarray, about: str, axis: int) -> np.ndarray:
+def _extents(world: World | LocalWorld, part: np.ndarray, about: str, axis: int) -> np.ndarray:
     """Extents of all parts along an axis, if the ranks agree on all else."""
     others = [extent for number, extent in enumerate(part.shape) if number != axis]
     digest = hashlib.sha256(f"{about} {axis} {others}".encode()).digest()[:8]

@@ -320,7 +320,10 @@ def _foreign(path: Path, start: bytes) -> str:
             f"{str(path)!r} is a shared library which tvm_fusion did not save, or one that is cut "
             "off; expected a file that was written by CompiledModel.save"
         )
-    return f"{str(path)!r} is not a compiled model; expected a file written by CompiledModel.save"
+    return (
+        f"{str(path)!r} is not a compiled model; expected a file written by CompiledModel.save, or "
+        "by tvm-fusion compile"
+    )
 
 
 def _digest(path: Path, count: int) -> bytes:

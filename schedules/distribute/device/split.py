@@ -18,6 +18,7 @@ from ...errors import OpError
 from ..cost import Processor, Work, work_of
 from ..exchange import Region
 from ..loop_nest import LoopNest
+from ..partition import integers
 from .kept_rows import halo_bytes
 from .operation_sequence import OperationSequence, operation_sequence, sequence_seconds
 
@@ -208,9 +209,10 @@ def check_split(rows: Sequence[int], extent: int, names: Sequence[str]) -> tuple
     Raises
     ------
     OpError
-        If one is negative, if there are more or fewer of them than there are processors, or if they
-        do not sum up.
+        If one is negative or no integer, if there are more or fewer of them than there are
+        processors, or if they do not sum up.
     """
+    rows = integers(rows, "rows of the split")
     if len(rows) != len(names):
         raise OpError(
             f"the split {list(rows)} has {len(rows)} numbers of rows; expected {len(names)}: for "

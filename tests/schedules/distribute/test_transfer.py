@@ -86,6 +86,12 @@ def test_rows_that_are_no_ranges(rows: Any) -> None:
         send_recv("A", rows, 0, 1)
 
 
+def test_a_mode_that_is_none() -> None:
+    mode: Any = "async"
+    with pytest.raises(OpError, match="mode of a transfer of 'A' is 'async'; expected a Mode"):
+        send_recv("A", (0, 1), 0, 1, mode)
+
+
 def test_rows_of_numpy() -> None:
     rows = np.array([0, 2])
     assert send_recv("A", (rows[0], rows[1]), 0, 1) == send_recv("A", (0, 2), 0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +366,18 @@ def test_reduced_loop() -> None:
         assert all(other.tobytes() == first.tobytes() for other in others)
 
 
+def test_sum_of_infinities() -> None:
+    """Without a warning of numpy, as in the kernels."""
+    a, k = image(2, 4), te.reduce_axis((0, 2), "k")
+    func = function(a, te.compute((4,), lambda j: te.sum(a[k, j], axis=k), "C"))
+    whole = np.full((2, 4), np.inf, np.float32)
+    whole[1] = -np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for found in gathered(compile(func, 2, loop="k"), whole):
+            assert np.isnan(found).all()
+
+
 def test_parts_of_one_iteration() -> None:
     """Loops of the result are merged, since each part has another first row."""
     a, k = image(3, 5, 6), te.reduce_axis((0, 3), "k")
@@ -553,8 +566,21 @@ def test_overlap_by_the_model() -> None:
             InvalidInputError,
             "network is 'network.json'; expected a Net",
         ),
+        ({"processor": 2e10}, InvalidInputError, r"processor is 20000000000.0; expected a Proces"),
+        ({"loop": True}, OpError, "a loop is True; expected its name"),
+        ({"sizes": 8}, OpError, "sizes are 8; expected a list of integers"),
+        ({"owned": [8, 0]}, OpError, r"owned is \[8, 0\]; expected sizes by inputs"),
+        ({"owned": {"A": 8}}, OpError, "owners of 'A' are 8; expected a list of integers"),
+        ({"owned": {"A": [4.0, 4.0]}}, OpError, "owners of 'A' have 4.0; expected integers"),
+        (
+            {"transfers": ["A"]},
+            OpError,
+            r"transfers are \['A'\]; expected a list of what send_recv",
+        ),
         ({"devices": "opencl"}, InvalidInputError, "devices are 'opencl'; expected a list of them"),
         ({"schedule": on_gpu}, OpError, "schedule of part_0 binds loops to threads of a GPU, and"),
+        ({"schedule": "fast"}, OpError, "a schedule is 'fast'; expected a function of a schedule"),
+        ({"schedule": {1: "fast"}}, OpError, "a schedule is 'fast'; expected a function"),
         ({"schedule": {2: print}}, OpError, "given for rank 2; ranks are 0 to 1"),
     ],
 )
@@ -570,6 +596,10 @@ def test_refused_steps() -> None:
     for steps in (0, 2, "2"):
         with pytest.raises(InvalidInputError, match=f"steps is {steps!r}; expected 1, or more for"):
             run_ranks(1, lambda world, steps=steps: program.on(world)(steps))
+    run_ranks(1, lambda world: program.on(world)(np.int64(1)))
+    image = np.zeros((100, 100))
+    with pytest.raises(InvalidInputError, match=r"(?s)steps is array.{1,60}; .* inputs are writ"):
+        run_ranks(1, lambda world: program.on(world)(image))
 
 
 def test_refused_ranks() -> None:
@@ -579,6 +609,12 @@ def test_refused_ranks() -> None:
     other = compile(chain(), 2)
     with pytest.raises(DistributedError, match=r"ranks \[1\] and rank 0 have different programs"):
         run_ranks(2, lambda world: (other if world.rank else program).on(world))
+
+
+@pytest.mark.parametrize("world", [None, 2, "world"])
+def test_no_ranks(world: Any) -> None:
+    with pytest.raises(InvalidInputError, match="the ranks are .*; expected what .*session.. yi"):
+        compile(matmul(), 1).on(world)
 
 
 def test_refused_inputs() -> None:

@@ -375,7 +375,7 @@ def test_any_wrong_bit_is_found(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is not a compiled model; expected a file written by CompiledModel.save"),
+        (b"", "is not a compiled model; expected a file written by CompiledModel.save, or by tvm"),
         (b"\x7fELF" + bytes(500), "is a shared library which tvm_fusion did not save, or one"),
         (b"\x08\x07\x12\x04onnx" * 50, "is not a compiled model"),
         (join(b"", b"{"), r"the description in '.*' is not valid \(JSONDecodeError"),

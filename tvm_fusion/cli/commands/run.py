@@ -82,6 +82,13 @@ if TYPE_CHECKING:
     help="With --distributed: give each rank of a machine processors of its own, if there are "
     "enough of them.",
 )
+@click.option(
+    "--network",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --distributed: file of `calibrate --network`, read by the first rank, whose fastest "
+    "routes the exchanges take that are not kernels of the model. Default: routes by constants.",
+)
 @compile_options
 @records_option
 @threads_option
@@ -97,6 +104,7 @@ def run_command(
     timeout: float,
     numa: Numa | None,
     bind: bool,
+    network: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -114,9 +122,10 @@ def run_command(
 
         threads = options["threads"]
         settings = {"timeout": timeout, "threads": threads, "numa": numa, "bind": bind}
+        settings["network"] = network
         run_distributed(model, inputs, output, seed, repeat, settings, as_json)
         return
-    refuse_given(["timeout", "numa", "bind"], "it is for --distributed")
+    refuse_given(["timeout", "numa", "bind", "network"], "it is for --distributed")
     from ... import load
 
     if streams is not None and options["threads"] is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import TVMFusionError
 from ...runtime.artifact import describe_artifact
+from ..checks import refuse_model_file
 from ..output import show
 from .run_model import run_model, run_text, save_outputs
 
@@ -30,6 +31,8 @@ def run_distributed(
 
     with session(_ranks_of(path), **settings) as world:
         model = load(path).on(world)
+        if output is not None and world.rank == 0:
+            refuse_model_file(output, path)
         result, outputs = run_model(model, files, {}, seed, repeat)
         if world.rank == 0:
             if output is not None:

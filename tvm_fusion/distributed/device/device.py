@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from tvm import s_tir
@@ -17,6 +18,7 @@ from schedules.cost.machine import Machine, load_machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Processor
 from schedules.distribute.device.split import Accelerator
+from schedules.distribute.partition import is_count
 
 from ...compiler.targets.target import is_gpu, resolve
 from ...errors import InvalidInputError, TargetError
@@ -147,13 +149,15 @@ def resolve_devices(
     Raises
     ------
     InvalidInputError
-        If devices are no sequence, or given for a rank that is none, or an index or a number of
-        chunks is negative, or one that copies chunks, or a GPU of NVIDIA, is to compute in place.
+        If devices are no sequence, or given for a rank that is none, or a field of one is not what
+        its name says, or one that copies chunks, or a GPU of NVIDIA, is to compute in place.
     TargetError
         If a target is unknown or is no GPU, or means a GPU of this machine and there is none.
     """
-    if isinstance(devices, str | Device):
-        raise InvalidInputError(f"devices are {devices!r}; expected a list of them")
+    lists = devices.values() if isinstance(devices, Mapping) else [devices]
+    for each in lists:
+        if not isinstance(each, Sequence) or isinstance(each, str):
+            raise InvalidInputError(f"devices are {each!r}; expected a list of them")
     if isinstance(devices, Mapping):
         strange = sorted(set(devices) - set(range(ranks)))
         if strange:
@@ -209,17 +213,15 @@ def host_accelerator(device: Target, host: Target, processor: Processor) -> Acce
 def _resolve(device: str | Device, host: Target, processor: Processor) -> ResolvedDevice:
     if isinstance(device, str):
         device = Device(device)
+    if not isinstance(device, Device):
+        raise InvalidInputError(f"a device is {device!r:.60}; expected its name, or a Device")
     numbered = (
         _NUMBERED.fullmatch(device.target.strip()) if isinstance(device.target, str) else None
     )
     if numbered is not None:
         kind, index, options = numbered.groups()
         device = replace(device, target=f"{kind}{options or ''}", index=int(index))
-    if device.index < 0 or (device.chunks is not None and device.chunks < 1):
-        raise InvalidInputError(
-            f"the device {device.target} has index {device.index} and {device.chunks} chunks; "
-            "expected an index from 0, and at least 1 chunk"
-        )
+    _check(device)
     target = resolve(device.target)
     if not is_gpu(target):
         raise TargetError(
@@ -251,6 +253,24 @@ def _resolve(device: str | Device, host: Target, processor: Processor) -> Resolv
         in_place,
         cpu,
     )
+
+
+def _check(device: Device) -> None:
+    """Refuse fields that are not what their names say."""
+    is_index = isinstance(device.index, Integral) and device.index >= 0
+    if not is_index or not (device.chunks is None or is_count(device.chunks)):
+        raise InvalidInputError(
+            f"the device {device.target} has index {device.index!r} and {device.chunks!r} chunks; "
+            "expected an index from 0, and at least 1 chunk, or None"
+        )
+    if not (device.schedule is None or callable(device.schedule)):
+        raise InvalidInputError(
+            f"schedule of device {device.target} is {device.schedule!r:.60}; expected a function"
+        )
+    if not isinstance(device.figures, Accelerator | None):
+        raise InvalidInputError(
+            f"figures of device {device.target} are {device.figures!r:.60}; expected an Accelerator"
+        )
 
 
 def _in_place(device: Device, target: Target) -> bool:

@@ -34,6 +34,7 @@ from ...compiler.targets.target import is_gpu, resolve
 from ...compiler.tuned import choose_records
 from ...errors import InvalidInputError, TargetError
 from ...machine.host import physical_cores
+from ..network_figures import check_figures
 from ..program import estimated_processor
 from .model import DistributedModel
 
@@ -89,8 +90,9 @@ def compile_network(
     TargetError
         If the target is unknown, or no CPU.
     InvalidInputError
-        If the number of ranks is not possible.
+        If the number of ranks or of threads is not possible, or figures are of another type.
     """
+    check_figures(network, processor, 1 if threads is None else threads)
     resolved = resolve_ranks(ranks, target, threads)
     options = pipeline.Options(
         fuse=fuse, winograd=winograd, records=choose_records(records, resolved)

@@ -10,13 +10,15 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedules.cost.machine import load_machine, machine_from_json
+from schedules.cost.machine import Machine, load_machine, machine_from_json
 
-from ...errors import InvalidInputError, TargetError
+from ...errors import InvalidInputError, TargetError, TVMFusionError
 from ...machine.numa import numa_nodes
 from ...runtime.thread_pool import choose_threads
 from ...version import __version__
@@ -79,10 +81,10 @@ def session(
         versions, a machine has one NUMA node alone where ``numa`` is given, or a rank does not
         answer in time. What all ranks find wrong is raised on the
         first one alone; the others end with code 1.
-    PredictionError, InvalidInputError
+    InvalidInputError
         If ``network`` is no such file.
     """
-    if not timeout > 0:
+    if not isinstance(timeout, Real) or not timeout > 0:
         raise InvalidInputError(f"timeout is {timeout!r}; expected a positive number of seconds")
     if numa not in (None, *NUMA):
         raise InvalidInputError(f"numa is {numa!r}; expected one of {', '.join(NUMA)}, or None")
@@ -193,14 +195,35 @@ def _choose_packing(world: World, network: str | os.PathLike[str] | None) -> Non
     """Let parcels travel as the first rank's file tells, on all ranks alike."""
     text = ""
     if network is not None and world.rank == 0:
-        machine = load_machine(network)
-        packing_of(machine)  # refused before it is sent
+        machine = _network_machine(network)  # refused before it is sent
         text = json.dumps(machine.to_json())
     size = int(world.broadcast(np.array([len(text.encode())]))[0])
     if size:
         sent = np.frombuffer(text.encode() or bytes(size), np.uint8)
         data = json.loads(world.broadcast(sent).tobytes())
         world.packing = packing_of(machine_from_json(data))
+
+
+def _network_machine(network: str | os.PathLike[str]) -> Machine:
+    """Read a calibrated network; machines that have names have none.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is no such file, or it is one of something else.
+    """
+    if not isinstance(network, str | os.PathLike):
+        raise InvalidInputError(f"network is {network!r:.60}; expected the path of a file")
+    path, expected = Path(network), "mpiexec -n 2 tvm-fusion calibrate --network writes one"
+    if not os.path.isfile(path):  # noqa: PTH113  false where pathlib raises: a name too long
+        raise InvalidInputError(f"no file {str(path)!r}; {expected}")
+    try:
+        machine = load_machine(path)
+        packing_of(machine)
+    except TVMFusionError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise InvalidInputError(f"{path} is no file of a network: {reason}; {expected}") from error
+    return machine
 
 
 def _place(world: World, siblings: Sequence[_Sibling], numa: Numa | None) -> Placement | None:

@@ -17,11 +17,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region
+from schedules.distribute.partition import is_count
 
-from ...errors import DistributedError
+from ...errors import DistributedError, InvalidInputError
 
 Result = TypeVar("Result")
 
+
+_UFUNCS = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
 
 _Address = tuple[int, int, int, Region]
 """Exchange, source, destination and region of a message, whatever the ranks call its buffer."""
@@ -117,6 +127,16 @@ class LocalWorld:
         """The arrays of all ranks, of one shape and type, stacked in order of the ranks."""
         return np.stack(self._gather(np.array(array), "a gather"))
 
+    def all_to_all(self, array: np.ndarray) -> np.ndarray:
+        """Slice ``rank`` of the arrays of all ranks, in their order; one slice is for each rank."""
+        gathered = self._gather(np.array(array), "an exchange of slices")
+        return np.stack([each[self.rank] for each in gathered])
+
+    def all_reduce(self, array: np.ndarray, operator: str) -> np.ndarray:
+        """Combine the elements of integer arrays of all ranks: see :class:`.communicator.World`."""
+        combine = _UFUNCS[operator]
+        return combine.reduce(self.all_gather(array), axis=0, dtype=array.dtype)
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self._gather(None, "a barrier")
@@ -175,9 +195,13 @@ def run_ranks(
 
     Raises
     ------
+    InvalidInputError
+        If the number is none.
     Exception
         What the first rank that failed has raised; the others end at their next wait.
     """
+    if not is_count(size):
+        raise InvalidInputError(f"the number of ranks is {size!r}; expected a positive integer")
     shared = _Shared(size, timeout)
     results: dict[int, Result] = {}
 

@@ -157,8 +157,7 @@ def packing_of(machine: Machine) -> MeasuredPacking:
         seconds.setdefault(shape, {})[route] = machine[name]
     if not seconds:
         raise InvalidInputError(
-            f"{machine.name!r} has no figures {_FIGURE}.*; measure them by mpiexec -n 2 tvm-fusion "
-            "calibrate --network"
+            f"{machine.name!r} has no figures {_FIGURE}.*, which calibrate --network measures"
         )
     return MeasuredPacking(seconds)
 

@@ -19,7 +19,7 @@ import numpy as np
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 
 from ...errors import DistributedError
-from .packing import Packing, ParcelShape, by_constants
+from .packing import Packing, ParcelShape, Route, by_constants
 from .shared_slots import NodeSlots, Slot, SlotReceive, SlotSend
 from .watch import slot_text
 
@@ -89,6 +89,10 @@ class Parcel:
             np.copyto(view, staged)
         if self.slot is not None:
             self.slot.take()
+
+
+def _slot_first(routes: Sequence[Route]) -> Sequence[Route]:
+    return "slot", *(route for route in routes if route != "slot")
 
 
 def _is_packed(packing: Packing, nbytes: int, views: Sequence[np.ndarray]) -> bool:
@@ -205,10 +209,12 @@ class PreparedExchange:
         self._windows = list(windows.items())
         if exchange.synchronous:  # ends when its receives have begun, which a slot does not tell
             slots = None
+        # The kernel of the other rank takes the slot, if there is one.
+        chosen = (lambda shape: _slot_first(packing(shape))) if exchange.in_turn else packing
         send_slot = partial(slots.outgoing, exchange.slot) if slots else _no_slot
         receive_slot = partial(slots.incoming, exchange.slot) if slots else _no_slot
-        outgoing = _parcels(sent, [m.dest for m in sent], buffers, send_slot, packing)
-        incoming = _parcels(received, [m.source for m in received], buffers, receive_slot, packing)
+        outgoing = _parcels(sent, [m.dest for m in sent], buffers, send_slot, chosen)
+        incoming = _parcels(received, [m.source for m in received], buffers, receive_slot, chosen)
         texts = ExchangeTexts(exchange.id, (parcel.peer for parcel in (*incoming, *outgoing)))
         self.name, self.inside, self.after = texts.name, texts.inside, texts.after
         self._types: list[Any] = []

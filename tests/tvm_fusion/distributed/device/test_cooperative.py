@@ -332,10 +332,19 @@ rank  iterations               sends    receives    compute   exchange        ov
         ({"devices": ["opencl:x"]}, TargetError, "unknown target"),
         ({"devices": [Device("opencl", -1)]}, InvalidInputError, "index -1 and None chunks"),
         ({"devices": [Device("opencl", chunks=0)]}, InvalidInputError, "index 0 and 0 chunks"),
+        ({"devices": [Device("opencl", chunks=2.5)]}, InvalidInputError, "and 2.5 chunks; exp"),
+        ({"devices": [Device("opencl", index="0")]}, InvalidInputError, "has index '0' and None"),
+        ({"devices": [Device("opencl", schedule="x")]}, InvalidInputError, "'x'; expected a func"),
+        ({"devices": [Device("opencl", figures=1)]}, InvalidInputError, "are 1; expected an Acce"),
+        ({"devices": [None]}, InvalidInputError, "a device is None; expected its name, or a Dev"),
+        ({"devices": {0: "opencl"}}, InvalidInputError, "devices are 'opencl'; expected a list"),
         ({"devices": {3: ["opencl"]}}, InvalidInputError, "for rank 3; ranks are 0 to 1"),
         ({"split": "half"}, OpError, "split is 'half'; expected 'auto', 'model' or rows"),
         ({"split": {2: [1]}}, OpError, "a split is given for rank 2; ranks are 0 to 1"),
         ({"split": [4, 4]}, OpError, r"split \[4, 4\] is not a split of 6 rows"),
+        ({"split": [3.0, 3.0]}, OpError, "rows of the split have 3.0; expected integers"),
+        ({"split": 0.5}, OpError, "rows of the split are 0.5; expected a list of integers"),
+        ({"split": None}, OpError, "rows of the split are None; expected a list of integers"),
         ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),
         ({"overlap": "always"}, OpError, "overlap='always' is for ranks without devices"),
         ({"exchange_every": 2}, OpError, "exchange_every is 2; ranks with devices exchange at"),
@@ -350,6 +359,12 @@ rank  iterations               sends    receives    compute   exchange        ov
 def test_refused(arguments: dict, error: type[Exception], reason: str) -> None:
     with pytest.raises(error, match=reason):
         compile(heat2d(12), 2, **{"devices": ["opencl"], "repeat": "A"} | arguments)
+
+
+def test_split_as_an_array() -> None:
+    split = np.array([3, 9])
+    shares = compile(heat2d(12), devices=["opencl"], repeat="A", split=split).shares
+    assert shares.cpu[0][0] == (0, 3)
 
 
 def test_refused_measurement() -> None:

@@ -14,6 +14,7 @@ from mpi_ranks import Outcome, needs_mpi, run_ranks
 from rank_networks import network
 
 import tvm_fusion
+from examples.models import GraphBuilder
 from examples.onnx_builder import random_inputs
 from tvm_fusion import distributed
 from tvm_fusion.distributed.network import compile_network
@@ -73,3 +74,19 @@ def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) 
     assert not model.plan.takes_table
     result, _ = distributed.run_ranks(2, lambda world: model.on(world)(**feed))
     np.testing.assert_array_equal(result, expected)
+
+
+@needs_mpi
+def test_a_message_too_long_for_a_slot_beside_others(tmp_path: Path) -> None:
+    """Rank 0 gathers 400 KB, which the kernel of rank 1 puts into a slot, and 600 KB by MPI."""
+    shape = 1, 1, 7, 50_000
+    net = GraphBuilder("wide", shape, 1)
+    wide = net.finish(net.activation(net.input, "relu"), list(shape))
+    model = distributed.compile_network(wide, 3, threads=1, exchange="always")
+    model.save(tmp_path / "model.so")
+    [(name, x)] = random_inputs(wide, 3).items()
+    np.savez(tmp_path / "arrays.npz", expected=np.maximum(x, 0), **{name: x})
+    files = str(tmp_path / "model.so"), str(tmp_path / "arrays.npz")
+    outcome = run_ranks(3, PROGRAM, "mixed", *files)
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.count("ended well") == 3

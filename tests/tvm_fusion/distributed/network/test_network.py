@@ -228,6 +228,9 @@ def test_a_rank_that_fails_in_an_exchange(of_two: distributed.DistributedModel) 
     [
         (small_model, {"ranks": 0}, InvalidInputError, "ranks is 0; expected a positive integer"),
         (small_model, {"ranks": True}, InvalidInputError, "ranks is True"),
+        (small_model, {"ranks": 2, "threads": 0}, InvalidInputError, "threads is 0; expected a po"),
+        (small_model, {"ranks": 2, "network": "n.json"}, InvalidInputError, "network is 'n.json'"),
+        (small_model, {"ranks": 2, "processor": 1e9}, InvalidInputError, "expected a Processor"),
         (small_model, {"ranks": 2, "exchange": "no"}, OpError, "exchange is 'no'; expected 'auto'"),
         (small_model, {"ranks": 2, "target": "opencl"}, TargetError, "ranks compute on CPUs"),
         (lambda: small_model("batch"), {"ranks": 2, "shapes": {"batch": "n"}}, OpError, "run time"),

@@ -14,7 +14,9 @@ from mpi_ranks import needs_mpi, run_ranks
 from small_onnx import small_model
 
 import tvm_fusion
+from schedules.cost.machine import Figure, Machine
 from tvm_fusion.cli import command_line as cli
+from tvm_fusion.distributed.calibrate import write_machine
 from tvm_fusion.distributed.network_figures import read_figures
 from tvm_fusion.distributed.world.numa_placement import NUMA
 from tvm_fusion.errors import InvalidInputError
@@ -56,8 +58,12 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
 
 @needs_mpi
 def test_two_processes(folder: Path) -> None:
+    network = folder / "network.json"
+    figures = {"parcel_seconds.in_place.1024.64.1": Figure(1e-6, "a test")}
+    write_machine(Machine("ranks-2", "cpu", "two", figures), network)
     files = "--input", f"image={folder / 'x.npy'}", "--output", str(folder / "out.npz")
     arguments = "run", str(folder / "r2.so"), "--distributed", "--repeat", "3", *files, "--json"
+    arguments += "--network", str(network)
     outcome = run_ranks(2, COMMAND, *arguments)
     assert outcome.code == 0, outcome.stderr
     result = json.loads(outcome.stdout)  # one rank shows it
@@ -82,6 +88,9 @@ def test_two_processes(folder: Path) -> None:
             marks=pytest.mark.slow,
         ),
         (2, "r2.so", ["--input", "other=x.npy"], "no input is called 'other'"),
+        (2, "r2.so", ["--network", "no.json"], "rank 0 of 2 failed: no file 'no.json'; mpiexec -n"),
+        (2, "r2.so", ["--network", "x.npy"], "failed: x.npy is no file of a network: not JSON: "),
+        (2, "r2.so", ["--output", "r2.so"], "rank 0 of 2 failed: 'r2.so' is the model itself;"),
         pytest.param(2, "r2.so", ["--numa", "same"], "has one NUMA node; leave", marks=ONE_NODE),
     ],
 )
@@ -94,16 +103,19 @@ def test_what_is_wrong_is_told_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
-    output = folder / "none.npz"
+    output, before = folder / "none.npz", (folder / model).read_bytes()
     arguments = "run", model, "--distributed", "--output", str(output), *extra
     outcome = run_ranks(ranks, COMMAND, *arguments)
     assert outcome.code != 0 and outcome.stdout == "" and not output.exists()
     assert outcome.stderr.count(message) == 1, outcome.stderr
+    assert (folder / model).read_bytes() == before
 
 
 def test_options_without_effect(run: Any) -> None:
     assert run("run", "m.onnx", "--timeout", 5)[0] == 2
     assert run("run", "m.onnx", "--numa", "same")[0] == 2
+    code, _, error = run("run", "m.onnx", "--network", "network.json")
+    assert code == 2 and error.endswith("--network has no effect: it is for --distributed\n")
     code, _, error = run("run", "r2.so", "--distributed", "--numa", "both")
     assert code == 2 and all(repr(numa) in error for numa in NUMA)
     code, _, error = run("run", "r2.so", "--distributed", "--winograd", "never")
@@ -170,6 +182,8 @@ def test_figures(tmp_path: Path) -> None:
     machine = {"name": "ranks-2", "kind": "cpu", "title": "two", "figures": figures}
     file.write_text(json.dumps(machine))
     assert read_figures(str(file))[1] == 2
+    with pytest.raises(InvalidInputError, match="'no.json' is no file that is there, and not a ne"):
+        read_figures("no.json")
     for text in ("alpha", "alpha=1", "alpha=1GB/s", "gamma=1us", "beta=0GB/s", "alpha=1.1.1us"):
         with pytest.raises(InvalidInputError, match="not a network figure|no positive number"):
             read_figures(text)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
-from tvm_fusion.errors import DistributedError
+from tvm_fusion.errors import DistributedError, InvalidInputError
 
 RING = Exchange(3, tuple(Message(r, (r + 1) % 3, "A", ((r, r + 1),)) for r in range(3)))
 
@@ -34,6 +36,12 @@ def test_ring() -> None:
 def test_gather() -> None:
     found = run_ranks(2, lambda world: world.all_gather(np.array([world.rank, 7])).tolist())
     assert found == [[[0, 7], [1, 7]]] * 2
+
+
+@pytest.mark.parametrize("size", [0, "2", 1.0])
+def test_a_number_of_ranks_that_is_none(size: Any) -> None:
+    with pytest.raises(InvalidInputError, match="number of ranks is .*; expected a positive int"):
+        run_ranks(size, lambda world: world.rank)
 
 
 def test_different_texts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from loop_nests import blur
@@ -53,6 +54,16 @@ def test_refused() -> None:
     with (
         pytest.raises(InvalidInputError, match="numa is 'both'; expected one of same, other, unb"),
         distributed.session(numa="both"),  # type: ignore[arg-type]
+    ):
+        pass
+
+
+@pytest.mark.parametrize("timeout", [0, "5", None])
+def test_a_timeout_that_is_none(timeout: Any) -> None:
+    expected = "expected a positive number of seconds"
+    with (
+        pytest.raises(InvalidInputError, match=f"timeout is {timeout!r}; {expected}"),
+        distributed.session(timeout=timeout),
     ):
         pass
 

@@ -140,7 +140,8 @@ def test_ranks_choose_as_the_file_of_the_first_one_tells(tmp_path: Path) -> None
     [
         ('{"name": "n", "kind": "cpu", "title": "N", "figures": {}}', r"'n' has no figures parcel"),
         ("{", "network.json"),
-        (None, "no machine '.*network.json'; expected .* or a file"),
+        ('{"name": "n"}', r"network.json is no file of a network: expected a str 'kind'; mpi"),
+        (None, r"no file '.*network.json'; mpiexec -n 2 tvm-fusion calibrate --network writes one"),
     ],
 )
 def test_a_bad_file(text: str | None, reason: str, tmp_path: Path) -> None:

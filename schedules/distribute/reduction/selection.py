@@ -19,11 +19,11 @@ from dataclasses import replace
 import tvm_ffi
 from tvm import ir, tirx
 
-from ..tir.block_expressions import Stage
-from ..tir.expression_walk import is_if_then_else, loads, nodes, op_name, substitute
-from ..tir.index_math import as_type
-from .localize import whole_function
-from .loop_nest import operands
+from ...tir.block_expressions import Stage
+from ...tir.expression_walk import is_if_then_else, loads, nodes, op_name, substitute
+from ...tir.index_math import as_type
+from ..localize import whole_function
+from ..loop_nest import operands
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
 _LOGIC = (tirx.And, tirx.Or, tirx.Not, tirx.Select)

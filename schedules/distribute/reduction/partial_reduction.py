@@ -34,13 +34,13 @@ from dataclasses import dataclass, replace
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from ..errors import OpError
-from ..tir.block_expressions import Stage, read_stages
-from ..tir.expression_walk import loads, substitute
-from ..workload.reduce import constant
-from .localize import whole_function
-from .loop_nest import name_of
-from .partition import balanced, sized
+from ...errors import OpError
+from ...tir.block_expressions import Stage, read_stages
+from ...tir.expression_walk import loads, substitute
+from ...workload.reduce import constant
+from ..localize import whole_function
+from ..loop_nest import name_of
+from ..partition import balanced, sized
 from .selection import combine_parts
 
 _OPERATORS = {
