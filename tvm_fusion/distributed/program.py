@@ -190,8 +190,8 @@ class Program:
             if not part.is_empty and not (alone and devices[0].sequence.kept):
                 raise InvalidInputError(
                     f"gpu_aware: the rows of rank {part.rank} do not stay on one device; compile "
-                    "the program with repeat=, one device a rank without chunks=, and a split "
-                    "that gives it all rows"
+                    "the program with repeat=, one device a rank without chunks= and with "
+                    "in_place=False, and a split that gives it all rows"
                 )
         moved = {message.buffer for message in self.distribution.exchange.messages}
         if constant := sorted(moved - self.distribution.repeat.keys()):
