@@ -26,9 +26,11 @@ from schedules.distribute.cost import (
 )
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Exchange, Message, Region
+from schedules.distribute.partition import is_count
 
 from ..errors import EngineError, InvalidInputError
 from ..written_aside import written_aside
+from .network_figures import check_figures
 
 RANKS = tuple(2**k for k in range(13))
 """1 to 4096."""
@@ -172,11 +174,16 @@ def simulate(
     Raises
     ------
     InvalidInputError
-        If there is no number of ranks.
+        If there is no number of ranks, or an argument is of another type.
     OpError
         If the function cannot be distributed so.
     """
     check_ranks(ranks)
+    check_figures(network, processor, 1)
+    if not isinstance(source, tirx.PrimFunc) and not callable(source):
+        raise InvalidInputError(
+            f"{source!r:.60} is no function; expected a PrimFunc, or what makes one from the ranks"
+        )
 
     def plan(number: int) -> Distribution:
         function = source if isinstance(source, tirx.PrimFunc) else source(number)
@@ -198,9 +205,10 @@ def check_ranks(ranks: Sequence[int]) -> None:
     InvalidInputError
         If there is none, or they do not ascend from 1 or more.
     """
-    if not ranks or list(ranks) != sorted({*ranks}) or ranks[0] < 1:
+    numbers = [] if isinstance(ranks, int | str) else list(ranks)
+    if not numbers or not all(map(is_count, numbers)) or numbers != sorted({*numbers}):
         raise InvalidInputError(
-            f"numbers of ranks are {list(ranks)}; expected ascending ones, as in 1, 2, 4"
+            f"numbers of ranks are {ranks!r}; expected ascending ones, as in 1, 2, 4"
         )
 
 

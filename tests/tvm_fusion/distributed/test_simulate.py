@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +171,17 @@ def test_drawings_that_cannot_be_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_no_ranks() -> None:
+@pytest.mark.parametrize("ranks", [[], 4, "4", [2, 1], [0, 1], [1.5], [True]])
+def test_no_ranks(ranks: Any) -> None:
     with pytest.raises(InvalidInputError, match="numbers of ranks are"):
-        simulate(blur(), PROCESSOR, [])
+        simulate(blur(), PROCESSOR, ranks)
+
+
+def test_arguments_of_other_types() -> None:
+    other: Any = "alpha=1us"
+    with pytest.raises(InvalidInputError, match="processor is 'alpha=1us'; expected a Processor"):
+        simulate(blur(), other, [1])
+    with pytest.raises(InvalidInputError, match="network is 'alpha=1us'; expected a Network"):
+        simulate(blur(), PROCESSOR, [1], network=other)
+    with pytest.raises(InvalidInputError, match="'alpha=1us' is no function; expected a PrimFunc"):
+        simulate(other, PROCESSOR, [1])

@@ -55,12 +55,17 @@ def measure_split(
     Raises
     ------
     InvalidInputError
-        If the function has too few rows to measure.
+        If the function has too few rows to measure, there are no devices, or options are for
+        several ranks or a given split.
     TargetError
         If a device is not there.
     """
     from ..program import compile
 
+    if not devices:
+        raise InvalidInputError("no devices are given to be measured beside the CPU")
+    if given := sorted({"ranks", "sizes", "split", "devices"} & set(options)):
+        raise InvalidInputError(f"{given[0]}= is not for a measurement, which is of one rank")
     extent = distribute(source, options.get("loop", 0), 1).nest.extents[0]
     if extent < 2:
         raise InvalidInputError(f"a loop of {extent} rows cannot be measured; expected at least 2")

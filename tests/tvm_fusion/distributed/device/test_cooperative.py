@@ -368,6 +368,10 @@ def test_split_as_an_array() -> None:
 
 
 def test_refused_measurement() -> None:
+    with pytest.raises(InvalidInputError, match="no devices are given"):
+        measure_split(blur(12, 6), [])
+    with pytest.raises(InvalidInputError, match="split= is not for a measurement"):
+        measure_split(blur(12, 6), ["opencl"], split=[6, 6])
     with pytest.raises(InvalidInputError, match="a loop of 1 rows cannot be measured"):
         measure_split(blur(1, 4), ["opencl"])
 
