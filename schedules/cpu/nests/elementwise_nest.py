@@ -59,7 +59,7 @@ def schedule_spatial(
     any_chunks = bool(overlaps)
     if is_filter(facts):
         sch.annotate(block, MULTIPLY_ADD, 1)
-    cores = kernel.cpu.num_cores
+    cores, threaded = kernel.cpu.num_cores, worth_threads(facts)
     if row is not None and vectors is not None:
         place = groups.index([row])
         steps = -(-extents[place] // ROWS)
@@ -67,7 +67,7 @@ def schedule_spatial(
             fused[place], rows = sch.split(fused[place], [None, ROWS])
             sch.reorder(*fused[:-1], vectors, rows, lane)
             sch.unroll(rows)
-        elif feeds(math.prod(extents[:-1]) // extents[place] * steps, cores):
+        elif not threaded or feeds(math.prod(extents[:-1]) // extents[place] * steps, cores):
             fused[place], rows = sch.split(fused[place], [None, ROWS])
             sch.reorder(*fused[:-1], rows)
             sch.annotate(rows, STEP, groups[-1])
@@ -77,7 +77,7 @@ def schedule_spatial(
         if steps < extents[place]:
             overlaps += [Overlap(facts.name, (row,), ROWS)] if extents[place] % ROWS else []
             extents[place] = steps
-    if worth_threads(facts):
+    if threaded:
         chunked = vectors if lane is not None else None
         _parallel_spatial(sch, fused[:-1], extents[:-1], chunked, cores, any_chunks)
     return overlaps

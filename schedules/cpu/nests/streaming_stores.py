@@ -23,10 +23,11 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from schedules.tir.expression_walk import extern_name, substitute
+from schedules.tir.expression_walk import extern_name, substitute, uses
 from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel
+from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, prefetches
 from .truncated_tails import fresh
 
 STREAM = "tvm_fusion.stream"
@@ -126,7 +127,12 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         lines.append(tirx.decl_buffer(shape, str(store.buffer.dtype), "line"))
         name = f"tvm_fusion_stream_{size}_{width}"
         texts[name] = _store_text(name, size, width)
-        return _through_line(nest, lines[-1], name)
+        stored = _through_line(nest, lines[-1], name)
+        ahead = _ahead(nest)
+        if ahead is None:
+            return stored
+        texts[PREFETCH] = PREFETCH_LLVM
+        return tirx.SeqStmt([ahead, stored])
 
     def rewrite_rows(loop: tirx.For) -> tirx.Stmt:
         is_nest = loop.kind == tirx.ForKind.UNROLLED and isinstance(loop.body, tirx.For)
@@ -144,7 +150,9 @@ def is_fence(stmt: tirx.Stmt) -> bool:
 
 
 def opencl_store(name: str) -> str | None:
-    """Return the text in OpenCL of one of the functions that store, by its name."""
+    """Return the text in OpenCL of one of the functions that store or prefetch, by its name."""
+    if name == PREFETCH:
+        return PREFETCH_OPENCL
     found = _STORE_NAME.fullmatch(name)
     if found is None:
         return None
@@ -209,6 +217,23 @@ def _through_line(nest: Sequence[tirx.For], line: ir.Var, name: str) -> tirx.Stm
     values = [substitute(value, zero) for value in (*values, *places[:-1])]
     storing = _nest(nest[:-1], s_tir.SBlockRealize(values, yes, stored))
     return tirx.SeqStmt([filling, fresh(storing)])
+
+
+def _ahead(nest: Sequence[tirx.For]) -> tirx.Stmt | None:
+    """The nest with prefetches of what it reads; None if there is nothing to prefetch."""
+    realize = nest[-1].body
+    block, values = realize.block, list(realize.iter_values)
+    lane = [k for k, value in enumerate(values) if uses(value, nest[-1].loop_var)]
+    if len(lane) != 1:
+        return None
+    found = prefetches(block.body.value, block.iter_vars[lane[0]].var, block.iter_vars)
+    if not found:
+        return None
+    zero = {nest[-1].loop_var: tirx.const(0, _type(nest[-1]))}
+    body = found[0] if len(found) == 1 else tirx.SeqStmt(found)
+    ahead = s_tir.SBlock(block.iter_vars, block.reads, [], f"{block.name_hint}_ahead", body)
+    values = [substitute(value, zero) for value in values]
+    return fresh(_nest(nest[:-1], s_tir.SBlockRealize(values, realize.predicate, ahead)))
 
 
 def _type(loop: tirx.For) -> str:
