@@ -92,31 +92,34 @@ def unroll_steps(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if STEP not in loop.annotations:
             return loop
         positions = [int(position) for position in loop.annotations[STEP]]
-        realize = nodes(loop, s_tir.SBlockRealize)[0]
-        values = _values(realize)
-        first, last = loop.min, loop.min + loop.extent - 1
-        tests = {
-            str(test): test
-            for condition in _conditions(realize.block.body)
-            if _of_rows(condition, _lanes(realize, positions))
-            for row in (first, last)  # and with them of the rows between, as they are an interval
-            for test in [simplified(substitute(substitute(condition, values), {loop.loop_var: row}))]
-        }
+        tests = _tests(loop, positions)
         plain = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
         together = tvm_ffi.structural_map(
             _inward(plain, loop.body),
             (s_tir.SBlockRealize, lambda realize: _without_conditions(realize, positions)),
         )
-        if not tests:
-            return together
-        return tirx.IfThenElse(tirx.all(*tests.values()), together, fresh(plain))
+        return tirx.IfThenElse(tirx.all(*tests), together, fresh(plain)) if tests else together
 
     return tvm_ffi.structural_map(func, (tirx.For, rewrite))
 
 
-def _values(realize: s_tir.SBlockRealize) -> dict[ir.Var, ir.Expr]:
+def _tests(loop: tirx.For, positions: Sequence[int]) -> list[ir.Expr]:
+    """The conditions on rows for the first and for the last row of a step.
+
+    They hold for the rows between, too, since those that fulfil them are an interval.
+    """
+    realize = nodes(loop, s_tir.SBlockRealize)[0]
     axes = [axis.var for axis in realize.block.iter_vars]
-    return dict(zip(axes, realize.iter_values, strict=True))
+    values = dict(zip(axes, realize.iter_values, strict=True))
+    lanes = _lanes(realize, positions)
+    found: dict[str, ir.Expr] = {}
+    for condition in _conditions(realize.block.body):
+        if not _of_rows(condition, lanes):
+            continue
+        for row in (loop.min, loop.min + loop.extent - 1):
+            test = simplified(substitute(substitute(condition, values), {loop.loop_var: row}))
+            found[str(test)] = test
+    return list(found.values())
 
 
 def _lanes(realize: s_tir.SBlockRealize, positions: Sequence[int]) -> list[ir.Var]:

@@ -59,28 +59,34 @@ def schedule_spatial(
     any_chunks = bool(overlaps)
     if is_filter(facts):
         sch.annotate(block, MULTIPLY_ADD, 1)
-    cores, threaded = kernel.cpu.num_cores, worth_threads(facts)
+    chunked = vectors if lane is not None else None
     if row is not None and vectors is not None:
-        place = groups.index([row])
-        steps = -(-extents[place] // ROWS)
-        if lane is not None and row not in facts.guards:
+        conditional = lane is None or row in facts.guards
+        if not conditional or _feeds_steps(kernel, facts, groups, row):
+            place = groups.index([row])
             fused[place], rows = sch.split(fused[place], [None, ROWS])
-            sch.reorder(*fused[:-1], vectors, rows, lane)
-            sch.unroll(rows)
-        elif not threaded or feeds(math.prod(extents[:-1]) // extents[place] * steps, cores):
-            fused[place], rows = sch.split(fused[place], [None, ROWS])
-            sch.reorder(*fused[:-1], rows)
-            sch.annotate(rows, STEP, groups[-1])
-            lane = None  # chunks of vectors would be inside of the rows
-        else:
-            steps = extents[place]
-        if steps < extents[place]:
             overlaps += [Overlap(facts.name, (row,), ROWS)] if extents[place] % ROWS else []
-            extents[place] = steps
-    if threaded:
-        chunked = vectors if lane is not None else None
+            extents[place] = -(-extents[place] // ROWS)
+            if conditional:
+                sch.reorder(*fused[:-1], rows)
+                sch.annotate(rows, STEP, groups[-1])
+                chunked = None
+            else:
+                sch.reorder(*fused[:-1], vectors, rows, lane)
+                sch.unroll(rows)
+    if worth_threads(facts):
+        cores = kernel.cpu.num_cores
         _parallel_spatial(sch, fused[:-1], extents[:-1], chunked, cores, any_chunks)
     return overlaps
+
+
+def _feeds_steps(
+    kernel: Kernel, facts: BlockFacts, groups: Sequence[Sequence[int]], row: int
+) -> bool:
+    """Return whether steps of rows, which are not cut into chunks, keep the cores busy."""
+    steps = -(-facts.volume([row]) // ROWS)
+    others = math.prod(facts.volume(group) for group in groups[:-1] if group != [row])
+    return not worth_threads(facts) or feeds(steps * others, kernel.cpu.num_cores)
 
 
 def _lanes(kernel: Kernel, facts: BlockFacts) -> int:

@@ -121,9 +121,7 @@ def test_ranks_have_the_bits_of_one(name, sizes):
         return steps_of
 
     alone = run_ranks(1, work(distributed.compile(func, 1, repeat=REPEAT[name])))[0]
-    parts = run_ranks(
-        len(sizes), work(distributed.compile(func, sizes=sizes, repeat=REPEAT[name]))
-    )
+    parts = run_ranks(len(sizes), work(distributed.compile(func, sizes=sizes, repeat=REPEAT[name])))
     for buffer, expected in alone.items():
         together = np.concatenate([part[buffer] for part in parts])
         np.testing.assert_array_equal(together, expected)

@@ -51,7 +51,9 @@ def test_no_other_places(streamed, index):
     assert PREFETCH not in schedule(Elementwise(), func, target_of("znver4")).script()
     a = draw((64, 1024))
     rows, cols = np.indices((64, 512))
-    np.testing.assert_array_equal(run(schedule(Elementwise(), func), a)[0], a[index(rows, cols)] * 2)
+    np.testing.assert_array_equal(
+        run(schedule(Elementwise(), func), a)[0], a[index(rows, cols)] * 2
+    )
 
 
 def test_nothing_in_the_caches():
