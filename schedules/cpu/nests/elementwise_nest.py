@@ -53,7 +53,7 @@ def schedule_spatial(
     # Parts of a register, such as pixels of 8 bits, reach memory one by one.
     streams = is_adjacent and stored >= register and worth_streaming(kernel, facts)
     if streams:
-        sch.annotate(block, STREAM, register)
+        sch.annotate(block, STREAM, [register, kernel.cpu.l2_bytes // 4])
     row = shared_rows(sch.get(block), facts, groups)
     vectors, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], lanes, streams)
     any_chunks = bool(overlaps)

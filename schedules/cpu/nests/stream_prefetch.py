@@ -12,6 +12,7 @@ the others have been read before::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tvm_ffi
 from tvm import ir, sym, tirx
@@ -36,18 +37,40 @@ int {PREFETCH}(const __global void* at) {{
 }}
 """
 
-_AHEAD_BYTES = 2048  # measured on Zen 4: 1024 and 4096 are up to a tenth slower
+_LEAST_AHEAD = 2048  # bytes; measured on Zen 4: 1024 and 4096 are up to a tenth slower
 
 
-def prefetches(value: ir.Expr, lane: ir.Var, axes: Sequence[tirx.IterVar]) -> list[tirx.Stmt]:
-    """Make the prefetches of a vector of elements.
+@dataclass(frozen=True)
+class Step:
+    """What a nest computes together.
+
+    Parameters
+    ----------
+    lane : Var
+        The iteration variable of its block along a vector.
+    row : Var or None
+        The one along its rows; None if there is only one.
+    rows : int
+        Number of its rows.
+    most_ahead : int
+        Bytes that the second cache may hold for later steps.
+    """
+
+    lane: ir.Var
+    row: ir.Var | None
+    rows: int
+    most_ahead: int
+
+
+def prefetches(value: ir.Expr, step: Step, axes: Sequence[tirx.IterVar]) -> list[tirx.Stmt]:
+    """Make the prefetches of a vector of elements, of the next rows where the cache holds them.
 
     Parameters
     ----------
     value : Expr
         An element, computed from loads.
-    lane : Var
-        The iteration variable along the vector.
+    step : Step
+        What is computed together.
     axes : Sequence[IterVar]
         All iteration variables.
 
@@ -65,7 +88,7 @@ def prefetches(value: ir.Expr, lane: ir.Var, axes: Sequence[tirx.IterVar]) -> li
     for load in loads(value):
         dtype = str(load.indices[-1].ty.dtype)
         place = analyzer.simplify(ravel(load.indices, load.source.shape, dtype))
-        if factor_of(lane, place) != 1:
+        if factor_of(step.lane, place) != 1:
             others.add(load.source)
             continue
         front = fronts.setdefault(load.source, (place, load))
@@ -74,12 +97,21 @@ def prefetches(value: ir.Expr, lane: ir.Var, axes: Sequence[tirx.IterVar]) -> li
             others.add(load.source)
         elif ahead > 0:
             fronts[load.source] = (place, load)
-    return [_prefetch(load) for buffer, (_, load) in fronts.items() if buffer not in others]
+    return [
+        _prefetch(load, _ahead(place, load, step))
+        for buffer, (place, load) in fronts.items()
+        if buffer not in others
+    ]
 
 
-def _prefetch(load: ir.TensorLoad) -> tirx.Stmt:
+def _ahead(place: ir.Expr, load: ir.TensorLoad, step: Step) -> int:
+    """How many elements after a load its prefetch is."""
+    size = max(1, tvm_ffi.dtype(str(load.source.dtype)).bits // 8)
+    rows = (factor_of(step.row, place) or 0) * step.rows if step.row is not None else 0
+    return rows if _LEAST_AHEAD <= rows * size <= step.most_ahead else _LEAST_AHEAD // size
+
+
+def _prefetch(load: ir.TensorLoad, ahead: int) -> tirx.Stmt:
     *outer, last = load.indices
-    elements = _AHEAD_BYTES * 8 // tvm_ffi.dtype(str(load.source.dtype)).bits
-    ahead = last + tirx.const(elements, str(last.ty.dtype))
-    at = tirx.address_of(load.source[[*outer, ahead]])
+    at = tirx.address_of(load.source[[*outer, last + tirx.const(ahead, str(last.ty.dtype))]])
     return tirx.Evaluate(tirx.call_extern("int32", PREFETCH, at))

@@ -27,11 +27,12 @@ from schedules.tir.expression_walk import extern_name, substitute, uses
 from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel
-from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, prefetches
+from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, Step, prefetches
 from .truncated_tails import fresh
 
 STREAM = "tvm_fusion.stream"
-"""Annotation of a block whose vectors bypass the caches: the bytes of a vector register."""
+"""Annotation of a block whose vectors bypass the caches: a list of the bytes of a vector register,
+and of those that may be prefetched into the second cache."""
 IMPORT = "pragma_import_llvm"
 """Attribute around what calls the stores: their text."""
 
@@ -119,7 +120,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         store, lane = _stored_vector(nest[-1]), nest[-1]
         if store is None:
             return nest[0]
-        width = int(lane.body.block.annotations[STREAM])
+        width = int(lane.body.block.annotations[STREAM][0])
         size = int(lane.extent) * _item_bytes(store.buffer)
         if size % width or size > _MOST_VECTORS * width:
             return nest[0]
@@ -223,10 +224,12 @@ def _ahead(nest: Sequence[tirx.For]) -> tirx.Stmt | None:
     """The nest with prefetches of what it reads; None if there is nothing to prefetch."""
     realize = nest[-1].body
     block, values = realize.block, list(realize.iter_values)
-    lane = [k for k, value in enumerate(values) if uses(value, nest[-1].loop_var)]
-    if len(lane) != 1:
+    lane = _axis(realize, nest[-1])
+    if lane is None:
         return None
-    found = prefetches(block.body.value, block.iter_vars[lane[0]].var, block.iter_vars)
+    row = _axis(realize, nest[0]) if nest[1:] else None
+    step = Step(lane, row, int(nest[0].extent), int(block.annotations[STREAM][1]))
+    found = prefetches(block.body.value, step, block.iter_vars)
     if not found:
         return None
     zero = {nest[-1].loop_var: tirx.const(0, _type(nest[-1]))}
@@ -234,6 +237,13 @@ def _ahead(nest: Sequence[tirx.For]) -> tirx.Stmt | None:
     ahead = s_tir.SBlock(block.iter_vars, block.reads, [], f"{block.name_hint}_ahead", body)
     values = [substitute(value, zero) for value in values]
     return fresh(_nest(nest[:-1], s_tir.SBlockRealize(values, realize.predicate, ahead)))
+
+
+def _axis(realize: s_tir.SBlockRealize, loop: tirx.For) -> ir.Var | None:
+    """The only iteration variable of a block that depends on a loop; None if there are several."""
+    pairs = zip(realize.block.iter_vars, realize.iter_values, strict=True)
+    found = [axis.var for axis, value in pairs if uses(value, loop.loop_var)]
+    return found[0] if len(found) == 1 else None
 
 
 def _type(loop: tirx.For) -> str:
