@@ -69,7 +69,7 @@ def test_rows_inside_a_border_share_their_loads(cpu):
     ("size", "name", "stream"),
     in_turns(
         [(8, 16), (9, 53), (37, 64), (30, 15)],
-        ["heat2d", "heat3d", "wave2d"],
+        ["heat2d", "wave2d"],
         [False, True],
     ),
 )
@@ -89,6 +89,18 @@ def test_numbers_are_those_of_single_rows(monkeypatch, name, size, stream):
         expected = a.copy()
         expected[1:-1, 1:-1] += np.float32(0.1) * change
         np.testing.assert_allclose(run(scheduled, a)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("size", [(8, 20), (9, 21)])
+def test_conditions_on_other_loops(monkeypatch, along, size):
+    func = STENCILS["heat3d"](*size)
+    a = draw([int(n) for n in func.params[0].shape])
+    alone = row_by_row(monkeypatch, func)
+    monkeypatch.setattr(elementwise_nest, "shared_rows", lambda *_: along)
+    together = schedule(Elementwise(), func)
+    assert steps(together)
+    np.testing.assert_array_equal(run(together, a)[0], run(alone, a)[0])
 
 
 @pytest.mark.parametrize("above", [0, 1, 5])

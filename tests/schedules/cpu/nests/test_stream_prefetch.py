@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cpu.machine_cases import loops_of, target_of
 from cpu.rule_cases import draw, function, run, schedule, tensor
-from tvm import te, tirx
+from tvm import ir, te, tirx
 
 from examples.stencils import STENCILS
 from schedules.cpu.loops.elementwise import Elementwise
@@ -15,6 +15,8 @@ from schedules.cpu.nests import streaming_stores
 from schedules.cpu.nests.shared_rows import ROWS
 from schedules.cpu.nests.stream_prefetch import PREFETCH
 from schedules.cpu.nests.work_groups import work_groups
+from schedules.tir.expression_walk import extern_name, nodes
+from schedules.tir.index_math import simplified
 
 
 @pytest.fixture
@@ -33,6 +35,24 @@ def prefetched(func: tirx.PrimFunc) -> list[list[str]]:
 @pytest.mark.parametrize("name", ["blur", "heat2d"])
 def test_the_last_row_that_is_read(streamed, name):
     assert ROWS in map(len, prefetched(STENCILS[name](64, 4096)))
+
+
+@pytest.mark.parametrize(
+    ("name", "cols", "distances"),
+    [
+        ("heat2d", 4096, {ROWS * 4096, 512}),  # steps of rows, and single rows at the border
+        ("blur", 4096, {ROWS * 4098}),
+        ("blur", 65536, {512}),  # too long for the cache
+        ("blur", 64, {512}),  # too short to be on the way
+        ("pipeline", 4096, {512}),
+    ],
+)
+def test_distances(streamed, name, cols, distances):
+    scheduled = schedule(Elementwise(), STENCILS[name](64, cols), target_of("znver4"))
+    calls = [call for call in nodes(scheduled.body, ir.Call) if extern_name(call) == PREFETCH]
+    last = [simplified(call.args[1].args[0].indices[-1]) for call in calls]
+    found = {max((abs(int(n)) for n in nodes(index, tirx.IntImm)), default=0) for index in last}
+    assert {n - n % 4 for n in found} == distances  # the last load of blur is two columns on
 
 
 def test_each_tensor_of_adjacent_elements(streamed):
