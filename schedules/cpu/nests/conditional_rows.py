@@ -48,15 +48,17 @@ def is_interval(block: s_tir.SBlock, row: ir.Var, lanes: Sequence[ir.Var]) -> bo
     Returns
     -------
     bool
-        False, too, if a condition depends on rows and lanes together.
+        False, too, if a condition depends on rows and lanes together, or on what the block binds.
     """
-    if nodes(block.body, tirx.IfThenElse):
+    conditions = _conditions(block.body)
+    bound = [binding.var for binding in nodes(block.body, tirx.Bind, tirx.Let)]
+    if nodes(block.body, tirx.IfThenElse) or any(uses(each, *bound) for each in conditions):
         return False
     return all(
         isinstance(condition, _ORDERS)
         and _of_rows(condition, lanes)
         and factor_of(row, simplified(condition.a - condition.b)) is not None
-        for condition in _conditions(block.body)
+        for condition in conditions
         if uses(condition, row)
     )
 

@@ -68,8 +68,7 @@ def shared_rows(
     rows = [
         group[0]
         for group in groups[:-1]
-        if len(group) == 1
-        and (group[0] not in facts.guards or is_interval(block, facts.vars[group[0]], along))
+        if len(group) == 1 and (not facts.guards or is_interval(block, facts.vars[group[0]], along))
     ]
     left = {k: _share_left(moving, k) for k in rows if facts.volume([k]) >= 2 * ROWS}
     best = min(left, key=left.__getitem__, default=None)

@@ -8,6 +8,7 @@ import pytest
 from cpu.machine_cases import loops_of, target_of
 from cpu.rule_cases import HOST, draw, function, loops, parallel, run, schedule, tensor
 from tvm import te, tirx
+from tvm.script import tirx as T
 from tvm.target import Target
 
 from examples.stencils import STENCILS
@@ -177,6 +178,24 @@ def test_other_conditions_leave_rows_alone(condition):
         0,
     )
     np.testing.assert_allclose(run(scheduled, a)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+@T.prim_func(private=True, s_tir=True)
+def bound(x: T.Buffer((34, 64), "float32"), o: T.Buffer((32, 64), "float32")):
+    for i, j in T.grid(32, 64):
+        with T.sblock("o"):
+            v, w = T.axis.remap("SS", [i, j])
+            at: T.let[T.int32] = v + w
+            o[v, w] = T.if_then_else(
+                v < 30 and at < 40, x[v, w] + x[v + 1, w] + x[v + 2, w], T.float32(0)
+            )
+
+
+def test_conditions_on_what_a_block_binds_stay_in_it():
+    a = draw((34, 64))
+    rows, cols = np.indices((32, 64))
+    expected = np.where((rows < 30) & (rows + cols < 40), a[:-2] + a[1:-1] + a[2:], 0)
+    np.testing.assert_allclose(run(schedule(Elementwise(), bound), a)[0], expected, atol=1e-5)
 
 
 def test_every_core_has_steps():
