@@ -19,7 +19,7 @@ from schedules.distribute.transfer import FINISH
 from ..errors import InvalidInputError
 from ..machine.numa import touch
 from ..runtime.arguments import numpy_dtype
-from ..runtime.host_arrays import aligned_empty
+from ..runtime.host_arrays import ALIGNMENT, PAGE, aligned_empty
 from ..runtime.thread_pool import Crew
 from .memory_places import describe_memory
 
@@ -202,16 +202,22 @@ class LocalProgram:
         self._pending: dict[int, Exchange] = {}
         self._part = plan.parts[world.rank]
         self.buffers = {
-            buffer.name: self._allocate(buffer.name, str(buffer.dtype))
-            for buffer in plan.nest.func.params
+            buffer.name: self._allocate(buffer.name, str(buffer.dtype), place)
+            for place, buffer in enumerate(plan.nest.func.params)
         }
         self._tensors = {
             name: tvm_ffi.from_dlpack(buffer.array) for name, buffer in self.buffers.items()
         }
 
-    def _allocate(self, name: str, dtype: str) -> LocalBuffer:
+    def _allocate(self, name: str, dtype: str, place: int) -> LocalBuffer:
+        """Window of a buffer, each at another place in a page.
+
+        A load waits for an earlier store at the same place in another page (4 KiB aliasing).
+        """
         window = self._part.windows[name]
-        array = aligned_empty([end - begin for begin, end in window], numpy_dtype(dtype))
+        apart = PAGE // len(self.plan.nest.func.params) // ALIGNMENT * ALIGNMENT
+        shape = [end - begin for begin, end in window]
+        array = aligned_empty(shape, numpy_dtype(dtype), place * apart % PAGE)
         if self.world.placement is not None:
             touch(array)
         return LocalBuffer(array, tuple(begin for begin, _ in window))

@@ -14,14 +14,29 @@ import numpy as np
 
 ALIGNMENT = 64
 """Bytes; the alignment that TVM gives its own memory and that its kernels rely on."""
+PAGE = 4096
+"""Bytes of a page of memory."""
 
 
-def aligned_empty(shape: Sequence[int], dtype: Any = "float32") -> np.ndarray:
-    """Make an uninitialised array that a model can use as an input without copying it."""
+def aligned_empty(
+    shape: Sequence[int], dtype: Any = "float32", in_page: int | None = None
+) -> np.ndarray:
+    """Make an uninitialised array that a model can use as an input without copying it.
+
+    Parameters
+    ----------
+    shape : Sequence[int]
+        Its shape.
+    dtype : dtype
+        Its type.
+    in_page : int, optional
+        Where in a page it begins: a multiple of 64 bytes, by default any.
+    """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    step = ALIGNMENT if in_page is None else PAGE
+    memory = np.empty(size + step, np.uint8)
+    start = ((in_page or 0) - memory.ctypes.data) % step
     return memory[start : start + size].view(dtype).reshape(shape)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import tvm_ffi
@@ -12,6 +13,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from schedules.tir.cut_points import cut_points
 
 from .blocks import BlockFacts, Kernel, block_facts
+from .conditional_rows import STEP
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .overlapping_tails import Overlap
 from .shared_rows import MULTIPLY_ADD, ROWS, is_filter, shared_rows
@@ -51,23 +53,40 @@ def schedule_spatial(
     # Parts of a register, such as pixels of 8 bits, reach memory one by one.
     streams = is_adjacent and stored >= register and worth_streaming(kernel, facts)
     if streams:
-        sch.annotate(block, STREAM, register)
-    row = shared_rows(facts, groups)
-    outer, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], lanes, streams)
+        sch.annotate(block, STREAM, [register, kernel.cpu.l2_bytes // 4])
+    row = shared_rows(sch.get(block), facts, groups)
+    vectors, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], lanes, streams)
     any_chunks = bool(overlaps)
     if is_filter(facts):
         sch.annotate(block, MULTIPLY_ADD, 1)
-    if row is not None and outer is not None and lane is not None:
-        place = groups.index([row])
-        fused[place], inner = sch.split(fused[place], [None, ROWS])
-        sch.reorder(*fused[:-1], outer, inner, lane)
-        sch.unroll(inner)
-        overlaps += [Overlap(facts.name, (row,), ROWS)] if extents[place] % ROWS else []
-        extents[place] = -(-extents[place] // ROWS)
+    chunked = vectors if lane is not None else None
+    if row is not None and vectors is not None:
+        conditional = lane is None or row in facts.guards
+        if not conditional or _feeds_steps(kernel, facts, groups, row):
+            place = groups.index([row])
+            fused[place], rows = sch.split(fused[place], [None, ROWS])
+            overlaps += [Overlap(facts.name, (row,), ROWS)] if extents[place] % ROWS else []
+            extents[place] = -(-extents[place] // ROWS)
+            if conditional:
+                sch.reorder(*fused[:-1], rows)
+                sch.annotate(rows, STEP, groups[-1])
+                chunked = None
+            else:
+                sch.reorder(*fused[:-1], vectors, rows, lane)
+                sch.unroll(rows)
     if worth_threads(facts):
         cores = kernel.cpu.num_cores
-        _parallel_spatial(sch, fused[:-1], extents[:-1], outer, cores, any_chunks)
+        _parallel_spatial(sch, fused[:-1], extents[:-1], chunked, cores, any_chunks)
     return overlaps
+
+
+def _feeds_steps(
+    kernel: Kernel, facts: BlockFacts, groups: Sequence[Sequence[int]], row: int
+) -> bool:
+    """Return whether steps of rows, which are not cut into chunks, keep the cores busy."""
+    steps = -(-facts.volume([row]) // ROWS)
+    others = math.prod(facts.volume(group) for group in groups[:-1] if group != [row])
+    return not worth_threads(facts) or feeds(steps * others, kernel.cpu.num_cores)
 
 
 def _lanes(kernel: Kernel, facts: BlockFacts) -> int:
@@ -80,7 +99,10 @@ def _lanes(kernel: Kernel, facts: BlockFacts) -> int:
 def _vectorize_last(
     kernel: Kernel, facts: BlockFacts, group: list[int], loop: LoopRV, lanes: int, aligned: bool
 ) -> tuple[LoopRV | None, LoopRV | None, list[Overlap]]:
-    """Vectorise the innermost loop; return the loops over vectors, over lanes, and the tail."""
+    """Vectorise the innermost loop; return the loops over vectors, over lanes, and the tail.
+
+    There are no loops over lanes alone where the loop is cut.
+    """
     sch = kernel.sch
     symbolic = facts.extents[group[-1]] is None
     extent = facts.volume(group)
@@ -96,7 +118,7 @@ def _vectorize_last(
     sch.vectorize(inner)
     if symbolic or len(ends) > 1:
         sch.annotate(outer, TAIL, [2, *ends])
-        return None, None, []
+        return outer, None, []
     if extent % tile:
         return outer, inner, [Overlap(facts.name, tuple(group), tile)]
     return outer, inner, []

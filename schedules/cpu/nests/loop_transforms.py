@@ -16,6 +16,7 @@ from schedules.tir.vector_math import vectorize_math
 from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel, block_facts, realize_of
+from .conditional_rows import unroll_steps
 from .overlapping_tails import Overlap, overlap_tails
 from .shared_rows import multiply_add
 from .streaming_stores import stream_stores
@@ -132,7 +133,8 @@ def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Sched
         A schedule of the final function.
     """
     func = sch.mod["main"]
-    done = multiply_add(truncate_tails(overlap_tails(func, overlaps)))
+    done = unroll_steps(truncate_tails(overlap_tails(func, overlaps)))
+    done = multiply_add(done)
     done = stream_stores(done)
     done = vectorize_math(keep_nan(tvm_ffi.structural_map(done, (s_tir.SBlock, state_init))))
     return sch if done.same_as(func) else s_tir.Schedule(done)

@@ -26,31 +26,37 @@ from schedules.tir.index_math import simplified
 from schedules.workload.reduce import constant
 
 from .blocks import Access, BlockFacts
+from .conditional_rows import is_interval
 
 MULTIPLY_ADD = "tvm_fusion.multiply_add"
 """Annotation of a block whose sums of products are rounded once."""
 ROWS = 4
 """Rows of a step: more would need more streams from memory than are prefetched."""
 
-_WORTHWHILE = 0.75  # of the loads are left
+_WORTHWHILE = 0.8  # of the loads are left; 0.79 of a stencil of 7 points
 _FLOATS = ("float32", "float64")
 
 
-def shared_rows(facts: BlockFacts, groups: Sequence[Sequence[int]]) -> int | None:
+def shared_rows(
+    block: s_tir.SBlock, facts: BlockFacts, groups: Sequence[Sequence[int]]
+) -> int | None:
     """Choose the loop whose iterations share the most loads.
 
     Parameters
     ----------
-    facts : BlockFacts
+    block : SBlock
         An injective block.
+    facts : BlockFacts
+        Its facts.
     groups : Sequence[Sequence[int]]
         Its loops in groups that are fused; the last one is vectorised.
 
     Returns
     -------
     int | None
-        The position of the loop, alone in its group and without conditions; None if less than a
-        quarter of the loads is saved, or the addresses of some are not known to be linear.
+        The position of the loop, alone in its group, whose conditions hold for an interval of it;
+        None if less than a quarter of the loads is saved, or the addresses of some are not known to
+        be linear.
     """
     lane = groups[-1][-1]
     moving = [load for load in facts.loads if load.strides[lane] != 0]
@@ -58,7 +64,12 @@ def shared_rows(facts: BlockFacts, groups: Sequence[Sequence[int]]) -> int | Non
         return None
     if not is_filter(facts):
         return None
-    rows = [group[0] for group in groups[:-1] if len(group) == 1 and group[0] not in facts.guards]
+    along = [facts.vars[k] for k in groups[-1]]
+    rows = [
+        group[0]
+        for group in groups[:-1]
+        if len(group) == 1 and (not facts.guards or is_interval(block, facts.vars[group[0]], along))
+    ]
     left = {k: _share_left(moving, k) for k in rows if facts.volume([k]) >= 2 * ROWS}
     best = min(left, key=left.__getitem__, default=None)
     return best if best is not None and left[best] <= _WORTHWHILE else None

@@ -23,14 +23,16 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from schedules.tir.expression_walk import extern_name, substitute
+from schedules.tir.expression_walk import extern_name, substitute, uses
 from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel
+from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, Step, prefetches
 from .truncated_tails import fresh
 
 STREAM = "tvm_fusion.stream"
-"""Annotation of a block whose vectors bypass the caches: the bytes of a vector register."""
+"""Annotation of a block whose vectors bypass the caches: a list of the bytes of a vector register,
+and of those that may be prefetched into the second cache."""
 IMPORT = "pragma_import_llvm"
 """Attribute around what calls the stores: their text."""
 
@@ -118,7 +120,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         store, lane = _stored_vector(nest[-1]), nest[-1]
         if store is None:
             return nest[0]
-        width = int(lane.body.block.annotations[STREAM])
+        width = int(lane.body.block.annotations[STREAM][0])
         size = int(lane.extent) * _item_bytes(store.buffer)
         if size % width or size > _MOST_VECTORS * width:
             return nest[0]
@@ -126,7 +128,12 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         lines.append(tirx.decl_buffer(shape, str(store.buffer.dtype), "line"))
         name = f"tvm_fusion_stream_{size}_{width}"
         texts[name] = _store_text(name, size, width)
-        return _through_line(nest, lines[-1], name)
+        stored = _through_line(nest, lines[-1], name)
+        ahead = _ahead(nest)
+        if ahead is None:
+            return stored
+        texts[PREFETCH] = PREFETCH_LLVM
+        return tirx.SeqStmt([ahead, stored])
 
     def rewrite_rows(loop: tirx.For) -> tirx.Stmt:
         is_nest = loop.kind == tirx.ForKind.UNROLLED and isinstance(loop.body, tirx.For)
@@ -144,7 +151,9 @@ def is_fence(stmt: tirx.Stmt) -> bool:
 
 
 def opencl_store(name: str) -> str | None:
-    """Return the text in OpenCL of one of the functions that store, by its name."""
+    """Return the text in OpenCL of one of the functions that store or prefetch, by its name."""
+    if name == PREFETCH:
+        return PREFETCH_OPENCL
     found = _STORE_NAME.fullmatch(name)
     if found is None:
         return None
@@ -209,6 +218,32 @@ def _through_line(nest: Sequence[tirx.For], line: ir.Var, name: str) -> tirx.Stm
     values = [substitute(value, zero) for value in (*values, *places[:-1])]
     storing = _nest(nest[:-1], s_tir.SBlockRealize(values, yes, stored))
     return tirx.SeqStmt([filling, fresh(storing)])
+
+
+def _ahead(nest: Sequence[tirx.For]) -> tirx.Stmt | None:
+    """The nest with prefetches of what it reads; None if there is nothing to prefetch."""
+    realize = nest[-1].body
+    block, values = realize.block, list(realize.iter_values)
+    lane = _axis(realize, nest[-1])
+    if lane is None:
+        return None
+    row = _axis(realize, nest[0]) if nest[1:] else None
+    step = Step(lane, row, int(nest[0].extent), int(block.annotations[STREAM][1]))
+    found = prefetches(block.body.value, step, block.iter_vars)
+    if not found:
+        return None
+    zero = {nest[-1].loop_var: tirx.const(0, _type(nest[-1]))}
+    body = found[0] if len(found) == 1 else tirx.SeqStmt(found)
+    ahead = s_tir.SBlock(block.iter_vars, block.reads, [], f"{block.name_hint}_ahead", body)
+    values = [substitute(value, zero) for value in values]
+    return fresh(_nest(nest[:-1], s_tir.SBlockRealize(values, realize.predicate, ahead)))
+
+
+def _axis(realize: s_tir.SBlockRealize, loop: tirx.For) -> ir.Var | None:
+    """The only iteration variable of a block that depends on a loop; None if there are several."""
+    pairs = zip(realize.block.iter_vars, realize.iter_values, strict=True)
+    found = [axis.var for axis, value in pairs if uses(value, loop.loop_var)]
+    return found[0] if len(found) == 1 else None
 
 
 def _type(loop: tirx.For) -> str:

@@ -636,3 +636,11 @@ def test_figures_of_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert compile(blur(), 2).processor == Processor(3e10, 7e9)
     other = resolve("znver2" if host_cpu() != "znver2" else "znver3", 1)
     assert default_processor(other) == estimated_processor(other)
+
+
+@pytest.mark.parametrize("name", ["heat2d", "wave2d"])
+def test_windows_begin_at_different_places_of_their_pages(name: str) -> None:
+    local = compile({"heat2d": heat2d, "wave2d": wave2d}[name](8, 16), 1).alone()
+    places = sorted(buffer.array.ctypes.data % 4096 for buffer in local.buffers.values())
+    apart = 4096 // len(places)
+    assert places == [apart * place for place in range(len(places))]

@@ -85,7 +85,8 @@ def test_stores_past_the_caches() -> None:
     copied = scheduled(function([a], te.compute(a.shape, lambda i, j: a[i, j] + 1)))
     found = work_groups(copied)
     assert found is not None
-    assert [text.split("(")[0] for text in found.before[1:]] == ["\nint tvm_fusion_stream_32_32"]
+    functions = ["tvm_fusion_stream_32_32", "tvm_fusion_stream_prefetch"]
+    assert [text.split("(")[0] for text in found.before[1:]] == [f"\nint {f}" for f in functions]
     text = found.func.script()
     assert "tvm_fusion_stream_32_32" in text and "stream_end" not in text
     assert "pragma" not in text and "T.parallel" not in text
