@@ -32,7 +32,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 """
 PREFETCH_OPENCL = f"""
 int {PREFETCH}(const __global void* at) {{
-  prefetch((const __global uint*)at, 16);
+  __builtin_prefetch(at, 0, 2);
   return 0;
 }}
 """
