@@ -253,8 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.only:
         rows, cols = given.size or SIZES[name]
         try:
-            bandwidth = run_rates()["node.bandwidth"] if given.one_core_each else None
             there = None if given.dry_run else beside
+            shared = there is not None and given.one_core_each
+            bandwidth = run_rates()["node.bandwidth"] if shared else None
             sweep = Sweep(name, (rows, cols), device, given.threads, there)
             with beside():
                 times = {} if given.dry_run else sweep.measure(given.rounds)

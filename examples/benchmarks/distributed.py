@@ -365,16 +365,8 @@ def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "")
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
     """One row a case."""
     table = Table(title="Stencils over ranks, medians in ms")
-    headings = (
-        "case",
-        "size",
-        *JOBS,
-        "predicted",
-        "to 1 thread",
-        "to 2 threads",
-        "exchange us",
-        "bytes",
-    )
+    ratios = ("to 1 thread", "to 2 threads")
+    headings = ("case", "size", *JOBS, "predicted", *ratios, "exchange us", "bytes")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number > 1 else "left")
     for name, result in results.items():

@@ -157,9 +157,8 @@ def _run(
 def _in_turns(*calls: Callable[[], object]) -> list[float]:
     """Lower quartile of each call's times, since other work on a machine only adds to them."""
     times: list[list[float]] = [[] for _ in calls]
-    while len(times[0]) < _LEAST_TURNS or sum(map(sum, times)) * _RUNS < _LEAST_SECONDS * len(
-        calls
-    ):
+    least = _LEAST_SECONDS * len(calls) / _RUNS
+    while len(times[0]) < _LEAST_TURNS or sum(map(sum, times)) < least:
         for call, found in zip(calls, times, strict=True):
             call()  # others had the caches, and the device slept
             begin = time.perf_counter()
