@@ -22,6 +22,7 @@ from ..runtime.arguments import numpy_dtype
 from ..runtime.host_arrays import ALIGNMENT, PAGE, aligned_empty
 from ..runtime.thread_pool import Crew
 from .memory_places import describe_memory
+from .world.local_world import UFUNCS
 
 if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
@@ -134,14 +135,7 @@ class KernelPiece:
     is_interior: bool
 
 
-_COMBINE = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.logical_and,
-    "or": np.logical_or,
-}
+_COMBINE = UFUNCS | {"and": np.logical_and, "or": np.logical_or}
 """Functions that combine parts of a reduction, by its operator."""
 
 COMBINE = "combine"

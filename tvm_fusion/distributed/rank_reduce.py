@@ -34,19 +34,11 @@ from ..errors import OpError
 from .part_states import state_kernel
 from .world.communicator import World
 from .world.failure import DisagreementError
-from .world.local_world import LocalWorld
+from .world.local_world import UFUNCS, LocalWorld
 from .world.parcel import name_ranks
 
 _OF_FLOATS = ("variance", "logsumexp", MAX_SUM_EXP)
-_UFUNCS = {
-    "sum": np.add,
-    "sum_squares": np.add,
-    "mean": np.add,
-    "variance": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-}
+_UFUNCS = UFUNCS | dict.fromkeys(("sum_squares", "mean", "variance"), np.add)
 _BY_MPI = {"sum_squares": "sum"} | {n: n for n in ("sum", "prod", "min", "max", "and", "or")}
 _AT_ONCE_BYTES = 16 * 1024  # of one rank's states; more are shared out
 

@@ -24,14 +24,15 @@ from ...errors import DistributedError, InvalidInputError
 Result = TypeVar("Result")
 
 
-_UFUNCS = {
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
+UFUNCS = {
     "sum": np.add,
     "prod": np.multiply,
     "min": np.minimum,
     "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
 }
+"""Functions that combine parts of all ranks, by their operator."""
 
 _Address = tuple[int, int, int, Region]
 """Exchange, source, destination and region of a message, whatever the ranks call its buffer."""
@@ -134,7 +135,7 @@ class LocalWorld:
 
     def all_reduce(self, array: np.ndarray, operator: str) -> np.ndarray:
         """Combine the elements of integer arrays of all ranks: see :class:`.communicator.World`."""
-        combine = _UFUNCS[operator]
+        combine = UFUNCS[operator]
         return combine.reduce(self.all_gather(array), axis=0, dtype=array.dtype)
 
     def barrier(self) -> None:
