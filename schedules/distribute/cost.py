@@ -9,11 +9,14 @@ caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from tvm import ir, tirx
 
+from ..errors import OpError
 from ..workload.reduce import constant
 from .distribute import Distribution
 from .exchange import Exchange, Region, difference, region_size
@@ -40,11 +43,22 @@ class Network:
     progress : float
         Share of a message's time that passes while both ranks compute: 1 where a network card
         moves the data, 0 where the cores that compute do.
+
+    Raises
+    ------
+    OpError
+        If a figure is none, or out of its range.
     """
 
     latency: float = 1.5e-6
     bandwidth: float = 14e9
     progress: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse figures that no network has."""
+        _check(self, "latency", 0.0)
+        _check(self, "bandwidth", 0.0, is_open=True)
+        _check(self, "progress", 0.0, 1.0)
 
     def seconds(self, exchange: Exchange, rank: int, itemsizes: Mapping[str, int]) -> float:
         """Predicted time of an exchange on one rank; it sends and receives at the same time."""
@@ -76,6 +90,11 @@ class Processor:
         Ranks of a node.
     busy : int
         Those of them that compute at once: see :meth:`beside`.
+
+    Raises
+    ------
+    OpError
+        If a rate or a bandwidth is no positive number.
     """
 
     rate: float
@@ -84,6 +103,14 @@ class Processor:
     node_bandwidth: float | None = None
     node_ranks: int = 1
     busy: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse figures that no processor has."""
+        for name in ("rate", "bandwidth"):
+            _check(self, name, 0.0, is_open=True)
+        for name in ("only_read", "node_bandwidth"):
+            if getattr(self, name) is not None:
+                _check(self, name, 0.0, is_open=True)
 
     @property
     def read_bandwidth(self) -> float:
@@ -119,6 +146,21 @@ def sharing_seconds(alone: float, memory: float) -> float:
         Bytes of all parts by the bandwidth of their memory.
     """
     return (alone**_SHARING + memory**_SHARING) ** (1 / _SHARING)
+
+
+def _check(
+    figures: Network | Processor,
+    name: str,
+    least: float,
+    most: float = math.inf,
+    is_open: bool = False,
+) -> None:
+    """Refuse a figure that is none, or out of its range."""
+    value = getattr(figures, name)
+    if not isinstance(value, Real) or not least <= value <= most or (is_open and value == least):
+        above = f"a number above {least:g}" if is_open else f"a number of at least {least:g}"
+        expected = above if most == math.inf else f"a number from {least:g} to {most:g}"
+        raise OpError(f"{name} of a {type(figures).__name__} is {value!r}; expected {expected}")
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,19 @@ class Delivery:
         return [t.rows for t in self.transfers if (t.dest, t.buffer) == (rank, buffer)]
 
 
+def check_transfers(transfers: object) -> None:
+    """Refuse what is no list of transfers.
+
+    Raises
+    ------
+    OpError
+        If it is none.
+    """
+    listed = isinstance(transfers, Iterable) and not isinstance(transfers, str)
+    if not listed or not all(isinstance(each, Transfer) for each in transfers):
+        raise OpError(f"transfers are {transfers!r:.80}; expected a list of what send_recv returns")
+
+
 def deliver(
     transfers: Sequence[Transfer],
     shapes: Mapping[str, tuple[int, ...]],
@@ -150,9 +163,7 @@ def deliver(
     OpError
         If a rank, a buffer or a region does not exist, or if the source does not hold the region.
     """
-    listed = isinstance(transfers, Iterable) and not isinstance(transfers, str)
-    if not listed or not all(isinstance(each, Transfer) for each in transfers):
-        raise OpError(f"transfers are {transfers!r:.80}; expected a list of what send_recv returns")
+    check_transfers(transfers)
     done = Delivery(())
     for number, transfer in enumerate(transfers):
         whole = _complete(transfer, shapes, len(owned))

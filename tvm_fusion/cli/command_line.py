@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from ..errors import TVMFusionError
+from ..machine.launched_rank import launched_rank
 from ..version import __version__
 from .without_torch import hide_torch
 
@@ -78,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
+        if launched_rank() == 0:  # all ranks of a job find it
+            error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)

@@ -24,7 +24,7 @@ from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, difference, region_size
 from schedules.distribute.localize import localize, scalar_arguments
-from schedules.distribute.transfer import Transfer
+from schedules.distribute.transfer import Transfer, check_transfers
 from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
 
@@ -305,6 +305,7 @@ def compile(
         raise TargetError(
             "the target of ranks is their CPU; name GPUs as devices=, and a CPU as the target"
         )
+    check_transfers(transfers)
     if devices:
         ranks = 1 if ranks is None and sizes is None else ranks
         _check_devices(overlap, exchange_every, transfers)
@@ -329,10 +330,8 @@ def compile(
     if devices:
         _check_outputs(plans[0])
     known = processor or default_processor(resolved)
-    placed = resolve_devices(devices, plans[0].ranks, resolved, known)
-    busy = plans[0].ranks * max(_sides(of_rank, split) for of_rank in placed)
-    placed = tuple(tuple(device.beside(busy) for device in of_rank) for of_rank in placed)
-    figures = _Figures(network or Network(), known.beside(busy))
+    placed, known = _placed(devices, split, plans[0].ranks, resolved, known)
+    figures = _Figures(network or Network(), known)
     plan = plans[0]
     if len(plans) > 1:
         plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
@@ -346,13 +345,7 @@ def compile(
         kernels.pieces(rank, figures.overlaps(plan, rank, overlap), shares.cpu[rank])
         for rank in range(plan.ranks)
     )
-    if plan.reduction is not None and plan.reduction.combine is not None:
-        kernels.functions[COMBINE] = schedule_function(
-            COMBINE, plan.reduction.combine, resolved, RULES
-        ).with_attr("global_symbol", COMBINE)
-    with resolved:
-        module = tvm.IRModule(kernels.functions)
-        library = tvm.compile(module, resolved) if kernels.functions else {}
+    library = kernels.compiled()
     return Program(
         plan,
         pieces,
@@ -365,6 +358,20 @@ def compile(
         shares,
         threads,
     )
+
+
+def _placed(
+    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]],
+    split: Split,
+    ranks: int,
+    target: Target,
+    processor: Processor,
+) -> tuple[tuple[tuple[ResolvedDevice, ...], ...], Processor]:
+    """The devices of each rank, and its processor, beside all that computes in their memory."""
+    placed = resolve_devices(devices, ranks, target, processor)
+    busy = ranks * max(_sides(of_rank, split) for of_rank in placed)
+    beside = tuple(tuple(device.beside(busy) for device in of_rank) for of_rank in placed)
+    return beside, processor.beside(busy)
 
 
 def _measured(
@@ -511,6 +518,16 @@ class _Kernels:
             *(self._piece(rank, rows, 0, () if n else waits) for n, rows in enumerate(borders)),
             *(self._piece(rank, rows, step) for step, rows in enumerate(part.steps) if step),
         )
+
+    def compiled(self) -> Any:
+        """The code of all kernels, and of the one that combines the parts of a selection."""
+        reduction = self.plan.reduction
+        if reduction is not None and reduction.combine is not None:
+            combine = schedule_function(COMBINE, reduction.combine, self.target, RULES)
+            self.functions[COMBINE] = combine.with_attr("global_symbol", COMBINE)
+        with self.target:
+            module = tvm.IRModule(self.functions)
+            return tvm.compile(module, self.target) if self.functions else {}
 
     def _piece(
         self,

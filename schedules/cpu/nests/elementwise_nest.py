@@ -13,11 +13,11 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from schedules.tir.cut_points import cut_points
 
 from .blocks import BlockFacts, Kernel, block_facts
-from .conditional_rows import STEP
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .overlapping_tails import Overlap
-from .shared_rows import MULTIPLY_ADD, ROWS, is_filter, shared_rows
-from .streaming_stores import STREAM, worth_streaming
+from .stencils.conditional_rows import STEP
+from .stencils.shared_rows import MULTIPLY_ADD, ROWS, is_filter, shared_rows
+from .stencils.streaming_stores import STREAM, worth_streaming
 from .truncated_tails import TAIL
 
 

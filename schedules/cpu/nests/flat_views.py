@@ -24,7 +24,7 @@ from schedules.workload.reduce import size_of
 
 from .blocks import BlockFacts, Domain, Kernel, open_blocks
 from .loop_transforms import merge_groups, state_init
-from .streaming_stores import worth_streaming
+from .stencils.streaming_stores import worth_streaming
 
 Facts = Sequence[BlockFacts | None]
 

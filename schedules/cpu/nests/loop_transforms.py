@@ -16,10 +16,10 @@ from schedules.tir.vector_math import vectorize_math
 from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel, block_facts, realize_of
-from .conditional_rows import unroll_steps
 from .overlapping_tails import Overlap, overlap_tails
-from .shared_rows import multiply_add
-from .streaming_stores import stream_stores
+from .stencils.conditional_rows import unroll_steps
+from .stencils.shared_rows import multiply_add
+from .stencils.streaming_stores import stream_stores
 from .truncated_tails import truncate_tails
 
 SERIAL_ELEMENTS = 16384

@@ -22,7 +22,7 @@ from tvm import ir, s_tir, tirx
 from schedules.tir.expression_walk import extern_name, nodes, op_name, substitute
 from schedules.workload.reduce import constant
 
-from .streaming_stores import IMPORT, buffer_bytes, is_fence, opencl_store
+from .stencils.streaming_stores import IMPORT, buffer_bytes, is_fence, opencl_store
 
 _LENGTHS = (16, 8, 4, 2)
 _PRIVATE_BYTES = 32 * 1024

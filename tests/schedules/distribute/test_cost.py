@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from loop_nests import blur, matmul
 
@@ -17,6 +19,7 @@ from schedules.distribute.cost import (
     work_of,
 )
 from schedules.distribute.distribute import distribute
+from schedules.errors import OpError
 
 
 def test_exchange() -> None:
@@ -25,6 +28,24 @@ def test_exchange() -> None:
     sizes = plan.itemsizes
     assert network.seconds(plan.exchange, 0, sizes) == pytest.approx(1e-6 + 252 * 4e-9)
     assert network.seconds(plan.exchange, 1, sizes) == pytest.approx(2e-6 + 504 * 4e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "figures", "told"),
+    [
+        (Network, {"latency": -1e-6}, "latency of a Network is -1e-06; expected a number of at"),
+        (Network, {"bandwidth": 0.0}, "bandwidth of a Network is 0.0; expected a number above 0"),
+        (Network, {"bandwidth": "12GB/s"}, "bandwidth of a Network is '12GB/s'"),
+        (Network, {"progress": 2}, "progress of a Network is 2; expected a number from 0 to 1"),
+        (Network, {"progress": float("nan")}, "progress of a Network is nan"),
+        (Processor, {"rate": 0, "bandwidth": 1e9}, "rate of a Processor is 0; expected a number"),
+        (Processor, {"rate": 1e9, "bandwidth": None}, "bandwidth of a Processor is None"),
+        (Processor, {"rate": 1, "bandwidth": 1, "node_bandwidth": -1}, "node_bandwidth of a"),
+    ],
+)
+def test_bad_figures(kind: type[Network | Processor], figures: dict[str, float], told: str) -> None:
+    with pytest.raises(OpError, match=re.escape(told)):
+        kind(**figures)
 
 
 def test_work_counts_recomputed_halos() -> None:

@@ -109,6 +109,15 @@ def test_wrong_usage_exits_2(
     assert message in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(("rank", "told"), [("0", 1), ("3", 0), ("?", 1)])
+def test_ranks_of_a_job_tell_wrong_usage_once(
+    run: Run, rank: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMI_RANK", rank)
+    code, out, err = run("run", "no.so", "--distributed")
+    assert (code, out, err.count("'no.so' does not exist")) == (2, "", told)
+
+
 def test_compile_writes_a_library_that_runs(run: Run, model_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "compiled.so"
     code, out, _ = run("compile", model_path, "-o", output, "--threads", 1, "--fuse", "all")

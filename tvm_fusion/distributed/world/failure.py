@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DistributedError, TVMFusionError
+from ...machine.launched_rank import launched_rank
 from .watch import NodeRecord
 
 _LONGEST = 400  # characters of a reason; its traceback has the rest
-_LAUNCHERS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 class DisagreementError(DistributedError):
@@ -49,7 +49,7 @@ class Watch:
     """
 
     def __init__(self, timeout: float) -> None:
-        rank = next((os.environ[name] for name in _LAUNCHERS if name in os.environ), "0")
+        rank = str(launched_rank())
         script = Path(__file__).with_name("watch.py")
         # A session of its own: launchers kill by process groups.
         self._process = subprocess.Popen(

@@ -348,6 +348,7 @@ rank  iterations               sends    receives    compute   exchange        ov
         ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),
         ({"overlap": "always"}, OpError, "overlap='always' is for ranks without devices"),
         ({"exchange_every": 2}, OpError, "exchange_every is 2; ranks with devices exchange at"),
+        ({"transfers": ["A"]}, OpError, r"transfers are \['A'\]; expected a list of what"),
         ({"transfers": [LATE]}, OpError, "before= of a transfer is for ranks without devices"),
         (
             {"devices": [Device("opencl", schedule=lambda _: None)], "split": [3, 3]},

@@ -25,7 +25,7 @@ from tvm.tirx.op import fma
 from schedules.tir.index_math import simplified
 from schedules.workload.reduce import constant
 
-from .blocks import Access, BlockFacts
+from ..blocks import Access, BlockFacts
 from .conditional_rows import is_interval
 
 MULTIPLY_ADD = "tvm_fusion.multiply_add"

@@ -26,9 +26,9 @@ from tvm import ir, s_tir, tirx
 from schedules.tir.expression_walk import extern_name, substitute, uses
 from schedules.workload.reduce import constant
 
-from .blocks import BlockFacts, Kernel
+from ..blocks import BlockFacts, Kernel
+from ..truncated_tails import fresh
 from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, Step, prefetches
-from .truncated_tails import fresh
 
 STREAM = "tvm_fusion.stream"
 """Annotation of a block whose vectors bypass the caches: a list of the bytes of a vector register,

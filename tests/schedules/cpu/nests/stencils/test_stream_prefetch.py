@@ -11,9 +11,9 @@ from tvm import ir, te, tirx
 
 from examples.stencils import STENCILS
 from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.nests import streaming_stores
-from schedules.cpu.nests.shared_rows import ROWS
-from schedules.cpu.nests.stream_prefetch import PREFETCH
+from schedules.cpu.nests.stencils import streaming_stores
+from schedules.cpu.nests.stencils.shared_rows import ROWS
+from schedules.cpu.nests.stencils.stream_prefetch import PREFETCH
 from schedules.cpu.nests.work_groups import work_groups
 from schedules.tir.expression_walk import extern_name, nodes
 from schedules.tir.index_math import simplified

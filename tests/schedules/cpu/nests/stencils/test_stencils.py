@@ -13,8 +13,8 @@ from tvm import te, tirx
 from examples.stencils import STENCILS, image
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.nests import streaming_stores
-from schedules.cpu.nests.shared_rows import ROWS
+from schedules.cpu.nests.stencils import streaming_stores
+from schedules.cpu.nests.stencils.shared_rows import ROWS
 from schedules.distribute.distribute import distribute
 from schedules.distribute.localize import localize
 from tests.selection import in_turns

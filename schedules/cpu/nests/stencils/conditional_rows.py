@@ -24,8 +24,8 @@ from tvm import ir, s_tir, tirx
 from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute, uses
 from schedules.tir.index_math import factor_of, simplified
 
-from .overlapping_tails import conjuncts
-from .truncated_tails import fresh
+from ..overlapping_tails import conjuncts
+from ..truncated_tails import fresh
 
 STEP = "tvm_fusion.step"
 """Annotation of a loop over the rows of a step, around vectors; see :func:`unroll_steps`."""
