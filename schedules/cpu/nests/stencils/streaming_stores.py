@@ -55,7 +55,7 @@ _VECTOR = """\
   %{part}{at}.from = getelementptr i8, ptr %from, i64 {at}
   %{part}{at} = load <{width} x i8>, ptr %{part}{at}.from, align {width}
   %{part}{at}.to = getelementptr i8, ptr %to, i64 {at}
-  store <{width} x i8> %{part}{at}, ptr %{part}{at}.to, align {align}
+  {store} <{width} x i8> %{part}{at}, ptr %{part}{at}.to, {how}
 """
 _STORE_NAME = re.compile(r"tvm_fusion_stream_(\d+)_(\d+)")
 _OPENCL = """
@@ -174,14 +174,13 @@ def _stored_vector(loop: tirx.For) -> tirx.BufferStore | None:
 def _store_text(name: str, size: int, width: int) -> str:
     """LLVM IR of a function that copies ``size`` bytes in vectors of ``width``."""
 
-    def vectors(part: str, align: int) -> str:
-        places = range(0, size, width)
-        return "".join(_VECTOR.format(part=part, at=at, width=width, align=align) for at in places)
+    def vectors(part: str, store: str, how: str) -> str:
+        given = {"part": part, "width": width, "store": store, "how": how}
+        return "".join(_VECTOR.format(at=at, **given) for at in range(0, size, width))
 
-    past = vectors("p", width).replace(
-        f"to, align {width}\n", f"to, align {width}, !nontemporal !0\n"
-    )
-    return _STORE.format(name=name, mask=width - 1, past=past, through=vectors("t", 1))
+    past = vectors("p", "store", f"align {width}, !nontemporal !0")
+    through = vectors("t", "store volatile", "align 1")  # else LLVM may merge both, into this one
+    return _STORE.format(name=name, mask=width - 1, past=past, through=through)
 
 
 def _through_line(nest: Sequence[tirx.For], line: ir.Var, name: str) -> tirx.Stmt:
