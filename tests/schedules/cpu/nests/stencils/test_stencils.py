@@ -9,6 +9,7 @@ import tvm
 from cpu.machine_cases import loops_of, target_of
 from cpu.rule_cases import HOST, compiled, draw, function, loops, run, schedule, tensor
 from tvm import te, tirx
+from tvm.target import Target
 
 from examples.stencils import STENCILS, image
 from schedules.cpu.core.machine import CPUInfo
@@ -175,6 +176,17 @@ def test_streamed_vectors_are_not_on_the_stack(streamed, cpu):
         assert "vmovnt" in text and "sfence" in text and "call\ttvm_fusion" not in text
         hot = [loop for loop in loops_of({name: scheduled}, cpu)[name] if loop.innermost]
         assert not any(loop.stack_stores or loop.stack_loads for loop in hot)
+
+
+@pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
+def test_vectors_that_llvm_knows_to_be_aligned_are_streamed(streamed, cpu):
+    """LLVM merges branches that do the same, and forgets what only one of them says."""
+    func = part_of(STENCILS["heat3d"](64, 256))
+    target = Target(dict(target_of(cpu).attrs) | {"kind": "llvm", "num-cores": 1})
+    scheduled = schedule(Elementwise(), func, target)
+    named = scheduled.with_attr("global_symbol", "heat3d")
+    text = tvm.compile(tvm.IRModule({"heat3d": named}), target).mod.inspect_source("asm")
+    assert text.count("vmovnt") >= ROWS
 
 
 def test_small_outputs_stay_in_the_caches():
