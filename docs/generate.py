@@ -319,10 +319,7 @@ def cooperative_splits() -> str:
     for cpu, results in _by_cpu("cooperative"):
         for name, result in results.items():
             splits = result["splits"]
-            ms = {
-                title: statistics.quantiles(split["turns_ms"], n=4, method="inclusive")[0]
-                for title, split in splits.items()
-            }
+            ms = {title: split["typical_ms"] for title, split in splits.items()}
             sweep = [title for title in splits if "/" in title]  # from the device alone to the CPU
             best = min(sweep, key=lambda title: ms[title])
             alone = ms[sweep[0]], ms[sweep[-1]]

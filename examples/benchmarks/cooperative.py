@@ -5,28 +5,27 @@
     python examples/benchmarks/cooperative.py --device opencl --threads 1 --one-core-each
     python examples/benchmarks/cooperative.py --dry-run [--device "cuda -arch=sm_90"]
 
-All splits take turns, of which the lower quartile counts: other work on a machine only adds to
-them. Prints a table and writes results/CPU/cooperative.json. Ends with 2 where the
-device is not there; --dry-run compiles all splits and prints predicted times, without a device.
-With --one-core-each the device, an OpenCL for CPUs, has the last processor, and the CPU has the
-others; then times are also predicted of those of both sides alone, and of what a job of two ranks
-finds that the memory gives one core and both.
+All splits take turns, each run by run with the even split: what other work leaves of a machine's
+memory changes within seconds, and for both. Prints a table and writes
+results/CPU/cooperative.json. Ends with 2 where the device is not there; --dry-run compiles all
+splits and prints predicted times, without a device. With --one-core-each the device, an OpenCL for
+CPUs, has the last processor, and the CPU has the others; then times are also predicted of those of
+both sides alone, and of what a job of two ranks finds in each round that the memory gives both.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -37,6 +36,7 @@ from tvm_fusion import distributed
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.distributed import Device
+from tvm_fusion.distributed.local_program import LocalProgram
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
@@ -63,8 +63,10 @@ PARTS = 16
 """Steps of the sweep, from the device alone to the CPU alone."""
 CHUNKS = (1, 8)
 """In one the device waits for its copies, in several it computes beside them."""
+EVEN = f"{PARTS // 2}/{PARTS}"
 CHOSEN = ("model", "measured")
 OF_SIDES = "predicted_of_sides_ms"
+TYPICAL = "typical_ms"
 
 
 def splits_of(rows: int) -> dict[str, list[int]]:
@@ -112,6 +114,8 @@ class Sweep:
             title: distributed.compile(func, split=split, **options)
             for title, split in splits.items()
         }
+        self._arrays: dict[str, np.ndarray] = {}
+        self._even: LocalProgram | None = None
         given = Device(device) if isinstance(device, str) else device
         for chunks in CHUNKS if self.steps == 1 else ():
             options["devices"] = [replace(given, chunks=chunks)]
@@ -138,41 +142,55 @@ class Sweep:
         share = rows / extent
         return sharing_seconds(max(cpu * share, device * (1 - share)), work.bytes / bandwidth)
 
-    def measure(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds of a step of each split in each round; all have the same result."""
-        found: dict[str, list[float]] = {title: [] for title in self.programs}
-        arrays: dict[str, np.ndarray] = {}
-        expected: np.ndarray | None = None
-        for number in range(rounds):
-            for title, program in self.programs.items():
-                local = program.alone()
-                for buffer in program.distribution.nest.inputs:
-                    held = local.input(buffer.name).owned
-                    if buffer.name not in arrays:
-                        seed = len(arrays)
-                        drawn = np.random.default_rng(seed).random(held.shape, np.float32)
-                        arrays[buffer.name] = drawn
-                    held[...] = arrays[buffer.name]
-                local(self.steps)  # the first call prepares
-                if number == 0:
-                    result = local.output.owned
-                    expected = result.copy() if expected is None else expected
-                    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
-                local(self.steps)  # the comparison had the caches, and the device slept
-                runs = [_seconds(functools.partial(local, self.steps)) for _ in range(_RUNS)]
-                found[title].append(statistics.median(runs) / self.steps)
-        return found
+    def measure(self, turns: dict[str, list[Turn]]) -> None:
+        """Add a turn of each split to ``turns``; all have the same result."""
+        if self._even is None:
+            self._even = self._ready(EVEN)
+            self._expected = self._even.output.owned.copy()
+        for title in self.programs:
+            local = self._ready(title)
+            if not turns[title]:
+                result = local.output.owned
+                np.testing.assert_allclose(result, self._expected, rtol=1e-4, atol=1e-5)
+            both = local, self._even
+            for each in both:  # the comparison had the caches, and the device slept
+                each(self.steps)
+            runs = [[self._seconds(each) for each in both] for _ in range(_RUNS)]
+            turns[title].append(Turn(*map(statistics.median, zip(*runs, strict=True))))
+
+    def _ready(self, title: str) -> LocalProgram:
+        """A split after its first run, on the same inputs as all others."""
+        local = self.programs[title].alone()
+        for number, buffer in enumerate(local.plan.nest.inputs):
+            held = local.input(buffer.name).owned
+            if buffer.name not in self._arrays:
+                drawn = np.random.default_rng(number).random(held.shape, np.float32)
+                self._arrays[buffer.name] = drawn
+            held[...] = self._arrays[buffer.name]
+        local(self.steps)
+        return local
+
+    def _seconds(self, local: LocalProgram) -> float:
+        """Seconds of a step."""
+        begin = time.perf_counter()
+        local(self.steps)
+        return (time.perf_counter() - begin) / self.steps
 
 
-def typical(turns: Sequence[float]) -> float:
-    """The lower quartile."""
-    return float(np.quantile(turns, 0.25))
+class Turn(NamedTuple):
+    """Seconds of a split, and of the even one in turns with it."""
+
+    split: float
+    even: float
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
+def typical(turns: Mapping[str, Sequence[Turn]]) -> dict[str, float]:
+    """Seconds of each split: its median ratio to the even one, whose seconds are all in all."""
+    even = statistics.median(turn.even for each in turns.values() for turn in each)
+    return {
+        title: even * statistics.median(turn.split / turn.even for turn in each)
+        for title, each in turns.items()
+    }
 
 
 def table_of(name: str, splits: dict[str, dict[str, Any]]) -> Table:
@@ -182,26 +200,29 @@ def table_of(name: str, splits: dict[str, dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right" if heading != "split" else "left")
     for title, split in splits.items():
         found = [split["predicted_ms"], split.get(OF_SIDES)]
-        found.append(typical(split["turns_ms"]) if "turns_ms" in split else None)
+        found.append(split.get(TYPICAL))
         cells = ["-" if ms is None else f"{ms:.2f}" for ms in found]
         table.add_row(title, str(split["cpu_rows"]), *cells)
     return table
 
 
 def result_of(
-    sweep: Sweep, times: dict[str, list[float]], bandwidth: float | None
+    sweep: Sweep, turns: Mapping[str, Sequence[Turn]], bandwidth: float | None
 ) -> dict[str, dict[str, Any]]:
     """Entry of the file for a stencil; ``bandwidth`` is that of the memory that both share."""
     found: dict[str, dict[str, Any]] = {}
+    seconds = typical(turns) if turns else {}
     for title in sweep.programs:
         predicted = sweep.predicted(title) * 1e3
         found[title] = {"cpu_rows": sweep.rows(title), "predicted_ms": predicted}
-        if times:
-            found[title]["turns_ms"] = [seconds * 1e3 for seconds in times[title]]
-        if times and bandwidth is not None and "chunk" not in title:
-            device, cpu = (typical(times[f"{part}/{PARTS}"]) for part in (0, PARTS))
-            seconds = sweep.predicted_of_sides(title, device, cpu, bandwidth)
-            found[title][OF_SIDES] = seconds * 1e3
+        if title in turns:
+            found[title][TYPICAL] = seconds[title] * 1e3
+            found[title]["turns_ms"] = [turn.split * 1e3 for turn in turns[title]]
+            found[title]["even_ms"] = [turn.even * 1e3 for turn in turns[title]]
+        if turns and bandwidth is not None and "chunk" not in title:
+            device, cpu = (seconds[f"{part}/{PARTS}"] for part in (0, PARTS))
+            of_sides = sweep.predicted_of_sides(title, device, cpu, bandwidth)
+            found[title][OF_SIDES] = of_sides * 1e3
     return found
 
 
@@ -209,20 +230,34 @@ def error_of(splits: dict[str, dict[str, Any]]) -> str:
     """Median error of the predictions of splits in which both sides have rows."""
     ends = [splits[f"{part}/{PARTS}"]["cpu_rows"] for part in (0, PARTS)]
     errors = [
-        abs(split[OF_SIDES] / typical(split["turns_ms"]) - 1)
+        abs(split[OF_SIDES] / split[TYPICAL] - 1)
         for split in splits.values()
         if OF_SIDES in split and split["cpu_rows"] not in ends
     ]
     return f"error of predictions by sides: {100 * statistics.median(errors):.1f} % (median)"
 
 
-def verdict(times: dict[str, list[float]]) -> str:
+def verdict(splits: Mapping[str, Mapping[str, Any]]) -> str:
     """The chosen splits against the best of the sweep, and the pair against either side alone."""
-    found = {title: typical(turns) for title, turns in times.items()}
-    best = min(seconds for title, seconds in found.items() if "/" in title)
+    found = {title: split[TYPICAL] for title, split in splits.items()}
+    best = min(ms for title, ms in found.items() if "/" in title)
     alone = min(found[f"0/{PARTS}"], found[f"{PARTS}/{PARTS}"])
     chosen = ", ".join(f"{t} {found[t] / best:.2f}x" for t in CHOSEN if t in found)
     return f"to the best split: {chosen}; best split to one side alone: {alone / best:.2f}x"
+
+
+def measured(
+    sweep: Sweep, rounds: int, beside: Callable[[], AbstractContextManager[None]], shared: bool
+) -> tuple[dict[str, list[Turn]], list[float]]:
+    """Turns of each split, and where both sides share a memory its bandwidth in each round."""
+    turns: dict[str, list[Turn]] = {title: [] for title in sweep.programs}
+    bandwidths = []
+    for _ in range(rounds):
+        with beside():
+            sweep.measure(turns)
+        if shared:
+            bandwidths.append(run_rates()["node.bandwidth"])
+    return turns, bandwidths
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -254,18 +289,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, cols = given.size or SIZES[name]
         try:
             there = None if given.dry_run else beside
-            shared = there is not None and given.one_core_each
-            bandwidth = run_rates()["node.bandwidth"] if shared else None
             sweep = Sweep(name, (rows, cols), device, given.threads, there)
-            with beside():
-                times = {} if given.dry_run else sweep.measure(given.rounds)
+            turns: dict[str, list[Turn]] = {}
+            bandwidths: list[float] = []
+            if there is not None:
+                turns, bandwidths = measured(sweep, given.rounds, there, given.one_core_each)
         except TargetError as error:
             print(error, file=sys.stderr)
             return 2
-        splits = result_of(sweep, times, bandwidth)
+        bandwidth = statistics.median(bandwidths) if bandwidths else None
+        splits = result_of(sweep, turns, bandwidth)
         console.print(table_of(name, splits))
-        if times:
-            console.print(verdict(times))
+        if turns:
+            console.print(verdict(splits))
             if bandwidth is not None:
                 console.print(error_of(splits))
             results[name] = {"size": [rows, cols], "device": where, "splits": splits}

@@ -157,7 +157,8 @@ def _check(
 ) -> None:
     """Refuse a figure that is none, or out of its range."""
     value = getattr(figures, name)
-    if not isinstance(value, Real) or not least <= value <= most or (is_open and value == least):
+    number = float(value) if isinstance(value, Real) else math.nan
+    if not least <= number <= most or (is_open and number == least):
         above = f"a number above {least:g}" if is_open else f"a number of at least {least:g}"
         expected = above if most == math.inf else f"a number from {least:g} to {most:g}"
         raise OpError(f"{name} of a {type(figures).__name__} is {value!r}; expected {expected}")

@@ -129,7 +129,7 @@ class Delivery:
         return [t.rows for t in self.transfers if (t.dest, t.buffer) == (rank, buffer)]
 
 
-def check_transfers(transfers: object) -> None:
+def check_transfers(transfers: Any) -> None:
     """Refuse what is no list of transfers.
 
     Raises

@@ -299,9 +299,16 @@ def test_cooperative_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(r"4/16 .* 16 .* -", out) and "model" in out
     assert cooperative.splits_of(64)["4/16"] == [16, 48]
-    times = {"0/16": [2.0], "8/16": [1.0], "16/16": [3.0], "model": [1.1], "device, 1 chunk": [4.0]}
+    ratios = {"0/16": 2.0, "8/16": 1.0, "16/16": 3.0, "model": 1.1, "device, 1 chunk": 4.0}
+    turns = {  # other work makes all slower by turns
+        title: [cooperative.Turn(ratio * slow, slow) for slow in (1e-3, 5e-3, 2e-3)]
+        for title, ratio in ratios.items()
+    }
+    seconds = cooperative.typical(turns)
+    assert seconds == pytest.approx({title: ratio * 2e-3 for title, ratio in ratios.items()})
     told = "to the best split: model 1.10x; best split to one side alone: 2.00x"
-    assert cooperative.verdict(times) == told
+    found = {title: {cooperative.TYPICAL: ms * 1e3} for title, ms in seconds.items()}
+    assert cooperative.verdict(found) == told
 
 
 @pytest.mark.slow
