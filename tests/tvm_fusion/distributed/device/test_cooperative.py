@@ -301,6 +301,24 @@ def test_each_turn_begins_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log[:9] == ["a"] * 4 + ["b"] * 4 + ["a"]
 
 
+def test_other_work_slows_a_whole_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls keep their ratio, whatever other work does to their turns."""
+    from tvm_fusion.distributed.device import measure_split as module
+
+    now, calls_made = 0.0, 0
+
+    def call(seconds: float) -> None:
+        nonlocal now, calls_made
+        turn = calls_made // 8
+        calls_made += 1
+        now += seconds * (1 + turn % 3)
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    first, second = module._in_turns(functools.partial(call, 0.1), functools.partial(call, 0.11))
+    assert second / first == pytest.approx(1.1)
+    assert first == pytest.approx(0.1)  # of the turns without other work
+
+
 @pytest.mark.slow
 def test_the_split_of_a_measurement(opened: list[WatchedDriver]) -> None:
     found = measure_split(blur(64, 32), ["opencl"])
