@@ -295,10 +295,8 @@ def engines_of(python: str) -> list[str]:
 def run_peer(engine: str, name: str, python: str) -> float | None:
     """Milliseconds of a case by a peer; None if it cannot express the case, or fails."""
     case = case_of(name)
-    if case.dtype != "float32":
-        return None
     sizes = map(str, (case.rows, case.cols, case.steps))
-    job = ["--engine", engine, "--stencil", case.stencil, "--sizes", *sizes]
+    job = ["--engine", engine, "--stencil", case.stencil, "--sizes", *sizes, "--dtype", case.dtype]
     try:
         printed = launch(
             stencil_peers.RANKS[engine],

@@ -25,11 +25,12 @@ import numpy as np
 
 
 class Sizes(NamedTuple):
-    """Rows and columns of the output, and how often a stencil is applied in a run."""
+    """Rows and columns of the output, how often a stencil is applied in a run, and its pixels."""
 
     rows: int
     cols: int
     steps: int
+    dtype: str = "float32"
 
 
 MODULES = {
@@ -51,6 +52,9 @@ CHANNELS = {"convolution": 3, "cvt_color": 3, "gaussian": 3, "pipeline": 3}
 """Interleaved channels of an input that has more than one."""
 
 HEAT = ("heat2d", "heat3d")
+f32 = np.float32
+Pixel = Callable[[np.float32], Any]
+"""Makes a pixel of a level."""
 
 TITLES = {
     "numba": "Numba + mpi4py",
@@ -143,6 +147,19 @@ ARRAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def levels(stencil: str, xp: Any, a: Any) -> Any:
+    """A stencil in array notation; of 8 bits, its levels before they are rounded."""
+    return ARRAYS[stencil](xp, a if a.dtype != np.uint8 else a.astype(np.float32))
+
+
+def applied(stencil: str, xp: Any, a: Any) -> Any:
+    """A stencil in array notation, with pixels of the input's type."""
+    found = levels(stencil, xp, a)
+    if a.dtype != np.uint8:
+        return found
+    return xp.clip(found + np.float32(0.5), 0, 255).astype(np.uint8)
+
+
 def random_input(stencil: str, sizes: Sizes) -> np.ndarray:
     """The whole input, the same in every process."""
     halo = HALO[stencil]
@@ -151,12 +168,13 @@ def random_input(stencil: str, sizes: Sizes) -> np.ndarray:
         shape.append(CHANNELS[stencil])
     if stencil == "heat3d":
         shape.append(sizes.cols)
-    return np.random.default_rng(0).random(shape, np.float32)
+    found = np.random.default_rng(0).random(shape, np.float32)
+    return found if sizes.dtype == "float32" else (256 * found).astype(sizes.dtype)
 
 
 def row_shape(stencil: str, a: np.ndarray) -> tuple[int, ...]:
     """Shape of a row of the output for an input."""
-    return ARRAYS[stencil](np, a[: HALO[stencil] + 1]).shape[1:]
+    return levels(stencil, np, a[: HALO[stencil] + 1]).shape[1:]
 
 
 def check(stencil: str, sizes: Sizes, a: np.ndarray, first: int, result: np.ndarray) -> None:
@@ -173,8 +191,11 @@ def check(stencil: str, sizes: Sizes, a: np.ndarray, first: int, result: np.ndar
         return
     for begin in (0, len(result) - _CHECKED):
         window = a[first + begin : first + begin + _CHECKED + HALO[stencil]].astype(np.float64)
-        expected = ARRAYS[stencil](np, window)
-        np.testing.assert_allclose(result[begin : begin + _CHECKED], expected, atol=1e-4)
+        expected, tolerance = levels(stencil, np, window), 1e-4
+        if sizes.dtype == "uint8":  # rounded by half a level
+            expected, tolerance = np.clip(expected, 0, 255), 0.5 + 1e-3
+        found = result[begin : begin + _CHECKED]
+        np.testing.assert_allclose(found, expected, rtol=1e-7, atol=tolerance)
 
 
 def times(run: Callable[[], object], barrier: Callable[[], object], slowest: Callable) -> float:
@@ -193,72 +214,87 @@ def alone(run: Callable[[], object]) -> float:
     return times(run, lambda: None, lambda seconds: seconds)
 
 
-def _blur_rows(a: np.ndarray, out: np.ndarray, ring: np.ndarray) -> None:
+def _blur_rows(a: np.ndarray, out: np.ndarray, ring: np.ndarray, pixel: Pixel) -> None:
     """Means of nine pixels, by columns and then by rows."""
     rows, cols = out.shape
     for i in range(rows + 2):
         line = ring[i % 3]
         for j in range(cols):
-            line[j] = (a[i, j] + a[i, j + 1] + a[i, j + 2]) * np.float32(1 / 3)
+            line[j] = (a[i, j] + a[i, j + 1] + a[i, j + 2]) * f32(1 / 3)
         if i >= 2:
             for j in range(cols):
-                out[i - 2, j] = (ring[0, j] + ring[1, j] + ring[2, j]) * np.float32(1 / 3)
+                out[i - 2, j] = pixel((ring[0, j] + ring[1, j] + ring[2, j]) * f32(1 / 3))
 
 
-def _sobel_rows(a: np.ndarray, out: np.ndarray, ring: np.ndarray) -> None:
+def _sobel_rows(a: np.ndarray, out: np.ndarray, _: np.ndarray, pixel: Pixel) -> None:
     """Magnitudes of the gradient."""
     rows, cols = out.shape
-    two = np.float32(2)
+    two = f32(2)
     for i in range(rows):
         for j in range(cols):
-            gx = a[i, j + 2] - a[i, j] + two * (a[i + 1, j + 2] - a[i + 1, j])
-            gx += a[i + 2, j + 2] - a[i + 2, j]
-            gy = a[i + 2, j] - a[i, j] + two * (a[i + 2, j + 1] - a[i, j + 1])
-            gy += a[i + 2, j + 2] - a[i, j + 2]
-            out[i, j] = np.sqrt(gx * gx + gy * gy)
+            corner, opposite = f32(a[i, j]), f32(a[i + 2, j + 2])
+            right, below = f32(a[i, j + 2]), f32(a[i + 2, j])
+            gx = right - corner + two * (f32(a[i + 1, j + 2]) - f32(a[i + 1, j]))
+            gx += opposite - below
+            gy = below - corner + two * (f32(a[i + 2, j + 1]) - f32(a[i, j + 1]))
+            gy += opposite - right
+            out[i, j] = pixel(np.sqrt(gx * gx + gy * gy))
 
 
-def _convolution_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
+def _convolution_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray, pixel: Pixel) -> None:
     """Weighted sums of nine pixels, a channel each."""
     rows, wide = out.shape
     for i in range(rows):
         for j in range(wide):  # columns and channels are one axis
-            value = w[0, 0] * a[i, j] + w[0, 1] * a[i, j + 3] + w[0, 2] * a[i, j + 6]
-            value += w[1, 0] * a[i + 1, j] + w[1, 1] * a[i + 1, j + 3] + w[1, 2] * a[i + 1, j + 6]
-            value += w[2, 0] * a[i + 2, j] + w[2, 1] * a[i + 2, j + 3] + w[2, 2] * a[i + 2, j + 6]
-            out[i, j] = value
+            value = w[0, 0] * f32(a[i, j])
+            value += w[0, 1] * f32(a[i, j + 3]) + w[0, 2] * f32(a[i, j + 6])
+            value += w[1, 0] * f32(a[i + 1, j]) + w[1, 1] * f32(a[i + 1, j + 3])
+            value += w[1, 2] * f32(a[i + 1, j + 6]) + w[2, 0] * f32(a[i + 2, j])
+            value += w[2, 1] * f32(a[i + 2, j + 3]) + w[2, 2] * f32(a[i + 2, j + 6])
+            out[i, j] = pixel(value)
 
 
-def _grey_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
+def _grey_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray, pixel: Pixel) -> None:
     """Weighted sums of three channels."""
     rows, cols = out.shape
     for i in range(rows):
         for j in range(cols):
-            out[i, j] = w[0] * a[i, 3 * j] + w[1] * a[i, 3 * j + 1] + w[2] * a[i, 3 * j + 2]
+            value = w[0] * f32(a[i, 3 * j]) + w[1] * f32(a[i, 3 * j + 1])
+            out[i, j] = pixel(value + w[2] * f32(a[i, 3 * j + 2]))
 
 
-def _gaussian_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray) -> None:
+def _gaussian_rows(a: np.ndarray, out: np.ndarray, w: np.ndarray, pixel: Pixel) -> None:
     """Weighted sums of five pixels, by columns and then by rows, a channel each."""
     rows, wide = out.shape
     ring = np.empty((5, wide), np.float32)
     for i in range(rows + 4):
         line = ring[i % 5]
         for j in range(wide):
-            value = w[0] * a[i, j] + w[1] * a[i, j + 3] + w[2] * a[i, j + 6]
-            line[j] = value + w[3] * a[i, j + 9] + w[4] * a[i, j + 12]
+            value = w[0] * f32(a[i, j]) + w[1] * f32(a[i, j + 3]) + w[2] * f32(a[i, j + 6])
+            line[j] = value + w[3] * f32(a[i, j + 9]) + w[4] * f32(a[i, j + 12])
         if i >= 4:
             r0, r1, r2, r3, r4 = (i - 4) % 5, (i - 3) % 5, (i - 2) % 5, (i - 1) % 5, i % 5
             for j in range(wide):
                 value = w[0] * ring[r0, j] + w[1] * ring[r1, j] + w[2] * ring[r2, j]
-                out[i - 4, j] = value + w[3] * ring[r3, j] + w[4] * ring[r4, j]
+                out[i - 4, j] = pixel(value + w[3] * ring[r3, j] + w[4] * ring[r4, j])
 
 
-def _pipeline_rows(a: np.ndarray, out: np.ndarray, _: np.ndarray) -> None:
+def _pipeline_rows(a: np.ndarray, out: np.ndarray, _: np.ndarray, pixel: Pixel) -> None:
     """Brightening, then the negative."""
     rows, wide = out.shape
     for i in range(rows):
         for j in range(wide):
-            out[i, j] = np.float32(255) - min(a[i, j] * np.float32(1.5), np.float32(255))
+            out[i, j] = pixel(f32(255) - min(f32(a[i, j]) * f32(1.5), f32(255)))
+
+
+def _level(value: np.float32) -> np.float32:
+    """A pixel in floats."""
+    return value
+
+
+def _rounded(value: np.float32) -> np.uint8:
+    """A pixel of 8 bits."""
+    return np.uint8(max(min(value + f32(0.5), f32(255)), f32(0)))
 
 
 KERNELS = {
@@ -331,8 +367,9 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
         flat = local.reshape(len(local), -1)
         shape = row_shape(stencil, whole)
         wide = math.prod(shape)
-        out = np.empty((end - begin, wide), np.float32)
+        out = np.empty((end - begin, wide), sizes.dtype)
         kernel = numba.njit(fastmath=True)(KERNELS[stencil])
+        pixel = numba.njit(fastmath=True)(_level if sizes.dtype == "float32" else _rounded)
         extra = CONSTANTS.get(stencil, np.empty((3, wide), np.float32))
 
         def run() -> None:
@@ -341,7 +378,7 @@ def numba_ranks(stencil: str, sizes: Sizes) -> float | None:
                 comm.Send(local[:halo], rank - 1)
             if halo and rank + 1 < size:
                 comm.Recv(local[end - begin :], rank + 1)
-            kernel(flat, out, extra)
+            kernel(flat, out, extra, pixel)
 
         def result() -> np.ndarray:
             return out.reshape(end - begin, *shape)
@@ -367,10 +404,10 @@ def jax_devices(stencil: str, sizes: Sizes) -> float | None:
     def one_step(mine: Any, tail: Any) -> Any:
         halo = HALO[stencil]
         if not halo:
-            return ARRAYS[stencil](jnp, mine)
+            return applied(stencil, jnp, mine)
         after = jax.lax.ppermute(mine[:halo], "ranks", [(1, 0)])
         last = jax.lax.axis_index("ranks") == 1
-        return ARRAYS[stencil](jnp, jnp.concatenate([mine, jnp.where(last, tail, after)]))
+        return applied(stencil, jnp, jnp.concatenate([mine, jnp.where(last, tail, after)]))
 
     def steps(mine: Any, tail: Any) -> Any:
         rank = jax.lax.axis_index("ranks")
@@ -442,16 +479,20 @@ def halide_threads(stencil: str, sizes: Sizes) -> float | None:
     import halide as hl
 
     whole = random_input(stencil, sizes)
-    image = hl.Buffer(whole.reshape(len(whole), -1))  # dimension 0 is the last of numpy's
+    pixels = hl.Buffer(whole.reshape(len(whole), -1))  # dimension 0 is the last of numpy's
     x, y, yo, yi = (hl.Var(name) for name in ("x", "y", "yo", "yi"))
     out = hl.Func("out")
     lanes = hl.get_host_target().natural_vector_size(hl.Float(32))
-    first = _halide_stages(hl, stencil, image, out, x, y)
+    image, value = hl.Func("level"), hl.Func("value")
+    image[x, y] = hl.f32(pixels[x, y])
+    first = _halide_stages(hl, stencil, image, value, x, y)
+    rounded = hl.u8(hl.clamp(value[x, y] + hl.f32(0.5), hl.f32(0), hl.f32(255)))
+    out[x, y] = value[x, y] if sizes.dtype == "float32" else rounded
     out.split(y, yo, yi, 32).parallel(yo).vectorize(x, lanes)
     if first is not None:
         first.store_at(out, yo).compute_at(out, yi).vectorize(x, lanes)
     shape = row_shape(stencil, whole)
-    result = np.empty((sizes.rows, math.prod(shape)), np.float32)
+    result = np.empty((sizes.rows, math.prod(shape)), sizes.dtype)
     buffer = hl.Buffer(result)
     out.compile_jit()
 
@@ -515,11 +556,12 @@ def main() -> int:
     options.add_argument("--engine", choices=list(ENGINES))
     options.add_argument("--stencil", choices=list(HALO))
     options.add_argument("--sizes", type=int, nargs=3, help="rows, columns, steps")
+    options.add_argument("--dtype", choices=["float32", "uint8"], default="float32")
     given = options.parse_args()
     if given.list:
         print(json.dumps(engines()))
         return 0
-    found = ENGINES[given.engine](given.stencil, Sizes(*given.sizes))
+    found = ENGINES[given.engine](given.stencil, Sizes(*given.sizes, given.dtype))
     sys.stdout.write(json.dumps({"run_ms": found}) + "\n")
     return 0
 
