@@ -13,10 +13,11 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from schedules.tir.cut_points import cut_points
 
 from .blocks import BlockFacts, Kernel, block_facts
+from .interleaved_loads import INTERLEAVED, is_interleaved
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .overlapping_tails import Overlap
 from .stencils.conditional_rows import STEP
-from .stencils.shared_rows import MULTIPLY_ADD, ROWS, is_filter, shared_rows
+from .stencils.shared_rows import MULTIPLY_ADD, is_filter, rows_of_step, shared_rows
 from .stencils.streaming_stores import STREAM, worth_streaming
 from .truncated_tails import TAIL
 
@@ -54,6 +55,8 @@ def schedule_spatial(
     streams = is_adjacent and stored >= register and worth_streaming(kernel, facts)
     if streams:
         sch.annotate(block, STREAM, [register, kernel.cpu.l2_bytes // 4])
+    if is_interleaved(facts, groups[-1][-1]):
+        sch.annotate(block, INTERLEAVED, 1)
     row = shared_rows(sch.get(block), facts, groups)
     vectors, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], lanes, streams)
     any_chunks = bool(overlaps)
@@ -62,11 +65,12 @@ def schedule_spatial(
     chunked = vectors if lane is not None else None
     if row is not None and vectors is not None:
         conditional = lane is None or row in facts.guards
-        if not conditional or _feeds_steps(kernel, facts, groups, row):
+        count = rows_of_step(kernel.cpu, facts, row)
+        if not conditional or _feeds_steps(kernel, facts, groups, row, count):
             place = groups.index([row])
-            fused[place], rows = sch.split(fused[place], [None, ROWS])
-            overlaps += [Overlap(facts.name, (row,), ROWS)] if extents[place] % ROWS else []
-            extents[place] = -(-extents[place] // ROWS)
+            fused[place], rows = sch.split(fused[place], [None, count])
+            overlaps += [Overlap(facts.name, (row,), count)] if extents[place] % count else []
+            extents[place] = -(-extents[place] // count)
             if conditional:
                 sch.reorder(*fused[:-1], rows)
                 sch.annotate(rows, STEP, groups[-1])
@@ -81,10 +85,10 @@ def schedule_spatial(
 
 
 def _feeds_steps(
-    kernel: Kernel, facts: BlockFacts, groups: Sequence[Sequence[int]], row: int
+    kernel: Kernel, facts: BlockFacts, groups: Sequence[Sequence[int]], row: int, rows: int
 ) -> bool:
     """Return whether steps of rows, which are not cut into chunks, keep the cores busy."""
-    steps = -(-facts.volume([row]) // ROWS)
+    steps = -(-facts.volume([row]) // rows)
     others = math.prod(facts.volume(group) for group in groups[:-1] if group != [row])
     return not worth_threads(facts) or feeds(steps * others, kernel.cpu.num_cores)
 

@@ -23,6 +23,7 @@ from schedules.tir.index_math import as_type
 from schedules.workload.reduce import size_of
 
 from .blocks import BlockFacts, Domain, Kernel, open_blocks
+from .interleaved_loads import is_interleaved
 from .loop_transforms import merge_groups, state_init
 from .stencils.streaming_stores import worth_streaming
 
@@ -87,7 +88,7 @@ def _is_shifted(kernel: Kernel, facts: BlockFacts, parameters: set[ir.Var]) -> b
         return True
     own = set(facts.vars)
     moved = any(variables(access.offset) - own for access in facts.accesses)
-    return moved or worth_streaming(kernel, facts)
+    return moved or worth_streaming(kernel, facts) or is_interleaved(facts, groups[-1][-1])
 
 
 def _crosses(facts: BlockFacts, group: list[int], lanes: int) -> bool:

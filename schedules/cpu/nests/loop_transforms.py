@@ -16,11 +16,13 @@ from schedules.tir.vector_math import vectorize_math
 from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel, block_facts, realize_of
+from .interleaved_loads import load_interleaved
 from .overlapping_tails import Overlap, overlap_tails
 from .stencils.conditional_rows import unroll_steps
 from .stencils.shared_rows import multiply_add
 from .stencils.streaming_stores import stream_stores
 from .truncated_tails import truncate_tails
+from .value_ranges import drop_limits
 
 SERIAL_ELEMENTS = 16384
 """Least work for which a parallel region pays off."""
@@ -134,8 +136,8 @@ def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Sched
     """
     func = sch.mod["main"]
     done = unroll_steps(truncate_tails(overlap_tails(func, overlaps)))
-    done = multiply_add(done)
-    done = stream_stores(done)
+    done = multiply_add(drop_limits(done))
+    done = load_interleaved(stream_stores(done))
     done = vectorize_math(keep_nan(tvm_ffi.structural_map(done, (s_tir.SBlock, state_init))))
     return sch if done.same_as(func) else s_tir.Schedule(done)
 

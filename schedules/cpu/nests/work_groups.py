@@ -22,7 +22,9 @@ from tvm import ir, s_tir, tirx
 from schedules.tir.expression_walk import extern_name, nodes, op_name, substitute
 from schedules.workload.reduce import constant
 
-from .stencils.streaming_stores import IMPORT, buffer_bytes, is_fence, opencl_store
+from .imported_functions import IMPORT
+from .interleaved_loads import opencl_planes
+from .stencils.streaming_stores import buffer_bytes, is_fence, opencl_store
 
 _LENGTHS = (16, 8, 4, 2)
 _PRIVATE_BYTES = 32 * 1024
@@ -171,7 +173,7 @@ def _called(body: tirx.Stmt) -> tuple[str, ...] | None:
     if any(op_name(call) in _LLVM_ONLY for call in calls):
         return None
     names = sorted(set(filter(None, map(extern_name, calls))))
-    texts = [opencl_store(name) for name in names]
+    texts = [opencl_store(name) or opencl_planes(name) for name in names]
     return None if None in texts else tuple(text for text in texts if text)
 
 

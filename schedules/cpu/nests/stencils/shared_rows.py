@@ -25,13 +25,14 @@ from tvm.tirx.op import fma
 from schedules.tir.index_math import simplified
 from schedules.workload.reduce import constant
 
+from ...core.machine import CPUInfo
 from ..blocks import Access, BlockFacts
 from .conditional_rows import is_interval
 
 MULTIPLY_ADD = "tvm_fusion.multiply_add"
 """Annotation of a block whose sums of products are rounded once."""
 ROWS = 4
-"""Rows of a step: more would need more streams from memory than are prefetched."""
+"""Rows of a step at least: more would need more streams from memory than are prefetched."""
 
 _WORTHWHILE = 0.8  # of the loads are left; 0.79 of a stencil of 7 points
 _FLOATS = ("float32", "float64")
@@ -73,6 +74,13 @@ def shared_rows(
     left = {k: _share_left(moving, k) for k in rows if facts.volume([k]) >= 2 * ROWS}
     best = min(left, key=left.__getitem__, default=None)
     return best if best is not None and left[best] <= _WORTHWHILE else None
+
+
+def rows_of_step(cpu: CPUInfo, facts: BlockFacts, row: int) -> int:
+    """Rows of a step: more where pixels, which are converted, are not awaited from memory."""
+    is_pixel = tvm_ffi.dtype(str(facts.store.buffer.dtype)).bits < 32
+    is_computed = is_pixel and cpu.num_vector_registers >= 32
+    return 2 * ROWS if is_computed and facts.volume([row]) >= 4 * ROWS else ROWS
 
 
 def _share_left(loads: Sequence[Access], row: int) -> float:

@@ -27,14 +27,13 @@ from schedules.tir.expression_walk import extern_name, substitute, uses
 from schedules.workload.reduce import constant
 
 from ..blocks import BlockFacts, Kernel
+from ..imported_functions import axis_along, with_functions
 from ..truncated_tails import fresh
 from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, Step, prefetches
 
 STREAM = "tvm_fusion.stream"
 """Annotation of a block whose vectors bypass the caches: a list of the bytes of a vector register,
 and of those that may be prefetched into the second cache."""
-IMPORT = "pragma_import_llvm"
-"""Attribute around what calls the stores: their text."""
 
 _LEAST_CACHES = 2  # so many times the last-level cache: little of a smaller output leaves it
 _MOST_VECTORS = 4
@@ -142,7 +141,12 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
     # All rows of a step are stored after the last load: for LLVM they may overlap the input.
     done = tvm_ffi.structural_map(func, (tirx.For, rewrite_rows))
     done = tvm_ffi.structural_map(done, (tirx.For, lambda loop: rewrite([loop])))
-    return _with_functions(done, lines, "".join(texts.values())) if texts else func
+    if not texts:
+        return func
+    # The fence is for the calling thread. The others of TVM's pool report that they are done by a
+    # locked instruction, before which their stores are visible, too.
+    fence = tirx.Evaluate(tirx.call_extern("int32", _FENCE_NAME))
+    return with_functions(done, lines, "".join(texts.values()) + _FENCE, fence)
 
 
 def is_fence(stmt: tirx.Stmt) -> bool:
@@ -187,10 +191,7 @@ def _through_line(nest: Sequence[tirx.For], line: ir.Var, name: str) -> tirx.Stm
     """The nest with ``line`` as its output, and the calls that store it."""
     lane = nest[-1]
     block = lane.body.block
-    axes = [
-        tirx.IterVar(ir.Range(tirx.const(0, _type(loop)), loop.extent), _var("at", loop), 0)
-        for loop in nest
-    ]
+    axes = [axis_along(loop) for loop in nest]
     whole = tirx.BufferRegion(line, [axis.dom for axis in axes])
     filled = s_tir.SBlock(
         [*block.iter_vars, *axes],
@@ -198,6 +199,7 @@ def _through_line(nest: Sequence[tirx.For], line: ir.Var, name: str) -> tirx.Stm
         [whole],
         f"{block.name_hint}_line",
         tirx.BufferStore(line, block.body.value, [axis.var for axis in axes]),
+        annotations={key: block.annotations[key] for key in block.annotations if key != STREAM},
     )
     first = [*(axis.var for axis in axes[:-1]), tirx.const(0, _type(lane))]
     target = tirx.address_of(block.body.buffer[list(block.body.indices)])
@@ -249,39 +251,7 @@ def _type(loop: tirx.For) -> str:
     return str(loop.loop_var.ty.dtype)
 
 
-def _var(name: str, loop: tirx.For) -> tirx.Var:
-    return tirx.Var(name, loop.loop_var.ty)
-
-
 def _nest(loops: Sequence[tirx.For], body: tirx.Stmt) -> tirx.Stmt:
     for loop in reversed(loops):
         body = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body)
     return body
-
-
-def _with_functions(func: tirx.PrimFunc, lines: list[ir.Var], texts: str) -> tirx.PrimFunc:
-    """The function with the buffers, the imported functions, and a fence at its end.
-
-    The fence is for the calling thread. The others of TVM's pool report that they are done by a
-    locked instruction, before which their stores are visible, too.
-    """
-    root = func.body
-    fence = tirx.Evaluate(tirx.call_extern("int32", _FENCE_NAME))
-    body = tirx.AttrStmt(
-        tirx.IntImm("int32", 0),
-        IMPORT,
-        ir.StringImm(texts + _FENCE),
-        tirx.SeqStmt([root.block.body, fence]),
-    )
-    block = s_tir.SBlock(
-        root.block.iter_vars,
-        root.block.reads,
-        root.block.writes,
-        root.block.name_hint,
-        body,
-        root.block.init,
-        [*root.block.alloc_buffers, *lines],
-        root.block.match_buffers,
-        root.block.annotations,
-    )
-    return func.with_body(s_tir.SBlockRealize([], root.predicate, block))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vectors that take turns in memory are loaded together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from cpu.machine_cases import loops_of, target_of
+from cpu.rule_cases import draw, function, run, schedule, tensor
+from tvm import te
+
+from examples.stencils import STENCILS
+from schedules.cpu.loops.elementwise import Elementwise
+from schedules.cpu.nests.interleaved_loads import opencl_planes
+from tests.selection import in_turns
+
+
+def mixed(count: int, period: int, dtype: str, loaded: int | None = None):
+    """Weighted sums of the first elements of each period."""
+    a = tensor("a", count, period, dtype=dtype)
+
+    def total(i):
+        terms = [a[i, n].astype("float32") * (n + 1.0) for n in range(loaded or period)]
+        return sum(terms[1:], terms[0])
+
+    return function([a], te.compute((count,), total, "total"))
+
+
+@pytest.mark.parametrize(
+    ("count", "period", "dtype"),
+    in_turns([1, 15, 64, 333], [2, 3, 4], ["uint8", "int16", "float32"], every=3),
+)
+def test_numbers(count, period, dtype):
+    a = draw((count, period), 0, dtype)
+    scheduled = schedule(Elementwise(), mixed(count, period, dtype))
+    assert ("tvm_fusion_planes" in scheduled.script()) == (count > 1)
+    expected = a.astype(np.float64) @ np.arange(1, period + 1)
+    np.testing.assert_allclose(run(scheduled, a)[0], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3", "neoverse-v2"])
+def test_pixels_are_not_loaded_one_by_one(cpu):
+    scheduled = schedule(Elementwise(), STENCILS["cvt_color"](64, 512, "uint8"), target_of(cpu))
+    found = loops_of({"c": scheduled}, cpu)["c"]
+    loop = max((loop for loop in found if loop.innermost), key=lambda loop: loop.loads)
+    scalar = ("vpinsrb", "movzbl", "ldrb", "ld1\t{v0.b}[")
+    assert not [i for i in loop.instructions if i.name.startswith(scalar)]
+    assert loop.stack_loads == 0
+
+
+def test_what_is_not_loaded_may_not_be_there():
+    """The last element of an array is no place to load more from."""
+    scheduled = schedule(Elementwise(), mixed(64, 3, "uint8", loaded=2))
+    assert "tvm_fusion_planes" not in scheduled.script()
+
+
+def test_conditional_loads_stay_alone():
+    a = tensor("a", 64, 2)
+    out = te.compute(
+        (96,), lambda i: te.if_then_else(i < 64, a[i, 0] + a[i, 1], te.const(0, "float32")), "o"
+    )
+    scheduled = schedule(Elementwise(), function([a], out))
+    values = draw((64, 2))
+    expected = np.concatenate([values.sum(1), np.zeros(32, np.float32)])
+    np.testing.assert_allclose(run(scheduled, values)[0], expected, rtol=1e-6)
+
+
+def test_opencl():
+    text = opencl_planes("tvm_fusion_planes_3_16_8")
+    assert text is not None and "int tvm_fusion_planes_3_16_8(" in text
+    assert "n < 3" in text and "lane < 16" in text and "uchar" in text
+    assert opencl_planes("tvm_fusion_stream_64_64") is None
+
+
+def test_a_function_with_stores_past_the_caches_has_both(monkeypatch):
+    from schedules.cpu.nests.stencils import streaming_stores
+
+    monkeypatch.setattr(streaming_stores, "_LEAST_CACHES", 0)
+    target = target_of("znver4")
+    scheduled = schedule(Elementwise(), STENCILS["cvt_color"](64, 512), target)
+    text = scheduled.script()
+    assert "tvm_fusion_planes_3_16_32" in text and "tvm_fusion_stream_64_64" in text
+    named = tvm.IRModule({"c": scheduled.with_attr("global_symbol", "c")})
+    assert "vmovnt" in tvm.compile(named, target).mod.inspect_source("asm")
