@@ -94,8 +94,11 @@ def _feeds_steps(
 
 
 def _lanes(kernel: Kernel, facts: BlockFacts) -> int:
-    """Elements of a vector; of a filter as many floats, of which its rows take many registers."""
-    if is_filter(facts):
+    """Elements of a vector; as many floats, where a wider one would cost more to compute.
+
+    Rows of a filter take many registers, and AVX-512 stores the low parts of a register at once.
+    """
+    if is_filter(facts) or kernel.cpu.vector_bits >= 512:
         return kernel.cpu.vector_bits // 8 // max(facts.itemsize, facts.float_bytes)
     return kernel.lanes(facts)
 

@@ -99,7 +99,8 @@ def test_pixels_of_8_bits(monkeypatch, name, cols, stream):
     pixels, weights = draw(first, 0, "uint8"), [draw(shape) / 4 for shape in others]
     scheduled = schedule(Elementwise(), small)
     # Only whole registers of pixels: parts of one would go to memory one by one.
-    assert ("stream" in scheduled.script()) == (stream and name == "pipeline")
+    has_whole = name == "pipeline" and CPUInfo.from_target(HOST).vector_bits < 512
+    assert ("stream" in scheduled.script()) == (stream and has_whole)
     levels = run(schedule(Elementwise(), wide), pixels.astype("float32"), *weights)[0]
     found = run(scheduled, pixels, *weights)[0]
     assert found.dtype == np.uint8
