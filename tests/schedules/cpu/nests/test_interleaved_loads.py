@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tvm
 from cpu.machine_cases import loops_of, target_of
-from cpu.rule_cases import draw, function, run, schedule, tensor
+from cpu.rule_cases import HOST, draw, function, run, schedule, tensor
 from tvm import te
 
 from examples.stencils import STENCILS
@@ -83,3 +83,17 @@ def test_a_function_with_stores_past_the_caches_has_both(monkeypatch):
     assert "tvm_fusion_planes_3_16_32" in text and "tvm_fusion_stream_64_64" in text
     named = tvm.IRModule({"c": scheduled.with_attr("global_symbol", "c")})
     assert "vmovnt" in tvm.compile(named, target).mod.inspect_source("asm")
+
+
+def test_two_kernels_of_a_module():
+    """Each brings the function with it."""
+    func = mixed(20_000, 3, "uint8")  # enough for threads
+    scheduled = schedule(Elementwise(), func).without_attr("tirx.is_scheduled")
+    names = ("first", "second")
+    module = tvm.IRModule({name: scheduled.with_attr("global_symbol", name) for name in names})
+    library = tvm.compile(module, HOST)
+    a = draw((20_000, 3), 0, "uint8")
+    for name in names:
+        out = tvm.runtime.tensor(np.zeros(20_000, np.float32))
+        library[name](tvm.runtime.tensor(a), out)
+        np.testing.assert_allclose(out.numpy(), a.astype(np.float64) @ [1, 2, 3], rtol=1e-5)
