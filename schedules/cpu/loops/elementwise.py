@@ -24,10 +24,10 @@ class Elementwise(CPURule):
                 out[i * 8 + v] = T.max(a[i * 8 + v] + b[i * 8 + v], 0)
 
     Rows of a filter that share loads are computed four or eight at a time, those at a border one by
-    one; vectors that take turns in memory are loaded together;
-    what is larger than the caches is stored past them, and what it reads is prefetched. A tail
-    overlaps the vector before it. Where a condition depends on the innermost loop (padding,
-    concatenation along it) that loop is cut at the condition instead.
+    one; vectors that take turns in memory are loaded together; what is larger than the caches is
+    stored past them, and what it reads is prefetched. A tail overlaps the vector before it. Where a
+    condition depends on the innermost loop (padding, concatenation along it) that loop is cut at
+    the condition instead.
     Functions with fewer than 16384 elements stay serial. Left alone: functions with a reduction,
     and blocks without a normal form.
     """

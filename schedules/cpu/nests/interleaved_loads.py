@@ -52,7 +52,8 @@ int {name}(const __global void* from, __private void* to) {{
   return 0;
 }}
 """
-_OPENCL_TYPES = {"8": "uchar", "16": "ushort", "32": "uint", "64": "ulong"}
+# Of OpenCL, by their bits, which are those of whole bytes.
+_TYPES = {"8": "uchar", "16": "ushort", "32": "uint", "64": "ulong"}
 
 
 def is_interleaved(facts: BlockFacts, lane: int) -> bool:
@@ -96,7 +97,7 @@ def opencl_planes(name: str) -> str | None:
     if found is None:
         return None
     period, lanes, bits = found.groups()
-    dtype = _OPENCL_TYPES[bits]
+    dtype = _TYPES[bits]
     return _OPENCL.format(name=name, period=period, lanes=lanes, dtype=dtype)
 
 
@@ -143,6 +144,9 @@ def _periods(loop: tirx.For) -> list[_Period]:
         by_buffer.setdefault(load.source, []).append(load)
     analyzer, found = sym.Analyzer(), []
     for buffer, several in by_buffer.items():
+        dtype = tvm_ffi.dtype(str(buffer.dtype))
+        if str(dtype.bits) not in _TYPES or dtype.lanes > 1 or str(dtype) == "bool":
+            continue
         places = [_place(load) for load in several]
         period = factor_of(loop.loop_var, substitute(places[0], of_axes))
         distances = [constant(analyzer.simplify(place - places[0])) for place in places]
@@ -152,9 +156,9 @@ def _periods(loop: tirx.For) -> list[_Period]:
         first = min(aheads)
         if {ahead - first for ahead in aheads} != set(range(period)):
             continue
-        lanes, dtype = constant(loop.extent), str(buffer.dtype)
-        planes = tirx.decl_buffer([period, lanes], dtype, "planes")
-        name = f"tvm_fusion_planes_{period}_{lanes}_{tvm_ffi.dtype(dtype).bits}"
+        lanes = constant(loop.extent)
+        planes = tirx.decl_buffer([period, lanes], str(dtype), "planes")
+        name = f"tvm_fusion_planes_{period}_{lanes}_{dtype.bits}"
         at = aheads.index(first)
         found.append(_Period(several[at], places[at], planes, name))
     return found

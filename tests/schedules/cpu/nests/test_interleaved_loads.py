@@ -8,7 +8,7 @@ import pytest
 import tvm
 from cpu.machine_cases import loops_of, target_of
 from cpu.rule_cases import HOST, draw, function, run, schedule, tensor
-from tvm import te
+from tvm import te, tirx
 
 from examples.stencils import STENCILS
 from schedules.cpu.loops.elementwise import Elementwise
@@ -64,6 +64,15 @@ def test_conditional_loads_stay_alone():
     values = draw((64, 2))
     expected = np.concatenate([values.sum(1), np.zeros(32, np.float32)])
     np.testing.assert_allclose(run(scheduled, values)[0], expected, rtol=1e-6)
+
+
+def test_truth_values_stay_alone():
+    a = tensor("a", 64, 2, dtype="bool")
+    out = te.compute((64,), lambda i: tirx.all(a[i, 0], a[i, 1]), "o")
+    scheduled = schedule(Elementwise(), function([a], out))
+    assert "tvm_fusion_planes" not in scheduled.script()
+    values = draw((64, 2)) > 0.5
+    np.testing.assert_array_equal(run(scheduled, values)[0], values.all(1))
 
 
 def test_opencl():
