@@ -561,7 +561,8 @@ def main() -> int:
     if given.list:
         print(json.dumps(engines()))
         return 0
-    found = ENGINES[given.engine](given.stencil, Sizes(*given.sizes, given.dtype))
+    rows, cols, steps = given.sizes
+    found = ENGINES[given.engine](given.stencil, Sizes(rows, cols, steps, given.dtype))
     sys.stdout.write(json.dumps({"run_ms": found}) + "\n")
     return 0
 
