@@ -272,7 +272,7 @@ KERNELS = (
         "schedules/cpu/nests/elementwise_nest.py",
         "is_adjacent and stored >= register and",
         "is_adjacent and",
-        ("tests/schedules/cpu/nests/test_stencils.py",),
+        ("tests/schedules/cpu/nests/stencils/test_stencils.py",),
     ),
 )
 

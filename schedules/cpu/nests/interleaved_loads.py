@@ -141,7 +141,8 @@ def _periods(loop: tirx.For) -> list[_Period]:
     of_axes = {axis.var: value for axis, value in zip(block.iter_vars, values, strict=True)}
     by_buffer: dict[ir.Var, list[ir.TensorLoad]] = {}
     for load in loads(block.body.value):
-        by_buffer.setdefault(load.source, []).append(load)
+        if len(load.indices):  # of a single number there are none
+            by_buffer.setdefault(load.source, []).append(load)
     analyzer, found = sym.Analyzer(), []
     for buffer, several in by_buffer.items():
         dtype = tvm_ffi.dtype(str(buffer.dtype))

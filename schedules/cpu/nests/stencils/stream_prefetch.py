@@ -86,6 +86,8 @@ def prefetches(value: ir.Expr, step: Step, axes: Sequence[tirx.IterVar]) -> list
     fronts: dict[ir.Var, tuple[ir.Expr, ir.TensorLoad]] = {}
     others: set[ir.Var] = set()
     for load in loads(value):
+        if not len(load.indices):  # of a single number
+            continue
         dtype = str(load.indices[-1].ty.dtype)
         place = analyzer.simplify(ravel(load.indices, load.source.shape, dtype))
         if factor_of(step.lane, place) != 1:

@@ -13,6 +13,7 @@ from tvm import te, tirx
 from examples.stencils import STENCILS
 from schedules.cpu.loops.elementwise import Elementwise
 from schedules.cpu.nests.interleaved_loads import opencl_planes
+from schedules.cpu.nests.stencils import streaming_stores
 from tests.selection import in_turns
 
 
@@ -66,6 +67,19 @@ def test_conditional_loads_stay_alone():
     np.testing.assert_allclose(run(scheduled, values)[0], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("least_caches", [0, 2])
+def test_beside_a_single_number(monkeypatch, least_caches):
+    monkeypatch.setattr(streaming_stores, "_LEAST_CACHES", least_caches)
+    a, factor = tensor("a", 64, 2), tensor("factor")
+    b = tensor("b", 64)
+    out = te.compute((64,), lambda i: (a[i, 0] + a[i, 1]) * factor() + b[i], "o")
+    scheduled = schedule(Elementwise(), function([a, factor, b], out))
+    assert "tvm_fusion_planes" in scheduled.script()
+    values, scale, summand = draw((64, 2)), np.float32(3).reshape(()), draw((64,))
+    found = run(scheduled, values, scale, summand)[0]
+    np.testing.assert_allclose(found, values.sum(1) * 3 + summand, rtol=1e-5, atol=1e-6)
+
+
 def test_truth_values_stay_alone():
     a = tensor("a", 64, 2, dtype="bool")
     out = te.compute((64,), lambda i: tirx.all(a[i, 0], a[i, 1]), "o")
@@ -83,8 +97,6 @@ def test_opencl():
 
 
 def test_a_function_with_stores_past_the_caches_has_both(monkeypatch):
-    from schedules.cpu.nests.stencils import streaming_stores
-
     monkeypatch.setattr(streaming_stores, "_LEAST_CACHES", 0)
     target = target_of("znver4")
     scheduled = schedule(Elementwise(), STENCILS["cvt_color"](64, 512), target)
