@@ -35,9 +35,11 @@ from rich.table import Table
 from tvm import tirx
 
 from schedules.cost.machine import Figure, Machine
+from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion import distributed
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.distributed.calibrate import processor_of
 from tvm_fusion.distributed.local_program import LocalProgram
 from tvm_fusion.distributed.rank_rates import rank_rates
@@ -64,7 +66,7 @@ class Case:
     rows, cols : int
         Of its output.
     steps : int
-        How often it is applied in a run, each time with an exchange.
+        How often it is applied in a run, with an exchange every so many steps as the model chooses.
     dtype : str
         Of its pixels.
     """
@@ -127,13 +129,9 @@ def function_of(case: Case) -> tirx.PrimFunc:
 
 def compile_case(case: Case, ranks: int, threads: int, **options: Any) -> distributed.Program:
     """Compile a stencil for some ranks, with further options."""
-    return distributed.compile(
-        function_of(case),
-        ranks,
-        repeat=REPEATED.get(case.stencil),
-        threads=threads,
-        **options,
-    )
+    if repeat := REPEATED.get(case.stencil):
+        options = {"repeat": repeat, "exchange_every": "auto"} | options
+    return distributed.compile(function_of(case), ranks, threads=threads, **options)
 
 
 def serve(name: str, ranks: int, threads: int) -> None:
@@ -158,6 +156,7 @@ def serve(name: str, ranks: int, threads: int) -> None:
                 "runs": len(runs),
                 "bytes": program.distribution.bytes,
                 "messages": len(program.distribution.exchange.messages),
+                "exchange_every": len(program.distribution.parts[0].steps),
                 "checksum": int(checksums.sum(dtype=np.uint64)),
             }
             print(json.dumps(found))
@@ -261,17 +260,20 @@ def run_rates() -> dict[str, float]:
     return json.loads(printed.splitlines()[-1])
 
 
-def predicted_ms(case: Case, alone: dict[str, Any], rates: dict[str, float]) -> float:
+def predicted_ms(case: Case, alone: dict[str, Any], rates: dict[str, float], every: int) -> float:
     """Milliseconds of two ranks, of the time of one rank and of the memory that they share."""
     named = {name: Figure(value, "measured beside it") for name, value in rates.items()}
+    rounds = case.steps / every
     scaling = simulate(
         function_of(case),
         processor_of(Machine("ranks-2", "cpu", "this CPU", named)),
         [1, 2],
-        one_rank=alone["run_ms"] / case.steps / 1e3,
+        one_rank=alone["run_ms"] / rounds / 1e3,
+        cache_bytes=CPUInfo.from_target(resolve("native", 1)).l2_bytes,
         repeat=REPEATED.get(case.stencil),
+        exchange_every=every,
     )
-    return scaling.points[1].seconds * case.steps * 1e3
+    return scaling.points[1].seconds * rounds * 1e3
 
 
 def engines_of(python: str) -> list[str]:
@@ -339,11 +341,13 @@ def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "")
             "exchange_us": statistics.median(turn["exchange_us"] for turn in turns),
             "bytes": turns[0]["bytes"],
             "messages": turns[0]["messages"],
+            "exchange_every": turns[0]["exchange_every"],
             "turns_ms": [turn["run_ms"] for turn in turns],
         }
     figures = {key: statistics.median(turn[key] for turn in rates) for key in rates[0]}
     alone = jobs["1 rank, 1 thread"]
-    jobs["2 ranks"][PREDICTED] = predicted_ms(case_of(name), alone, figures)
+    every = jobs["2 ranks"]["exchange_every"]
+    jobs["2 ranks"][PREDICTED] = predicted_ms(case_of(name), alone, figures, every)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     result = {
         "case": vars(case_of(name)),

@@ -51,7 +51,7 @@ from examples.benchmarks.distributed_networks import compiled  # noqa: E402
 from examples.benchmarks.exchanges import HALOS, route_turns  # noqa: E402
 
 OVERLAPS = ("never", "always")
-STEPS = (1, 2, 4, 8)
+STEPS = (1, 2, 4, 8, 16)
 """Of a run these are divisors; of those between two exchanges, the alternatives."""
 EXCHANGES = ("always", "once", "auto")
 DEFAULT = ("blur", "gaussian", "heat2d", "heat3d", "resnet_18", "mobilenet_v2", *HALOS)
@@ -64,21 +64,22 @@ def stencil_runs(name: str, world: distributed.World) -> tuple[dict[str, Run], d
     case = case_of(name)
     repeated = case.stencil in REPEATED
     options: dict[str, dict[str, Any]] = {f"overlap {how}": {"overlap": how} for how in OVERLAPS}
+    chosen = {}
     if repeated:
-        options |= {f"every {count}": {"exchange_every": count} for count in STEPS[1:]}
+        plan = compile_case(case, 2, 1).distribution
+        steps = len(plan.parts[0].steps)
+        chosen["every"] = f"every {steps}" if steps > 1 else "overlap never"
+        counts = sorted({*STEPS, steps} - {1})
+        options = {title: given | {"exchange_every": 1} for title, given in options.items()}
+        options |= {f"every {count}": {"exchange_every": count} for count in counts}
     runs: dict[str, Run] = {}
     for title, given in options.items():
         local = compile_case(case, 2, 1, **given).on(world)
         fill(local)
         runs[title] = functools.partial(local, max(STEPS) if repeated else 1)
-    program = compile_case(case, 2, 1)
+    program = compile_case(case, 2, 1, **({"exchange_every": 1} if repeated else {}))
     overlaps = any(piece.is_interior for pieces in program.pieces for piece in pieces)
-    chosen = {"overlap": f"overlap {OVERLAPS[overlaps]}"}
-    if repeated:
-        plan = compile_case(case, 2, 1, exchange_every="auto").distribution
-        steps = len(plan.parts[0].steps)
-        chosen["every"] = f"every {steps}" if steps > 1 else "overlap never"
-    return runs, chosen
+    return runs, chosen | {"overlap": f"overlap {OVERLAPS[overlaps]}"}
 
 
 def network_runs(

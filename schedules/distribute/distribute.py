@@ -336,9 +336,9 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
     read: list[dict[str, list[Region]]] = []
     for rank in range(partition.ranks):
         rows = partition.rows(rank)
-        exact = needed_by_steps(nest, again, rows, choices.steps)
-        read.append({buffer.name: exact.get(buffer, []) for buffer in nest.inputs})
         steps = rows_of_steps(nest, again, rows, choices.steps)
+        exact = needed_by_steps(nest, again, steps)
+        read.append({buffer.name: exact.get(buffer, []) for buffer in nest.inputs})
         mine = regions[rank]
         used = windows_of_steps(nest, steps)
         windows = {}

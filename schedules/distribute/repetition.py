@@ -89,15 +89,15 @@ def rows_of_steps(
 
 
 def needed_by_steps(
-    nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], rows: Region, steps: int
+    nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], steps: tuple[Region, ...]
 ) -> dict[tirx.Buffer, list[Region]]:
-    """Elements of each input that steps need from before the first one.
+    """Elements of each input that steps, each of a range, need from before the first one.
 
     The last round of a run may begin at any of the steps, so this is what any of them reads.
     """
-    wanted = nest.output_regions(rows)
+    wanted = nest.output_regions(steps[-1])
     found: dict[tirx.Buffer, list[Region]] = {}
-    for computed in reversed(rows_of_steps(nest, again, rows, steps)):
+    for computed in reversed(steps):
         if nest.may_trap:  # in rows, too, that the next step does not read
             wanted = nest.output_regions(computed)
         step = regions_needed(nest, wanted)

@@ -85,6 +85,23 @@ def with_zeros(rows: int = 12, cols: int = 6) -> tirx.PrimFunc:
     return function(a, gy)
 
 
+def lagging(rows: int = 96, cols: int = 16) -> tirx.PrimFunc:
+    """Reads two rows above and one below, and a row of weights that all parts use."""
+    a, w = image(rows, cols), image(1, cols, name="W")
+    inside = lambda i: tirx.all(i >= 2, i < rows - 1)  # noqa: E731
+    return function(
+        a,
+        w,
+        te.compute(
+            (rows, cols),
+            lambda i, j: tirx.if_then_else(
+                inside(i), 0.5 * a[i - 2, j] + w[0, j] * a[i + 1, j], a[i, j]
+            ),
+            "next",
+        ),
+    )
+
+
 def upsample(rows: int = 3, cols: int = 2) -> tirx.PrimFunc:
     """Two stages, each of which doubles an image."""
     a = image(rows, cols)

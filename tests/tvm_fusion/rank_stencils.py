@@ -15,9 +15,10 @@ from loop_nests import CASES, SEVERAL, random_arrays
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Region
 from tvm_fusion import distributed
-from tvm_fusion.distributed import run_ranks
+from tvm_fusion.distributed import Program, run_ranks
 from tvm_fusion.distributed.local_program import LocalProgram, Ranks
 from tvm_fusion.distributed.program import Overlap
+from tvm_fusion.distributed.world.local_world import LocalWorld
 
 
 class Case(NamedTuple):
@@ -122,3 +123,34 @@ if __name__ == "__main__":
         for case in CASES_OF_RANKS[world.size]:
             check(world, case, results)
         print(f"rank {world.rank}: all the same bits", flush=True)
+
+
+def run(program: Program, arrays: dict[str, np.ndarray], steps: int = 1) -> np.ndarray:
+    """The output of a program on all ranks."""
+    [result] = run_all(program, arrays, steps).values()
+    return result
+
+
+def run_all(
+    program: Program, arrays: dict[str, np.ndarray], steps: int = 1
+) -> dict[str, np.ndarray]:
+    """Run a program on all ranks; before each exchange, what a rank does not own is poisoned."""
+    nest = program.distribution.nest
+    results = {output.name: np.full_like(arrays[output.name], np.nan) for output in nest.outputs}
+
+    def work(world: LocalWorld) -> int:
+        local = program.on(world)
+        for buffer in nest.inputs:
+            held = local.input(buffer.name)
+            held.owned[...] = arrays[buffer.name][slices(held.region)]
+        poison(local, world)
+        found = local(steps)
+        parts = found if isinstance(found, tuple) else (found,)
+        for (name, output), part in zip(local.outputs.items(), parts, strict=True):
+            results[name][slices(output.region)] = part
+        return sum(size for _, size in world.sent)
+
+    sent = run_ranks(program.ranks, work)
+    deep = len(program.distribution.parts[0].steps)
+    assert sum(sent) == program.distribution.bytes * -(-steps // deep)
+    return results

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from schedules.distribute.cost import Network, Processor, combining, overlap_gain_of, work_of
 from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Message, Region, region_size
+from schedules.distribute.time_skewing import seconds_of_steps
 
 from .device.shares import DeviceShare, Shares
 from .local_program import KernelPiece
@@ -52,6 +53,16 @@ def describe(
     return "\n".join(lines)
 
 
+def kernel_seconds(
+    plan: Distribution, rank: int, pieces: Sequence[KernelPiece], processor: Processor
+) -> float:
+    """Predicted time of a rank's kernel calls, of the steps between two exchanges."""
+    if any(piece.steps > 1 for piece in pieces):
+        return seconds_of_steps(plan, rank, processor, is_skewed=True)
+    nest = plan.nest_of(rank)
+    return sum(processor.seconds(work_of(nest, one.rows, plan.itemsizes)) for one in pieces)
+
+
 def _gathered(plan: Distribution) -> list[str]:
     """How the parts of a reduction are gathered."""
     return [
@@ -72,14 +83,15 @@ def _line(
     part = plan.parts[rank]
     sent = [m for exchange in plan.exchanges for m in exchange.sent_by(rank)]
     received = [m for exchange in plan.exchanges for m in exchange.received_by(rank)]
-    nest = plan.nest_of(rank)
-    compute = sum(processor.seconds(work_of(nest, piece.rows, plan.itemsizes)) for piece in pieces)
+    compute = kernel_seconds(plan, rank, pieces, processor)
     exchange = sum(network.seconds(e, rank, plan.itemsizes) for e in plan.exchanges)
     gathered = sum(gather.bytes_each for gather in plan.gathers)
     compute += sum(processor.seconds(combining(gather)) for gather in plan.gathers)
     exchange += sum(map(network.gather_seconds, plan.gathers))
     kernels = ", ".join(
-        f"{piece.kernel}[{_text(piece.rows)}]" + (" meanwhile" if piece.is_interior else "")
+        f"{piece.kernel}[{_text(piece.rows)}]"
+        + (" meanwhile" if piece.is_interior else "")
+        + (f" of {piece.steps} steps" if piece.steps > 1 else "")
         for piece in pieces
     )
     gain = overlap_gain_of(plan, rank, network, processor)

@@ -126,13 +126,17 @@ class KernelPiece:
         The step since the last exchange, from 0.
     is_interior : bool
         Whether it reads only what the rank owns, and runs while messages travel.
+    steps : int
+        How many steps it computes; several are all of those between two exchanges, and the call
+        takes the first of them after its scalars, since a run may end with fewer.
     """
 
     rows: Region
     kernel: str
     scalars: tuple[int, ...]
     step: int
-    is_interior: bool
+    is_interior: bool = False
+    steps: int = 1
 
 
 _COMBINE = UFUNCS | {"and": np.logical_and, "or": np.logical_or}
@@ -188,9 +192,13 @@ class LocalProgram:
         self.plan = plan
         self.world = world
         self._calls: dict[tuple[int, bool], list[tuple[Callable[..., Any], tuple[int, ...]]]] = {}
+        self._all_steps: tuple[Callable[..., Any], tuple[int, ...]] | None = None
         for piece in pieces:
-            calls = self._calls.setdefault((piece.step, piece.is_interior), [])
-            calls.append((kernels[piece.kernel], piece.scalars))
+            call = kernels[piece.kernel], piece.scalars
+            if piece.steps > 1:
+                self._all_steps = call
+            else:
+                self._calls.setdefault((piece.step, piece.is_interior), []).append(call)
         self._combine: Any = kernels.get(COMBINE)
         self._crew = Crew(world.threads)
         self._pending: dict[int, Exchange] = {}
@@ -274,6 +282,13 @@ class LocalProgram:
         done = 0
         while done < steps:
             first = max(0, deep - (steps - done))  # the last round may have fewer steps
+            if self._all_steps is not None:
+                if done:
+                    self._swap()
+                self._exchange(first, begins=not done)
+                self._run_all_steps(*self._all_steps, first)
+                done += deep - first
+                continue
             for step in range(first, deep):
                 if done:
                     self._swap()
@@ -326,6 +341,16 @@ class LocalProgram:
             elif not transfer.mode.blocking:
                 self.world.finish(transfer.exchange)
         self.world.finish(self.plan.exchange)
+
+    def _run_all_steps(
+        self, kernel: Callable[..., Any], scalars: tuple[int, ...], first: int
+    ) -> None:
+        """Compute the steps between two exchanges, from one of them on, by one call."""
+        if first % 2:  # odd steps read what is an output of the even ones
+            self._swap()
+        self._crew.run(kernel, *self._tensors.values(), *scalars, first)
+        for _ in range(first % 2 + len(self._part.steps) - first - 1):
+            self._swap()
 
     def _run(self, step: int, begins: bool, ends: bool) -> None:
         with ExitStack() as started:  # all of them end, also where one fails

@@ -20,10 +20,18 @@ from tvm.target import Target
 
 from schedules.cpu import RULES
 from schedules.cpu.core.machine import CPUInfo
-from schedules.distribute.cost import Network, Processor, overlap_gain_of, work_of
+from schedules.cpu.nests.stencils.streaming_stores import CACHED
+from schedules.distribute.cost import Network, Processor, overlap_gain_of
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, difference, region_size
 from schedules.distribute.localize import localize, scalar_arguments
+from schedules.distribute.time_skewing import (
+    Skew,
+    row_ends,
+    seconds_of_steps,
+    skew_of,
+    skewed_steps,
+)
 from schedules.distribute.transfer import Transfer, check_transfers
 from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
@@ -38,7 +46,7 @@ from .device.device_run import DeviceRun
 from .device.driver import open_driver
 from .device.measure_split import measure_split
 from .device.shares import Shares, Split, plan_shares
-from .explain import describe
+from .explain import describe, kernel_seconds
 from .local_program import COMBINE, KernelPiece, LocalProgram, Ranks, check_ranks
 from .network_figures import check_figures
 from .world.local_world import LocalWorld, run_ranks
@@ -46,7 +54,7 @@ from .world.local_world import LocalWorld, run_ranks
 Schedule = Callable[[s_tir.Schedule], None]
 Overlap = Literal["auto", "always", "never"]
 
-_DEPTHS = (1, 2, 3, 4, 6, 8)  # steps between two exchanges that are compared
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # steps between two exchanges that are compared
 _CLOCK = 3.5e9  # Hz, where no measured figures are given
 
 
@@ -104,12 +112,8 @@ class Program:
         )
 
     def cpu_seconds(self, rank: int) -> float:
-        """Predicted time of the kernels of a rank's CPU."""
-        plan = self.distribution
-        return sum(
-            self.processor.seconds(work_of(plan.nest_of(rank), piece.rows, plan.itemsizes))
-            for piece in self.pieces[rank]
-        )
+        """Predicted time of the kernels of a rank's CPU, of the steps between two exchanges."""
+        return kernel_seconds(self.distribution, rank, self.pieces[rank], self.processor)
 
     def on(self, world: Ranks, gpu_aware: bool = False) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
@@ -331,10 +335,9 @@ def compile(
         _check_outputs(plans[0])
     known = processor or default_processor(resolved)
     placed, known = _placed(devices, split, plans[0].ranks, resolved, known)
-    figures = _Figures(network or Network(), known)
-    plan = plans[0]
-    if len(plans) > 1:
-        plan = min(plans, key=lambda plan: figures.step_seconds(plan, overlap))
+    skewing = _Skewing(CPUInfo.from_target(resolved), threads, schedule is None and not devices)
+    figures = _Figures(network or Network(), known, skewing)
+    plan = figures.fastest(plans, overlap) if len(plans) > 1 else plans[0]
     if isinstance(split, str) and split == "auto" and plan.ranks == 1 and processor is None:
         options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
         options |= {"repeat": repeat, "threads": threads, "target": target}
@@ -342,7 +345,12 @@ def compile(
     shares = plan_shares(plan, placed, split, figures.processor)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
-        kernels.pieces(rank, figures.overlaps(plan, rank, overlap), shares.cpu[rank])
+        kernels.pieces(
+            rank,
+            figures.overlaps(plan, rank, overlap),
+            shares.cpu[rank],
+            figures.skew(plan, rank, overlap),
+        )
         for rank in range(plan.ranks)
     )
     library = kernels.compiled()
@@ -450,20 +458,42 @@ def estimated_processor(target: Target) -> Processor:
 
 
 @dataclass(frozen=True)
+class _Skewing:
+    """Whether the steps between two exchanges pass over the memory together."""
+
+    cpu: CPUInfo
+    threads: int
+    is_wanted: bool
+
+    def of(self, plan: Distribution, rank: int) -> Skew | None:
+        """How those of a rank do, if they do."""
+        return skew_of(plan, rank, self.cpu.l2_bytes, self.threads) if self.is_wanted else None
+
+
+@dataclass(frozen=True)
 class _Figures:
     """Figures that the predictions are made of."""
 
     network: Network
     processor: Processor
+    skewing: _Skewing
+
+    def skew(self, plan: Distribution, rank: int, overlap: Overlap) -> Skew | None:
+        """How a rank's steps pass over the memory together, which those that overlap do not."""
+        return None if self.overlaps(plan, rank, overlap) else self.skewing.of(plan, rank)
+
+    def fastest(self, plans: Sequence[Distribution], overlap: Overlap) -> Distribution:
+        """The first of those for which a step is predicted to be fastest."""
+        seconds = [self.step_seconds(plan, overlap) for plan in plans]
+        least = min(seconds) * (1 + 1e-9)  # times of equal ones are rounded differently
+        return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= least)
 
     def step_seconds(self, plan: Distribution, overlap: Overlap) -> float:
         """Predicted time of a step on the slowest rank, with its share of an exchange."""
         seconds = []
         for part in plan.parts:
-            compute = sum(
-                self.processor.seconds(work_of(plan.nest, rows, plan.itemsizes))
-                for rows in part.steps
-            )
+            skew = self.skew(plan, part.rank, overlap)
+            compute = seconds_of_steps(plan, part.rank, self.processor, skew is not None)
             exchange = self.network.seconds(plan.exchange, part.rank, plan.itemsizes)
             if self.overlaps(plan, part.rank, overlap):
                 exchange -= overlap_gain_of(plan, part.rank, self.network, self.processor) or 0.0
@@ -499,13 +529,17 @@ class _Kernels:
             if not (each is None or callable(each)):
                 raise OpError(f"a schedule is {each!r:.60}; expected a function of a schedule")
 
-    def pieces(self, rank: int, overlap: bool, cpu: Region) -> tuple[KernelPiece, ...]:
+    def pieces(
+        self, rank: int, overlap: bool, cpu: Region, skew: Skew | None
+    ) -> tuple[KernelPiece, ...]:
         """The kernel calls of a rank's CPU: its interior first if that is overlapped."""
         part = self.plan.parts[rank]
         if region_size(cpu) == 0:
             return ()
         if cpu != part.rows:
             return (self._piece(rank, cpu, 0),)
+        if skew is not None:
+            return (self._all_steps(rank, skew),)
         waits = tuple(t for t in self.plan.before if t.before and rank in (t.source, t.dest))
         if not overlap:
             return tuple(
@@ -549,6 +583,27 @@ class _Kernels:
             self.functions[name] = func.with_attr("global_symbol", name)
         scalars = scalar_arguments(nest, rows, windows)
         return KernelPiece(rows, self._names[key], scalars, step, is_interior)
+
+    def _all_steps(self, rank: int, skew: Skew) -> KernelPiece:
+        """The kernel call of all steps between two exchanges."""
+        nest, part = self.plan.nest_of(rank), self.plan.parts[rank]
+        [(begin, _)] = part.rows
+        local = [
+            localize(nest, ((begin, begin + count),), part.windows) for count in (skew.block, 1)
+        ]
+        key = skew, *(one.shape for one in local)
+        if key not in self._names:
+            name = self._names[key] = f"steps_{len(self._names)}"
+            target = Target({**self.target.export(), "num-cores": 1})  # each thread has its rows
+            block, row = (
+                schedule_function(name, one.func.with_attr(CACHED, True), target, RULES)
+                for one in local
+            )
+            func = skewed_steps(block, row, self.plan.repeat, skew)
+            self.functions[name] = func.with_attr("global_symbol", name)
+        [_, *firsts] = scalar_arguments(nest, part.rows, part.windows)
+        scalars = (*firsts, *row_ends(part))
+        return KernelPiece(part.rows, self._names[key], scalars, 0, steps=skew.steps)
 
     def _scheduled(
         self, name: str, func: tirx.PrimFunc, schedule: Schedule | None

@@ -19,14 +19,13 @@ from tvm import tirx
 from schedules.distribute.cost import (
     Network,
     Processor,
-    Work,
     combining,
     overlap_gain,
-    work_of,
 )
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Exchange, Message, Region
 from schedules.distribute.partition import is_count
+from schedules.distribute.time_skewing import seconds_of_steps, skew_of
 
 from ..errors import EngineError, InvalidInputError
 from ..written_aside import written_aside
@@ -146,6 +145,7 @@ def simulate(
     *,
     network: Network | None = None,
     one_rank: float | None = None,
+    cache_bytes: int = 0,
     loop: Any = 0,
     **distribution: Any,
 ) -> Scaling:
@@ -163,8 +163,12 @@ def simulate(
         What connects them: calibrated (:func:`.calibrate.network_of`) or, by default, estimated.
     one_rank : float, optional
         Measured seconds of one rank alone, by which predicted times of parts are corrected.
+    cache_bytes : int
+        Bytes that a core keeps in its own cache, for steps that pass over the memory together
+        (:mod:`schedules.distribute.time_skewing`); by default each does by itself.
     loop, **distribution
-        Loops, grid and so on, as for :func:`schedules.distribute.distribute.distribute`.
+        Loops, grid and so on, as for :func:`schedules.distribute.distribute.distribute`. With
+        ``exchange_every`` a run is of all steps between two exchanges.
 
     Returns
     -------
@@ -190,11 +194,12 @@ def simulate(
         return distribute(function, loop, number, **distribution)
 
     if one_rank is not None:
-        alone = _compute_seconds(plan(1), processor.beside(1))
+        alone = _compute_seconds(plan(1), processor.beside(1), cache_bytes)
         processor = processor.slower(one_rank / max(alone))
     kind: Literal["strong", "weak"] = "strong" if isinstance(source, tirx.PrimFunc) else "weak"
     net = network or Network()
-    return scaling_of(kind, [_point(plan(n), net, processor.beside(n)) for n in ranks])
+    points = [_point(plan(n), net, processor.beside(n), cache_bytes) for n in ranks]
+    return scaling_of(kind, points)
 
 
 def check_ranks(ranks: Sequence[int]) -> None:
@@ -222,9 +227,11 @@ def scaling_of(kind: Literal["strong", "weak"], points: Sequence[ScalingPoint]) 
     return Scaling(kind, tuple(found))
 
 
-def _point(plan: Distribution, network: Network, processor: Processor) -> ScalingPoint:
+def _point(
+    plan: Distribution, network: Network, processor: Processor, cache_bytes: int
+) -> ScalingPoint:
     """Exact counts, and the times of the slowest rank."""
-    compute = _compute_seconds(plan, processor)
+    compute = _compute_seconds(plan, processor, cache_bytes)
     exchange = [0.0] * plan.ranks
     messages = 0
     for each in plan.exchanges:
@@ -247,17 +254,17 @@ def _point(plan: Distribution, network: Network, processor: Processor) -> Scalin
     )
 
 
-def _compute_seconds(plan: Distribution, processor: Processor) -> list[float]:
+def _compute_seconds(plan: Distribution, processor: Processor, cache_bytes: int) -> list[float]:
     """Seconds of each rank's part; parts of one shape have the same."""
     known: dict[Any, float] = {}
     found = []
     for part in plan.parts:
         nest = plan.nest_of(part.rank)
         windows = (_extents(window) for window in part.windows.values())
-        key = id(nest), _extents(part.rows), *windows
+        key = id(nest), *map(_extents, part.steps), *windows
         if key not in known:
-            work = Work(0, 0) if part.is_empty else work_of(nest, part.rows, plan.itemsizes)
-            known[key] = processor.seconds(work)
+            is_skewed = skew_of(plan, part.rank, cache_bytes, 1) is not None
+            known[key] = seconds_of_steps(plan, part.rank, processor, is_skewed)
         found.append(known[key])
     return found
 

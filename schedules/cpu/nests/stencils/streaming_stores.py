@@ -35,6 +35,9 @@ STREAM = "tvm_fusion.stream"
 """Annotation of a block whose vectors bypass the caches: a list of the bytes of a vector register,
 and of those that may be prefetched into the second cache."""
 
+CACHED = "tvm_fusion.cached"
+"""Attribute of a function whose results are read again while they are in the caches."""
+
 _LEAST_CACHES = 2  # so many times the last-level cache: little of a smaller output leaves it
 _MOST_VECTORS = 4
 
@@ -83,7 +86,7 @@ declare void @llvm.x86.sse.sfence()
 
 def worth_streaming(kernel: Kernel, facts: BlockFacts) -> bool:
     """Return whether a block moves so much that its results should bypass the caches."""
-    if not kernel.cpu.has_streaming_stores:
+    if not kernel.cpu.has_streaming_stores or CACHED in kernel.sch.mod["main"].attrs:
         return False
     buffers = {access.buffer for access in facts.accesses}
     return sum(map(buffer_bytes, buffers)) >= _LEAST_CACHES * kernel.cpu.l3_bytes

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a repeated function in one pass over the memory: time skewing.
+
+A step of a stencil reads and writes whole arrays, and takes as long as the memory does. Instead,
+all steps between two exchanges pass over the rows together, a block of them at a time. Each step is
+behind the one before by the rows that it reads beyond its own, so that it finds them in the cache::
+
+    before: for step in range(4):              after: for b in range(64):
+                for i in range(1024):                     for step in range(4):
+                    compute(step, i)                          for i in range(16):
+                                                                  compute(step, b * 16 - step + i)
+
+The same two arrays take turns, and every element has the same bits. Threads have chunks of rows;
+where two meet, the steps of both stay away from the border, ever farther, and what lies between is
+computed when all are done (D. Wonnacott, "Achieving scalable locality with time skewing",
+IJPP 2002; split tiling: T. Grosser et al., GPGPU-6, 2013).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tvm import IRModule, ir, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from ..tir.expression_walk import loads, substitute, variables
+from ..tir.index_math import simplified
+from .cost import Processor, Work, work_of
+from .distribute import Distribution, Part
+from .index_values import index_values
+from .loop_nest import LoopNest
+from .regions import domain_of
+from .repetition import repeated_inputs
+
+_MOST_ROWS = 32  # of a block
+_LEAST_ROWS = 8
+_Body: TypeAlias = "Callable[[tirx.Stmt, tirx.Expr], None]"
+
+_UNIT = 4  # rows that kernels of filters compute together
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How the steps between two exchanges pass over a rank's rows.
+
+    Parameters
+    ----------
+    steps : int
+        Their number.
+    reach : int
+        Rows by which each is behind the one before.
+    block : int
+        Rows of a block.
+    chunks : int
+        Chunks of rows, one a thread.
+    """
+
+    steps: int
+    reach: int
+    block: int
+    chunks: int
+
+
+def skew_of(plan: Distribution, rank: int, cache_bytes: int, threads: int) -> Skew | None:
+    """Choose how the steps between two exchanges pass over a rank's rows.
+
+    Parameters
+    ----------
+    plan : Distribution
+        Parts of all ranks, of a function with ``repeat``.
+    rank : int
+        The rank.
+    cache_bytes : int
+        Bytes that a core keeps in its own cache.
+    threads : int
+        Threads of the rank.
+
+    Returns
+    -------
+    Skew | None
+        None if there is one step, if two loops are distributed, if steps compute or read anything
+        but rows at constant distances, if two blocks of rows do not fit in the cache, or if all
+        rows do.
+    """
+    part, nest = plan.parts[rank], plan.nest_of(rank)
+    steps = len(part.steps)
+    reach = _reach(nest, plan.repeat) if steps > 1 and len(nest.loops[0]) == 1 else None
+    if part.is_empty or reach is None or not _narrows(part):
+        return None
+    row_bytes, all_bytes = _moved_bytes(plan, part)
+    rows = cache_bytes // max(1, row_bytes) - reach * (steps + 1)
+    [(begin, end)] = part.rows
+    block = min(rows, _MOST_ROWS, (end - begin) // threads) // _UNIT * _UNIT
+    fits = block >= _LEAST_ROWS and all_bytes > cache_bytes
+    apart = (end - begin) // threads >= 2 * reach * steps
+    return Skew(steps, reach, block, threads) if fits and apart else None
+
+
+def seconds_of_steps(plan: Distribution, rank: int, processor: Processor, is_skewed: bool) -> float:
+    """Predicted time of a rank's steps between two exchanges.
+
+    Skewed, they move each array once, into the caches and back, and the first step waits for it.
+    """
+    part = plan.parts[rank]
+    each = [work_of(plan.nest_of(rank), rows, plan.itemsizes) for rows in part.steps]
+    if not is_skewed:
+        return sum(map(processor.seconds, each))
+    operations = sum(work.operations for work in each)
+    moved = 2 * max(work.bytes for work in each)
+    return processor.seconds(Work(operations, 0)) + processor.seconds(Work(0, moved))
+
+
+def row_ends(part: Part) -> tuple[int, ...]:
+    """Begin and end of the rows that each step computes, as :func:`skewed_steps` takes them."""
+    return tuple(end for [ends] in part.steps for end in ends)
+
+
+def skewed_steps(
+    block: tirx.PrimFunc, row: tirx.PrimFunc, repeat: Mapping[str, str], skew: Skew
+) -> tirx.PrimFunc:
+    """Write the function of the steps between two exchanges.
+
+    Parameters
+    ----------
+    block, row : PrimFunc
+        Scheduled kernels of ``skew.block`` rows, and of one: their parameters are the windows,
+        then the first row, then where windows begin (:func:`.localize.localize`).
+    repeat : Mapping[str, str]
+        Inputs, and the outputs that each takes in the next step.
+    skew : Skew
+        How the steps pass over the rows.
+
+    Returns
+    -------
+    PrimFunc
+        Its parameters are those of ``block`` without the first row, then begin and end of the rows
+        that each step computes, then the first step of a call, from 0. Every odd step reads what
+        is an output of the even ones, and writes what is their input.
+    """
+    return _Writer(block, row, repeat, skew).function()
+
+
+def _reach(nest: LoopNest, repeat: Mapping[str, str]) -> int | None:
+    """Rows by which a step reads beyond its own, above or below; None if that is not constant."""
+    again = repeated_inputs(nest, repeat)
+    axis_of = dict(zip(nest.outputs, (axes[0] for axes in nest.loops), strict=True))
+    axis_of |= {taker: axis_of[output] for taker, output in again.items()}
+    reach = 0
+    for stage, reads in zip(nest.stages, nest.reads, strict=True):
+        if stage.output not in nest.outputs:
+            return None  # rows of a hidden buffer depend on where a part begins
+        own = stage.axes[axis_of[stage.output]].var
+        domain = domain_of(stage, [(0, int(axis.dom.extent)) for axis in stage.axes])
+        for read in reads:
+            if read.buffer not in axis_of:
+                continue
+            apart = simplified(read.indices[axis_of[read.buffer]] - own)
+            if own in variables(apart) or loads(apart):
+                return None
+            found = index_values(apart, domain, [])
+            if not found:
+                return None
+            far = max(-found[0][0], found[-1][1] - 1)
+            if far and read.buffer in nest.outputs:
+                return None
+            reach = max(reach, far)
+    return reach
+
+
+def _narrows(part: Part) -> bool:
+    """True if no step computes rows outside those of the first one."""
+    [(begin, end)] = part.steps[0]
+    return all(begin <= first and last <= end for [(first, last)] in part.steps)
+
+
+def _moved_bytes(plan: Distribution, part: Part) -> tuple[int, int]:
+    """Bytes of a row, and of all rows, of the windows whose rows differ between parts."""
+    nest = plan.nest_of(part.rank)
+    rows, total = 0, 0
+    for buffer in nest.func.params:
+        extents = [end - begin for begin, end in part.windows[buffer.name]]
+        moved = [n for n, loops in zip(extents, nest.varying[buffer], strict=True) if loops]
+        if moved:
+            size = plan.itemsizes[buffer.name]
+            for extent in extents:
+                size *= extent
+            rows, total = rows + size // moved[0], total + size
+    return rows, total
+
+
+class _Writer:
+    """Writes :func:`skewed_steps`."""
+
+    def __init__(
+        self, block: tirx.PrimFunc, row: tirx.PrimFunc, repeat: Mapping[str, str], skew: Skew
+    ) -> None:
+        count = sum(isinstance(param.ty, tirx.BufferType) for param in block.params)
+        self.buffers, (self.lo, *self.firsts) = block.params[:count], block.params[count:]
+        named = {buffer.name: buffer for buffer in self.buffers}
+        self.swapped: dict[ir.Var, tirx.Expr] = {}
+        for taker, output in repeat.items():
+            self.swapped |= {named[taker]: named[output], named[output]: named[taker]}
+        same = dict(zip(row.params, block.params, strict=True))
+        self.block, self.row = block.body, substitute(row.body, same)
+        self.skew = skew
+        dtype = self.lo.ty.dtype
+        self.start = tirx.Var("start", dtype)
+        self.ends = [
+            tuple(tirx.Var(f"{name}_{step}", dtype) for name in ("begin", "end"))
+            for step in range(skew.steps)
+        ]
+
+    def function(self) -> tirx.PrimFunc:
+        """The function."""
+        with IRBuilder() as builder:
+            with T.prim_func(s_tir=True):
+                T.func_name("main")
+                ends = itertools.chain(*self.ends)
+                for param in (*self.buffers, *self.firsts, *ends, self.start):
+                    T.arg(param.name, param)
+                T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+                with T.sblock("root"):
+                    T.reads()
+                    T.writes()
+                    with T.parallel(0, self._number(self.skew.chunks)) as chunk:
+                        self._chunk(chunk)
+                    if self.skew.chunks > 1:
+                        with T.parallel(0, self._number(self.skew.chunks - 1)) as chunk:
+                            self._between(self._cut(chunk + 1))
+        # Each copy of a kernel is to define variables of its own.
+        module = tirx.transform.ConvertSSA()(IRModule({"main": builder.get()}))
+        return module["main"].without_attr("global_symbol")
+
+    def _chunk(self, chunk: tirx.Var) -> None:
+        """Blocks of all steps; the later a step, the farther away from other chunks."""
+        steps, reach, block = self.skew.steps, self.skew.reach, self.skew.block
+        is_first, is_last = chunk.equal(0), chunk.equal(self.skew.chunks - 1)
+        top, bottom = self.ends[0]
+        begin = tirx.Select(is_first, top, self._cut(chunk))
+        end = tirx.Select(is_last, bottom, self._cut(chunk + 1))
+        past = tirx.Select(is_last, bottom + reach * (steps - 1), end)
+        with T.serial(0, tirx.floordiv(past - begin + (block - 1), block)) as number:
+
+            def rows(step: tirx.Expr, body: _Body) -> None:
+                low = tirx.Select(is_first, self._end(step, 0), begin + step * reach)
+                high = tirx.Select(is_last, self._end(step, 1), end - step * reach)
+                place = begin + number * block - step * reach
+                first, last = tirx.max(place, low), tirx.min(place + block, high)
+                with T.If((last - first).equal(block)):
+                    with T.Then():
+                        body(self.block, first)
+                    with T.Else(), T.serial(0, tirx.max(last - first, 0)) as row:
+                        body(self.row, first + row)
+
+            self._in_turns(rows)
+
+    def _between(self, cut: tirx.Expr) -> None:
+        """Rows around the border of two chunks, which these leave out."""
+
+        def rows(step: tirx.Expr, body: _Body) -> None:
+            far = step * self.skew.reach
+            with T.serial(0, 2 * far) as row:
+                body(self.row, cut - far + row)
+
+        self._in_turns(rows)
+
+    def _in_turns(self, rows: Callable[[tirx.Expr, _Body], None]) -> None:
+        """Write what computes the rows of each step, of the odd ones with swapped arrays."""
+        with T.serial(0, self._number((self.skew.steps + 1) // 2)) as pair:
+            for odd in range(2):
+                step = pair * 2 + odd
+                with T.If(tirx.all(self.start <= step, step < self.skew.steps)), T.Then():
+                    rows(step, self._swapped if odd else self._plain)
+
+    def _plain(self, kernel: tirx.Stmt, first: tirx.Expr) -> None:
+        T.add_to_parent(substitute(kernel, {self.lo: first}))
+
+    def _swapped(self, kernel: tirx.Stmt, first: tirx.Expr) -> None:
+        T.add_to_parent(substitute(kernel, {self.lo: first} | self.swapped))
+
+    def _cut(self, chunk: tirx.Expr) -> tirx.Expr:
+        """Begin of a chunk: those of the last step's rows are even."""
+        begin, end = self.ends[-1]
+        return begin + tirx.floordiv((end - begin) * chunk, self.skew.chunks)
+
+    def _end(self, step: tirx.Expr, side: int) -> tirx.Expr:
+        """Begin or end of the rows that a step computes."""
+        found = self.ends[-1][side]
+        for number, ends in reversed(list(enumerate(self.ends[:-1]))):
+            found = tirx.Select(step.equal(number), ends[side], found)
+        return found
+
+    def _number(self, value: int) -> tirx.Expr:
+        return tirx.const(value, str(self.lo.ty.dtype))

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that pass over the memory together have the bits of steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_nests import heat2d, heat3d, lagging, random_arrays, wave2d
+from rank_stencils import run_all
+from tvm import tirx
+
+from schedules.distribute.cost import Processor
+from schedules.distribute.time_skewing import skew_of
+from tvm_fusion.distributed import Program, compile, program
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "heat2d": (heat2d, "A"),
+    "heat3d": (heat3d, "A"),
+    "wave2d": (wave2d, {"A": "next", "V": "speed"}),
+    "lagging": (lagging, "A"),
+}
+
+
+@pytest.fixture
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows for a cache of 8 KB, so that small arrays do not fit."""
+    monkeypatch.setattr(program, "skew_of", small)
+
+
+def small(plan: Any, rank: int, _: int, threads: int) -> Any:
+    return skew_of(plan, rank, 1 << 13, threads)
+
+
+def skewed(made: Program) -> list[int]:
+    """Ranks whose steps pass over the memory together."""
+    return [
+        rank for rank, pieces in enumerate(made.pieces) if any(piece.steps > 1 for piece in pieces)
+    ]
+
+
+def check(
+    func: tirx.PrimFunc, repeat: Any, runs: Sequence[int], threads: int = 1, **options: Any
+) -> Program:
+    """Compare runs of some steps with those of a program that computes each step by itself."""
+    arrays = random_arrays(func)
+    alone = compile(func, 1, repeat=repeat)
+    made = compile(func, repeat=repeat, threads=threads, overlap="never", **options)
+    for steps in runs:
+        expected = run_all(alone, arrays, steps)
+        for name, found in run_all(made, arrays, steps).items():
+            assert np.isfinite(found).all()
+            np.testing.assert_array_equal(found, expected[name])
+    return made
+
+
+@pytest.mark.usefixtures("small_cache")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_of_single_steps(name: str, threads: int) -> None:
+    case, repeat = CASES[name]
+    func = case(157, 4 if name == "heat3d" else 21)
+    runs = (9, 4, 2)  # of which rounds of five leave four, four and two
+    assert skewed(check(func, repeat, runs, threads, ranks=2, exchange_every=5)) == [0, 1]
+
+
+@pytest.mark.usefixtures("small_cache")
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_any_sizes(data: st.DataObject) -> None:
+    deep = data.draw(st.integers(2, 6))
+    threads = data.draw(st.integers(1, 3))
+    sizes = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=3).filter(any))
+    func = lagging(sum(sizes), data.draw(st.integers(1, 40)))
+    steps = data.draw(st.integers(1, 2 * deep))
+    if sum(sizes) > 3:
+        check(func, "A", [steps], threads, sizes=sizes, exchange_every=deep)
+
+
+@pytest.mark.slow
+def test_results_stay_in_the_caches() -> None:
+    func = heat2d(1 << 16, 2048)  # each step by itself is written past them
+    streams = {
+        every: "tvm_fusion_stream" in _text(compile(func, 1, repeat="A", exchange_every=every))
+        for every in (1, 8)
+    }
+    assert streams == {1: True, 8: False}
+
+
+def _text(made: Program) -> str:
+    return "".join(kernel.script() for kernel in made.kernels.values())
+
+
+def test_explained(small_cache: None) -> None:
+    made = compile(heat2d(200, 64), 2, repeat="A", exchange_every=4)
+    assert made.explain().count("steps_0[0:100] of 4 steps") == 1
+    apart = compile(heat2d(200, 64), 2, repeat="A", exchange_every=4, overlap="always")
+    assert skewed(made) == [0, 1] and skewed(apart) == []
+    assert made.cpu_seconds(0) > 0
+
+
+def test_own_schedules_stay(small_cache: None) -> None:
+    made = compile(heat2d(200, 64), 2, repeat="A", exchange_every=4, schedule={1: lambda sch: None})
+    assert skewed(made) == []
+
+
+def test_chosen_where_arrays_exceed_the_cache(small_cache: None) -> None:
+    few, many = heat2d(30, 16), heat2d(400, 16)
+    figures: Any = {"processor": Processor(rate=1e12, bandwidth=1e9), "repeat": "A"}
+    depths = [
+        len(compile(func, 1, exchange_every="auto", **figures).distribution.parts[0].steps)
+        for func in (few, many)
+    ]
+    assert depths == [1, 16]
