@@ -56,8 +56,9 @@ SIZES = {
     "sobel": (8192, 8192),
     "heat2d": (4096, 4096),
 }
-STEPS = {"heat2d": 10}
-"""Stencils whose rows stay on the device for so many steps of a run."""
+STEPS = {"heat2d": 32}
+"""Stencils whose rows stay on the device for so many steps of a run; the model chooses how many of
+them share an exchange."""
 _RUNS = 3  # of a turn
 PARTS = 16
 """Steps of the sweep, from the device alone to the CPU alone."""
@@ -105,7 +106,7 @@ class Sweep:
         options: dict[str, Any] = {"devices": [device], "threads": threads}
         self.steps = STEPS.get(name, 1)
         if self.steps > 1:
-            options["repeat"] = "A"
+            options |= {"repeat": "A", "exchange_every": "auto"}
         splits: dict[str, Any] = {**splits_of(size[0]), "model": "model"}
         if beside is not None:
             with beside():

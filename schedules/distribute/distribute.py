@@ -160,6 +160,21 @@ class Distribution:
         exact = self.reduction.exact if self.reduction else {}
         return {extent: read_loop_nest(func, [0]) for extent, func in exact.items()}
 
+    @property
+    def deep(self) -> int:
+        """Number of steps between two exchanges."""
+        return len(self.parts[0].steps)
+
+    def steps_of(self, rank: int, rows: Region) -> tuple[Region, ...]:
+        """What each step between two exchanges computes, so that the last one has some rows."""
+        if rows == self.parts[rank].rows:
+            return self.parts[rank].steps
+        return rows_of_steps(self.nest, self._again, rows, self.deep)
+
+    @cached_property
+    def _again(self) -> dict[tirx.Buffer, tirx.Buffer]:
+        return repeated_inputs(self.nest, self.repeat)
+
     def interior(self, rank: int) -> Region:
         """The largest range of a rank's loops, found axis by axis, that reads only what it owns.
 

@@ -19,7 +19,7 @@ IJPP 2002; split tiling: T. Grosser et al., GPGPU-6, 2013).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,7 +30,8 @@ from tvm.script.ir_builder import tirx as T
 from ..tir.expression_walk import loads, substitute, variables
 from ..tir.index_math import simplified
 from .cost import Processor, Work, work_of
-from .distribute import Distribution, Part
+from .distribute import Distribution
+from .exchange import Region, region_size
 from .index_values import index_values
 from .loop_nest import LoopNest
 from .regions import domain_of
@@ -65,7 +66,9 @@ class Skew:
     chunks: int
 
 
-def skew_of(plan: Distribution, rank: int, cache_bytes: int, threads: int) -> Skew | None:
+def skew_of(
+    plan: Distribution, rank: int, rows: Region, cache_bytes: int, threads: int
+) -> Skew | None:
     """Choose how the steps between two exchanges pass over a rank's rows.
 
     Parameters
@@ -74,6 +77,8 @@ def skew_of(plan: Distribution, rank: int, cache_bytes: int, threads: int) -> Sk
         Parts of all ranks, of a function with ``repeat``.
     rank : int
         The rank.
+    rows : Region
+        All of its rows, or those that its CPU computes.
     cache_bytes : int
         Bytes that a core keeps in its own cache.
     threads : int
@@ -86,37 +91,43 @@ def skew_of(plan: Distribution, rank: int, cache_bytes: int, threads: int) -> Sk
         but rows at constant distances, if two blocks of rows do not fit in the cache, or if all
         rows do.
     """
-    part, nest = plan.parts[rank], plan.nest_of(rank)
-    steps = len(part.steps)
-    reach = _reach(nest, plan.repeat) if steps > 1 and len(nest.loops[0]) == 1 else None
-    if part.is_empty or reach is None or not _narrows(part):
+    if plan.deep == 1 or len(rows) > 1 or not region_size(rows):
         return None
-    row_bytes, all_bytes = _moved_bytes(plan, part)
-    rows = cache_bytes // max(1, row_bytes) - reach * (steps + 1)
-    [(begin, end)] = part.rows
-    block = min(rows, _MOST_ROWS, (end - begin) // threads) // _UNIT * _UNIT
-    fits = block >= _LEAST_ROWS and all_bytes > cache_bytes
-    apart = (end - begin) // threads >= 2 * reach * steps
-    return Skew(steps, reach, block, threads) if fits and apart else None
+    reach = _reach(plan.nest_of(rank), plan.repeat)
+    if reach is None or not _narrows(plan.steps_of(rank, rows)):
+        return None
+    [(begin, end)] = rows
+    row_bytes = _row_bytes(plan, rank)
+    room = cache_bytes // max(1, row_bytes) - reach * (plan.deep + 1)
+    each = (end - begin) // threads  # of a chunk
+    block = min(room, _MOST_ROWS, each) // _UNIT * _UNIT
+    fits = block >= _LEAST_ROWS and row_bytes * (end - begin) > cache_bytes
+    apart = each >= 2 * reach * plan.deep
+    return Skew(plan.deep, reach, block, threads) if fits and apart else None
 
 
-def seconds_of_steps(plan: Distribution, rank: int, processor: Processor, is_skewed: bool) -> float:
-    """Predicted time of a rank's steps between two exchanges.
+def seconds_of_steps(
+    plan: Distribution, rank: int, rows: Region, processor: Processor, is_skewed: bool
+) -> float:
+    """Predicted time of a rank's steps between two exchanges, of which the last computes ``rows``.
 
     Skewed, they move each array once, into the caches and back, and the first step waits for it.
     """
-    part = plan.parts[rank]
-    each = [work_of(plan.nest_of(rank), rows, plan.itemsizes) for rows in part.steps]
-    if not is_skewed:
-        return sum(map(processor.seconds, each))
-    operations = sum(work.operations for work in each)
-    moved = 2 * max(work.bytes for work in each)
+    nest, steps = plan.nest_of(rank), plan.steps_of(rank, rows)
+    each = [work_of(nest, computed, plan.itemsizes) for computed in steps]
+    return skewed_seconds(each, processor) if is_skewed else sum(map(processor.seconds, each))
+
+
+def skewed_seconds(steps: Sequence[Work], processor: Processor) -> float:
+    """The same of the work of steps that pass over the memory together."""
+    operations = sum(work.operations for work in steps)
+    moved = 2 * max(work.bytes for work in steps)
     return processor.seconds(Work(operations, 0)) + processor.seconds(Work(0, moved))
 
 
-def row_ends(part: Part) -> tuple[int, ...]:
+def row_ends(steps: Sequence[Region]) -> tuple[int, ...]:
     """Begin and end of the rows that each step computes, as :func:`skewed_steps` takes them."""
-    return tuple(end for [ends] in part.steps for end in ends)
+    return tuple(end for [ends] in steps for end in ends)
 
 
 def skewed_steps(
@@ -171,25 +182,22 @@ def _reach(nest: LoopNest, repeat: Mapping[str, str]) -> int | None:
     return reach
 
 
-def _narrows(part: Part) -> bool:
+def _narrows(steps: Sequence[Region]) -> bool:
     """True if no step computes rows outside those of the first one."""
-    [(begin, end)] = part.steps[0]
-    return all(begin <= first and last <= end for [(first, last)] in part.steps)
+    [(begin, end)] = steps[0]
+    return all(begin <= first and last <= end for [(first, last)] in steps)
 
 
-def _moved_bytes(plan: Distribution, part: Part) -> tuple[int, int]:
-    """Bytes of a row, and of all rows, of the windows whose rows differ between parts."""
-    nest = plan.nest_of(part.rank)
-    rows, total = 0, 0
+def _row_bytes(plan: Distribution, rank: int) -> int:
+    """Bytes of a row of all windows whose rows differ between parts."""
+    nest, total = plan.nest_of(rank), 0
     for buffer in nest.func.params:
-        extents = [end - begin for begin, end in part.windows[buffer.name]]
-        moved = [n for n, loops in zip(extents, nest.varying[buffer], strict=True) if loops]
+        window = plan.parts[rank].windows[buffer.name]
+        moved = [ends for ends, loops in zip(window, nest.varying[buffer], strict=True) if loops]
         if moved:
-            size = plan.itemsizes[buffer.name]
-            for extent in extents:
-                size *= extent
-            rows, total = rows + size // moved[0], total + size
-    return rows, total
+            [(begin, end), *_] = moved
+            total += region_size(window) // (end - begin) * plan.itemsizes[buffer.name]
+    return total
 
 
 class _Writer:

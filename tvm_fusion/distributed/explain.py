@@ -58,7 +58,7 @@ def kernel_seconds(
 ) -> float:
     """Predicted time of a rank's kernel calls, of the steps between two exchanges."""
     if any(piece.steps > 1 for piece in pieces):
-        return seconds_of_steps(plan, rank, processor, is_skewed=True)
+        return seconds_of_steps(plan, rank, pieces[0].rows, processor, is_skewed=True)
     nest = plan.nest_of(rank)
     return sum(processor.seconds(work_of(nest, one.rows, plan.itemsizes)) for one in pieces)
 

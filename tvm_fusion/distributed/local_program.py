@@ -75,9 +75,16 @@ class Beside(Protocol):
     """Device that computes rows of a rank beside its CPU."""
 
     def start(
-        self, buffers: Mapping[str, LocalBuffer], first: bool = True, last: bool = True
+        self,
+        buffers: Mapping[str, LocalBuffer],
+        first: bool = True,
+        last: bool = True,
+        steps: int = 1,
     ) -> None:
-        """Begin to compute them, from and to these windows, in the first or last step of a run."""
+        """Begin to compute them, from and to these windows, in the first or last steps of a run."""
+
+    def pass_on(self, buffers: Mapping[str, LocalBuffer], last: bool) -> None:
+        """Begin to copy to these windows what several steps have computed, if not yet begun."""
 
     def swap(self) -> None:
         """Let outputs of a step be inputs of the next, where it has memory of its own for them."""
@@ -278,26 +285,16 @@ class LocalProgram:
                 f"steps is {steps!r:.60}; expected 1, or more for a program compiled with repeat=; "
                 "inputs are written to input(NAME).owned"
             )
-        deep = len(self._part.steps)
-        done = 0
+        deep, done = self.plan.deep, 0
         while done < steps:
             first = max(0, deep - (steps - done))  # the last round may have fewer steps
-            if self._all_steps is not None:
-                if done:
-                    self._swap()
-                self._exchange(first, begins=not done)
-                self._run_all_steps(*self._all_steps, first)
-                done += deep - first
-                continue
-            for step in range(first, deep):
-                if done:
-                    self._swap()
-                if step == first:
-                    self._exchange(step, begins=not done)
-                self._run(step, begins=not done, ends=done + 1 == steps)
-                for number in list(self._pending):  # of a rank that computes nothing
-                    self.finish_transfer(number)
-                done += 1
+            if done:
+                self._swap()
+            self._exchange(first, begins=not done)
+            begins, done = not done, done + deep - first
+            self._run(first, begins, ends=done == steps)
+            for number in list(self._pending):  # of a rank that computes nothing
+                self.finish_transfer(number)
         for transfer in self.plan.after:
             self.world.start(transfer.exchange, self.buffers)
             self.world.finish(transfer.exchange)
@@ -342,27 +339,36 @@ class LocalProgram:
                 self.world.finish(transfer.exchange)
         self.world.finish(self.plan.exchange)
 
-    def _run_all_steps(
-        self, kernel: Callable[..., Any], scalars: tuple[int, ...], first: int
-    ) -> None:
-        """Compute the steps between two exchanges, from one of them on, by one call."""
-        if first % 2:  # odd steps read what is an output of the even ones
-            self._swap()
-        self._crew.run(kernel, *self._tensors.values(), *scalars, first)
-        for _ in range(first % 2 + len(self._part.steps) - first - 1):
-            self._swap()
-
-    def _run(self, step: int, begins: bool, ends: bool) -> None:
+    def _run(self, first: int, begins: bool, ends: bool) -> None:
+        """Compute the steps between two exchanges, from one of them on."""
         with ExitStack() as started:  # all of them end, also where one fails
             for device in self.devices:
                 started.callback(device.finish)
-                device.start(self.buffers, begins, ends)
-            self.run_pieces(step, interior=False)
+                device.start(self.buffers, begins, ends, self.plan.deep - first)
+            self.run_steps(first)
+            for device in self.devices:
+                device.pass_on(self.buffers, ends)
+
+    def run_steps(self, first: int = 0) -> None:
+        """Compute what the CPU computes of the same, without exchange or devices."""
+        left = self.plan.deep - first
+        if self._all_steps is None:
+            for step in range(first, self.plan.deep):
+                if step > first:
+                    self._swap_windows()
+                self.run_pieces(step, interior=False)
+            return
+        kernel, scalars = self._all_steps
+        if first % 2:  # odd steps read what is an output of the even ones
+            self._swap_windows()
+        self._crew.run(kernel, *self._tensors.values(), *scalars, first)
+        for _ in range(first % 2 + left - 1):
+            self._swap_windows()
 
     @property
     def has_pieces(self) -> bool:
         """True if the CPU computes any rows."""
-        return bool(self._calls)
+        return bool(self._calls or self._all_steps)
 
     def run_pieces(self, step: int = 0, interior: bool = False) -> None:
         """Compute what the CPU computes of a step, without exchange or devices."""
@@ -385,13 +391,16 @@ class LocalProgram:
             del _running.program
 
     def _swap(self) -> None:
-        """Let outputs of a step be inputs of the next."""
+        """Let outputs of a step be inputs of the next, here and on the devices."""
+        self._swap_windows()
+        for device in self.devices:
+            device.swap()
+
+    def _swap_windows(self) -> None:
         buffers, tensors = self.buffers, self._tensors
         for name, output in self.plan.repeat.items():
             buffers[output], buffers[name] = buffers[name], buffers[output]
             tensors[output], tensors[name] = tensors[name], tensors[output]
-        for device in self.devices:
-            device.swap()
 
 
 def check_ranks(world: Ranks, ranks: int, what: str) -> None:

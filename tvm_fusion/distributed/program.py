@@ -112,8 +112,9 @@ class Program:
         )
 
     def cpu_seconds(self, rank: int) -> float:
-        """Predicted time of the kernels of a rank's CPU, of the steps between two exchanges."""
-        return kernel_seconds(self.distribution, rank, self.pieces[rank], self.processor)
+        """Predicted time of the kernels of a rank's CPU, of a step."""
+        plan = self.distribution
+        return kernel_seconds(plan, rank, self.pieces[rank], self.processor) / plan.deep
 
     def on(self, world: Ranks, gpu_aware: bool = False) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
@@ -312,8 +313,8 @@ def compile(
     check_transfers(transfers)
     if devices:
         ranks = 1 if ranks is None and sizes is None else ranks
-        _check_devices(overlap, exchange_every, transfers)
-        overlap, exchange_every = "never", 1
+        _check_devices(overlap, transfers)
+        overlap = "never"
     planned = functools.partial(
         distribute,
         source,
@@ -327,29 +328,35 @@ def compile(
         repeat=repeat,
     )
     if exchange_every == "auto":
-        depths = _DEPTHS if repeat else (1,)
+        depths = _DEPTHS if repeat and not _chunked(devices) else (1,)
     else:
         depths = (exchange_every,)
     plans = [planned(exchange_every=steps) for steps in depths]
     if devices:
         _check_outputs(plans[0])
+        if exchange_every != "auto":
+            _check_deep(plans[0], devices)
+        elif plans[0].nest.may_trap:
+            plans = plans[:1]
     known = processor or default_processor(resolved)
     placed, known = _placed(devices, split, plans[0].ranks, resolved, known)
-    skewing = _Skewing(CPUInfo.from_target(resolved), threads, schedule is None and not devices)
+    skewing = _Skewing(CPUInfo.from_target(resolved), threads, schedule is None)
     figures = _Figures(network or Network(), known, skewing)
     plan = figures.fastest(plans, overlap) if len(plans) > 1 else plans[0]
     if isinstance(split, str) and split == "auto" and plan.ranks == 1 and processor is None:
         options = {"loop": loop, "owned": owned, "infer": infer, "schedule": schedule}
         options |= {"repeat": repeat, "threads": threads, "target": target}
+        options |= {"exchange_every": plan.deep}
         split = _measured(source, devices, placed[0], options)
-    shares = plan_shares(plan, placed, split, figures.processor)
+    skewed = [figures.skew(plan, part.rank, overlap, part.rows) is not None for part in plan.parts]
+    shares = plan_shares(plan, placed, split, figures.processor, skewed)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
         kernels.pieces(
             rank,
             figures.overlaps(plan, rank, overlap),
             shares.cpu[rank],
-            figures.skew(plan, rank, overlap),
+            figures.skew(plan, rank, overlap, shares.cpu[rank]),
         )
         for rank in range(plan.ranks)
     )
@@ -399,21 +406,40 @@ def _measured(
     return "model"  # compiled elsewhere, or too large or too few rows for a measurement
 
 
-def _check_devices(
-    overlap: Overlap, exchange_every: int | str, transfers: Sequence[Transfer]
-) -> None:
+def _check_devices(overlap: Overlap, transfers: Sequence[Transfer]) -> None:
     """Refuse what devices cannot do."""
     if overlap == "always":
         raise OpError(
             "overlap='always' is for ranks without devices: those read their halos after the "
             "exchange; leave overlap out"
         )
-    if exchange_every not in (1, "auto"):
-        raise OpError(
-            f"exchange_every is {exchange_every}; ranks with devices exchange at every step"
-        )
     if any(transfer.before for transfer in transfers):
         raise OpError("before= of a transfer is for ranks without devices; leave it out")
+
+
+def _check_deep(
+    plan: Distribution, devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]]
+) -> None:
+    """Refuse steps without an exchange between them that devices cannot compute."""
+    if plan.deep == 1:
+        return
+    if _chunked(devices):
+        raise OpError(
+            f"exchange_every is {plan.deep}, and rows of a device with chunks= are copied at every "
+            "step; leave either out"
+        )
+    if plan.nest.may_trap:
+        raise OpError(
+            f"exchange_every is {plan.deep}, and the function divides or indexes by what it reads: "
+            "devices compute rows that nobody has filled; leave either exchange_every= or devices= "
+            "out"
+        )
+
+
+def _chunked(devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]]) -> bool:
+    """True if a device is given the number of chunks in which its rows are copied."""
+    lists = devices.values() if isinstance(devices, Mapping) else [devices]
+    return any(isinstance(device, Device) and device.chunks for given in lists for device in given)
 
 
 def _sides(devices: Sequence[ResolvedDevice], split: Split) -> int:
@@ -465,9 +491,11 @@ class _Skewing:
     threads: int
     is_wanted: bool
 
-    def of(self, plan: Distribution, rank: int) -> Skew | None:
-        """How those of a rank do, if they do."""
-        return skew_of(plan, rank, self.cpu.l2_bytes, self.threads) if self.is_wanted else None
+    def of(self, plan: Distribution, rank: int, rows: Region) -> Skew | None:
+        """How those of some rows of a rank do, if they do."""
+        if not self.is_wanted:
+            return None
+        return skew_of(plan, rank, rows, self.cpu.l2_bytes, self.threads)
 
 
 @dataclass(frozen=True)
@@ -478,9 +506,9 @@ class _Figures:
     processor: Processor
     skewing: _Skewing
 
-    def skew(self, plan: Distribution, rank: int, overlap: Overlap) -> Skew | None:
+    def skew(self, plan: Distribution, rank: int, overlap: Overlap, rows: Region) -> Skew | None:
         """How a rank's steps pass over the memory together, which those that overlap do not."""
-        return None if self.overlaps(plan, rank, overlap) else self.skewing.of(plan, rank)
+        return None if self.overlaps(plan, rank, overlap) else self.skewing.of(plan, rank, rows)
 
     def fastest(self, plans: Sequence[Distribution], overlap: Overlap) -> Distribution:
         """The first of those for which a step is predicted to be fastest."""
@@ -492,8 +520,8 @@ class _Figures:
         """Predicted time of a step on the slowest rank, with its share of an exchange."""
         seconds = []
         for part in plan.parts:
-            skew = self.skew(plan, part.rank, overlap)
-            compute = seconds_of_steps(plan, part.rank, self.processor, skew is not None)
+            is_skewed = self.skew(plan, part.rank, overlap, part.rows) is not None
+            compute = seconds_of_steps(plan, part.rank, part.rows, self.processor, is_skewed)
             exchange = self.network.seconds(plan.exchange, part.rank, plan.itemsizes)
             if self.overlaps(plan, part.rank, overlap):
                 exchange -= overlap_gain_of(plan, part.rank, self.network, self.processor) or 0.0
@@ -536,15 +564,12 @@ class _Kernels:
         part = self.plan.parts[rank]
         if region_size(cpu) == 0:
             return ()
-        if cpu != part.rows:
-            return (self._piece(rank, cpu, 0),)
         if skew is not None:
-            return (self._all_steps(rank, skew),)
+            return (self._all_steps(rank, cpu, skew),)
+        steps = self.plan.steps_of(rank, cpu)
         waits = tuple(t for t in self.plan.before if t.before and rank in (t.source, t.dest))
         if not overlap:
-            return tuple(
-                self._piece(rank, rows, step, waits) for step, rows in enumerate(part.steps)
-            )
+            return tuple(self._piece(rank, rows, step, waits) for step, rows in enumerate(steps))
         interior = self.plan.interior(rank)
         borders = difference(part.steps[0], interior)
         return (
@@ -584,10 +609,10 @@ class _Kernels:
         scalars = scalar_arguments(nest, rows, windows)
         return KernelPiece(rows, self._names[key], scalars, step, is_interior)
 
-    def _all_steps(self, rank: int, skew: Skew) -> KernelPiece:
+    def _all_steps(self, rank: int, rows: Region, skew: Skew) -> KernelPiece:
         """The kernel call of all steps between two exchanges."""
         nest, part = self.plan.nest_of(rank), self.plan.parts[rank]
-        [(begin, _)] = part.rows
+        [(begin, _)] = rows
         local = [
             localize(nest, ((begin, begin + count),), part.windows) for count in (skew.block, 1)
         ]
@@ -601,9 +626,9 @@ class _Kernels:
             )
             func = skewed_steps(block, row, self.plan.repeat, skew)
             self.functions[name] = func.with_attr("global_symbol", name)
-        [_, *firsts] = scalar_arguments(nest, part.rows, part.windows)
-        scalars = (*firsts, *row_ends(part))
-        return KernelPiece(part.rows, self._names[key], scalars, 0, steps=skew.steps)
+        [_, *firsts] = scalar_arguments(nest, rows, part.windows)
+        scalars = (*firsts, *row_ends(self.plan.steps_of(rank, rows)))
+        return KernelPiece(rows, self._names[key], scalars, 0, steps=skew.steps)
 
     def _scheduled(
         self, name: str, func: tirx.PrimFunc, schedule: Schedule | None

@@ -263,8 +263,8 @@ def _compute_seconds(plan: Distribution, processor: Processor, cache_bytes: int)
         windows = (_extents(window) for window in part.windows.values())
         key = id(nest), *map(_extents, part.steps), *windows
         if key not in known:
-            is_skewed = skew_of(plan, part.rank, cache_bytes, 1) is not None
-            known[key] = seconds_of_steps(plan, part.rank, processor, is_skewed)
+            skew = skew_of(plan, part.rank, part.rows, cache_bytes, 1)
+            known[key] = seconds_of_steps(plan, part.rank, part.rows, processor, skew is not None)
         found.append(known[key])
     return found
 

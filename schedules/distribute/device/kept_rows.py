@@ -3,6 +3,8 @@
 
 All of them are copied in before the first step, and out after the last. In between only those are
 copied that somebody else computes or reads: another rank, the CPU, or another device of the rank.
+Where ranks exchange every few steps, so do the CPU and devices of a rank: in each step a device
+then computes all rows of the first one, of which the later ones need fewer, by one kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from dataclasses import replace
 
 from ..distribute import Distribution
 from ..exchange import Region, difference, hull, intersection, region_size, union
-from ..loop_nest import LoopNest
 from .operation_sequence import KeptRows, OperationSequence, operation_sequence, own_regions
 
 
@@ -37,20 +38,22 @@ def kept_rows(
     OpError
         As of :func:`operation_sequence`.
     """
-    sequence = operation_sequence(plan.nest, rows, 1)
+    sequence = operation_sequence(plan.nest, plan.steps_of(rank, rows)[0], 1)
     [chunk] = sequence.chunks
+    mine = {buffer.name: one for buffer, [one] in plan.nest.output_regions(rows).items()}
+    chunk = replace(chunk, copied={**chunk.copied, **mine})
     windows = dict(chunk.windows)
     into: list[tuple[str, Region]] = []
     out: list[tuple[str, Region]] = []
     for taker, output in plan.repeat.items():
         made, read = chunk.copied[output], chunk.copied.get(taker)
-        both = hull([made, read]) if read else made
+        both = hull([windows[output], read]) if read else windows[output]
         windows |= {taker: both, output: both}
         if read:
             into += [(taker, region) for region in difference(read, made)]
-        wanted = [*_sent(plan, rank, taker), *_reads(plan.nest, taker, others)]
+        wanted = [*_sent(plan, rank, taker), *_reads(plan, rank, taker, others)]
         out += [(output, one) for one in union([intersection(made, one) for one in wanted])]
-    kept = KeptRows(plan.repeat, tuple(into), tuple(out))
+    kept = KeptRows(plan.repeat, tuple(into), tuple(out), plan.deep)
     return replace(sequence, chunks=(replace(chunk, windows=windows),), kept=kept)
 
 
@@ -73,12 +76,12 @@ def _sent(plan: Distribution, rank: int, buffer: str) -> list[Region]:
     return [one.region for e in exchanges for one in e.sent_by(rank) if one.buffer == buffer]
 
 
-def _reads(nest: LoopNest, buffer: str, others: Sequence[Region]) -> list[Region]:
-    """Part of an input that several ranges of rows read."""
+def _reads(plan: Distribution, rank: int, buffer: str, others: Sequence[Region]) -> list[Region]:
+    """Part of an input that the first steps of several ranges of rows read."""
     return [
         region
         for rows in others
         if region_size(rows)
-        for read, region in own_regions(nest, rows).items()
+        for read, region in own_regions(plan.nest, plan.steps_of(rank, rows)[0]).items()
         if read.name == buffer
     ]

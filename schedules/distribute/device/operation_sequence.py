@@ -60,11 +60,14 @@ class KeptRows:
         Of these inputs what somebody else computes, to be copied in before each step but the first.
     out : tuple[tuple[str, Region], ...]
         Of these outputs what somebody else reads, to be copied out after each step but the last.
+    steps : int
+        Steps without a copy between them, which count as one here.
     """
 
     repeat: Mapping[str, str]
     into: tuple[tuple[str, Region], ...]
     out: tuple[tuple[str, Region], ...]
+    steps: int = 1
 
     def bytes(self, itemsizes: Mapping[str, int]) -> tuple[int, int]:
         """Bytes that are copied in and out between two steps."""

@@ -19,6 +19,7 @@ from ..cost import Processor, Work, work_of
 from ..exchange import Region
 from ..loop_nest import LoopNest
 from ..partition import integers
+from ..time_skewing import skewed_seconds
 from .kept_rows import halo_bytes
 from .operation_sequence import OperationSequence, operation_sequence, sequence_seconds
 
@@ -117,11 +118,25 @@ class MeasuredSplit:
 
 
 def cpu_seconds(
-    nest: LoopNest, rows: Region, itemsizes: Mapping[str, int], processor: Processor
+    nest: LoopNest,
+    rows: Region,
+    itemsizes: Mapping[str, int],
+    processor: Processor,
+    together: int = 1,
 ) -> SecondsOfRows:
-    """Predicted time of a number of the rows of a rank on its CPU."""
+    """Predicted time of a step of a number of the rows of a rank on its CPU.
+
+    ``together`` steps pass over the memory at once (:mod:`..time_skewing`).
+    """
     work = _LinearWork.of(nest, rows, itemsizes)
-    return functools.cache(lambda count: processor.seconds(work.of_rows(count)) if count else 0.0)
+
+    def seconds(count: int) -> float:
+        each = work.of_rows(count)
+        if together == 1 or not count:
+            return processor.seconds(each) if count else 0.0
+        return skewed_seconds([each] * together, processor) / together
+
+    return functools.cache(seconds)
 
 
 def device_seconds(
@@ -165,7 +180,8 @@ def predicted_seconds(
     if sequence.kept is not None:
         copied = sequence.kept.bytes(itemsizes)
         [chunk] = sequence.chunks
-        return sum(figures.stages(work_of(nest, chunk.rows, itemsizes), *copied))
+        into, compute, out = figures.stages(work_of(nest, chunk.rows, itemsizes), *copied)
+        return compute + (into + out) / sequence.kept.steps
     stages = [
         figures.stages(
             work_of(nest, chunk.rows, itemsizes), *sequence.chunk_bytes(number, itemsizes)

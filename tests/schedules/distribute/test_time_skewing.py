@@ -48,7 +48,7 @@ def chosen(
     cache: int = CACHE,
 ) -> Skew | None:
     plan = distribute(func, loop, ranks, repeat=repeat, exchange_every=steps)
-    found = {skew_of(plan, rank, cache, threads) for rank in range(ranks)}
+    found = {skew_of(plan, rank, plan.parts[rank].rows, cache, threads) for rank in range(ranks)}
     assert len(found) == 1
     return found.pop()
 
@@ -86,25 +86,26 @@ def test_each_step_by_itself(func: tirx.PrimFunc, options: dict[str, Any]) -> No
 
 def test_functions_without_repeat() -> None:
     for func in (blur(960, 64), cvt_color(960, 64)):
-        assert skew_of(distribute(func, 0, 2), 0, CACHE, 1) is None
+        plan = distribute(func, 0, 2)
+        assert skew_of(plan, 0, plan.parts[0].rows, CACHE, 1) is None
 
 
 def test_ranks_without_rows() -> None:
     plan = distribute(heat2d(960, 16), 0, sizes=[960, 0], repeat="A", exchange_every=4)
-    assert skew_of(plan, 0, CACHE, 1) is not None
-    assert skew_of(plan, 1, CACHE, 1) is None
+    first, second = (skew_of(plan, part.rank, part.rows, CACHE, 1) for part in plan.parts)
+    assert first is not None and second is None
 
 
 def test_predicted_seconds() -> None:
     func = heat2d(960, 64)
     plan = distribute(func, 0, 1, repeat="A", exchange_every=4)
-    array = random_arrays(func)["A"].nbytes
+    array, rows = random_arrays(func)["A"].nbytes, plan.parts[0].rows
     slow_memory = Processor(rate=1e18, bandwidth=1e9)
-    apart = seconds_of_steps(plan, 0, slow_memory, is_skewed=False)
-    together = seconds_of_steps(plan, 0, slow_memory, is_skewed=True)
+    apart = seconds_of_steps(plan, 0, rows, slow_memory, is_skewed=False)
+    together = seconds_of_steps(plan, 0, rows, slow_memory, is_skewed=True)
     assert apart == pytest.approx(4 * 2 * array / 1e9)
     assert together == pytest.approx(2 * 2 * array / 1e9, rel=1e-6)
     slow_core = Processor(rate=1e9, bandwidth=1e18)
-    assert seconds_of_steps(plan, 0, slow_core, is_skewed=True) == pytest.approx(
-        seconds_of_steps(plan, 0, slow_core, is_skewed=False)
+    assert seconds_of_steps(plan, 0, rows, slow_core, is_skewed=True) == pytest.approx(
+        seconds_of_steps(plan, 0, rows, slow_core, is_skewed=False)
     )

@@ -32,8 +32,8 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "skew_of", small)
 
 
-def small(plan: Any, rank: int, _: int, threads: int) -> Any:
-    return skew_of(plan, rank, 1 << 13, threads)
+def small(plan: Any, rank: int, rows: Any, _: int, threads: int) -> Any:
+    return skew_of(plan, rank, rows, 1 << 13, threads)
 
 
 def skewed(made: Program) -> list[int]:

@@ -60,9 +60,16 @@ class DeviceRun:
         return [driver.allocate(max(sizes) * itemsize) for _ in range(count)]
 
     def start(
-        self, buffers: Mapping[str, LocalBuffer], first: bool = True, last: bool = True
+        self,
+        buffers: Mapping[str, LocalBuffer],
+        first: bool = True,
+        last: bool = True,
+        steps: int = 1,
     ) -> None:
-        """Begin to copy, compute and copy back all chunks; returns at once.
+        """Begin to copy, compute and copy back all chunks.
+
+        Returns at once, but where several steps have no copy between them: when all is copied in,
+        since others then write what is copied. Then :meth:`pass_on` copies back.
 
         Parameters
         ----------
@@ -72,6 +79,8 @@ class DeviceRun:
         first, last : bool
             Whether it is the first and the last step of a run. Between them, rows that stay on the
             device are copied only where others compute or read them.
+        steps : int
+            Steps to compute.
         """
         kernels: list[Event] = []
         ends: list[Event] = []
@@ -87,17 +96,46 @@ class DeviceRun:
                 copied = [self._into.copy_in(memory, place, view, copied)]
             self._into.flush()
             before = [*copied, *self._of_slot(ends, number)]
-            for call in self._share.calls[number]:
-                event, before = self._launch(call, number, names, before), []
+            for step in range(steps):
+                if step:
+                    self.swap()
+                for call in self._share.calls[number]:
+                    event, before = self._launch(call, number, names, before), []
             kernels.append(event)
             self._compute.flush()
-            after = [event]
-            for name, region in self._copies_out(number, last):
-                memory, place = self._of(name, number), self._place(buffers, name, region, number)
-                rows = buffers[name].view(region)
-                after = [self._out.copy_out(rows, memory, place, after)]
-            ends += after
-            self._out.flush()
+            if self._is_deep:
+                self._last = event
+                self._into.finish()
+            else:
+                ends += self._copy_out(buffers, number, last, event)
+
+    @property
+    def _is_deep(self) -> bool:
+        return self._sequence.kept is not None and self._sequence.kept.steps > 1
+
+    def pass_on(self, buffers: Mapping[str, LocalBuffer], last: bool) -> None:
+        """Begin to copy back what several steps have computed, when others have, too.
+
+        Parameters
+        ----------
+        buffers : Mapping[str, LocalBuffer]
+            The rank's windows after these steps.
+        last : bool
+            Whether they are the last of a run.
+        """
+        if self._is_deep:
+            self._copy_out(buffers, 0, last, self._last)
+
+    def _copy_out(
+        self, buffers: Mapping[str, LocalBuffer], number: int, last: bool, event: Event
+    ) -> list[Event]:
+        after = [event]
+        for name, region in self._copies_out(number, last):
+            memory, place = self._of(name, number), self._place(buffers, name, region, number)
+            rows = buffers[name].view(region)
+            after = [self._out.copy_out(rows, memory, place, after)]
+        self._out.flush()
+        return after
 
     def swap(self) -> None:
         """Let outputs of a step be inputs of the next, if they stay on the device."""

@@ -117,7 +117,7 @@ def _seconds_of_sides(programs: Sequence[LocalProgram]) -> list[float]:
     calls: list[Callable[[], object]] = []
     for local in programs:
         _prepare(local)
-        calls += [local.run_pieces] if local.has_pieces else []
+        calls += [local.run_steps] if local.has_pieces else []
         calls += [functools.partial(_run, local, [device]) for device in local.devices]
     return _in_turns(*calls)
 
@@ -127,7 +127,7 @@ def _seconds_together(programs: Sequence[LocalProgram]) -> list[float]:
     calls: list[Callable[[], object]] = []
     for local in programs:
         _prepare(local)
-        calls.append(functools.partial(_run, local, local.devices, local.run_pieces))
+        calls.append(functools.partial(_run, local, local.devices, local.run_steps))
     return _in_turns(*calls)
 
 
@@ -146,10 +146,11 @@ def _run(
     first: bool = False,
 ) -> None:
     for device in devices:
-        device.start(local.buffers, first, last=False)
+        device.start(local.buffers, first, False, local.plan.deep)
     if meanwhile is not None:
         meanwhile()
     for device in devices:
+        device.pass_on(local.buffers, last=False)
         device.finish()
 
 

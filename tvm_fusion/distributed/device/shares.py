@@ -98,6 +98,7 @@ def plan_shares(
     devices: Sequence[Sequence[ResolvedDevice]],
     split: Split,
     processor: Processor,
+    skewed: Sequence[bool],
 ) -> Shares:
     """Split the rows of each rank, and compile what its devices compute.
 
@@ -114,6 +115,8 @@ def plan_shares(
         As of :func:`tvm_fusion.distributed.compile`.
     processor : Processor
         Figures of the CPU.
+    skewed : Sequence[bool]
+        Of each rank, whether steps on its CPU pass over the memory together.
 
     Raises
     ------
@@ -121,8 +124,8 @@ def plan_shares(
         If a given split does not fit the rows of a rank, or a schedule binds nothing.
     """
     cut = [
-        _cut(plan, rank, devices[rank], _of_rank(split, rank, plan.ranks), processor)
-        for rank in range(plan.ranks)
+        _cut(plan, rank, devices[rank], _of_rank(split, rank, plan.ranks), processor, together)
+        for rank, together in enumerate(plan.deep if one else 1 for one in skewed)
     ]
     functions: dict[Hashable, DeviceFunctions] = {}
     wanted: list[list[tuple[ResolvedDevice, Region, OperationSequence, list[str]]]] = []
@@ -166,6 +169,7 @@ def _cut(
     devices: Sequence[ResolvedDevice],
     split: RankSplit,
     processor: Processor,
+    together: int,
 ) -> list[Region]:
     """Rows of a rank's CPU, then of each of its devices."""
     part = plan.parts[rank]
@@ -175,7 +179,8 @@ def _cut(
     elif part.is_empty or not devices:
         counts = (end - begin, *(0 for _ in devices))
     else:
-        counts = split_rows(end - begin, _seconds(plan, part.rows, devices, split, processor))
+        seconds = _seconds(plan, part.rows, devices, split, processor, together)
+        counts = split_rows(end - begin, seconds)
         assert sum(counts) == end - begin, "every row has somebody who computes it"
     found: list[Region] = []
     for count in counts:
@@ -192,8 +197,9 @@ def _seconds(
     devices: Sequence[ResolvedDevice],
     split: Literal["auto", "model"] | MeasuredSplit,
     processor: Processor,
+    together: int,
 ) -> list[SecondsOfRows]:
-    """Predicted times of numbers of rows, on the CPU and on each device."""
+    """Predicted times of a step of numbers of rows, on the CPU and on each device."""
     if isinstance(split, MeasuredSplit):
         if len(split.devices) != len(devices):
             raise OpError(
@@ -202,7 +208,7 @@ def _seconds(
             )
         return [split.cpu, *split.devices]
     return [
-        cpu_seconds(plan.nest, rows, plan.itemsizes, processor),
+        cpu_seconds(plan.nest, rows, plan.itemsizes, processor, together),
         *(
             device_seconds(
                 plan.nest,
@@ -222,7 +228,7 @@ def _seconds(
 def _sequence(
     plan: Distribution, rank: int, device: ResolvedDevice, rows: Region, others: Sequence[Region]
 ) -> OperationSequence:
-    if device.in_place:
+    if device.in_place and plan.deep == 1:
         return rows_in_place(plan.nest, rows, plan.parts[rank].windows)
     if plan.repeat and device.chunks is None:
         return kept_rows(plan, rank, rows, others)

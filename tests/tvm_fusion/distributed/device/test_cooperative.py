@@ -365,7 +365,11 @@ rank  iterations               sends    receives    compute   exchange        ov
         ({"split": None}, OpError, "rows of the split are None; expected a list of integers"),
         ({"split": MeasuredSplit(MeasuredRows(0, 1), ())}, OpError, "0 devices were measured"),
         ({"overlap": "always"}, OpError, "overlap='always' is for ranks without devices"),
-        ({"exchange_every": 2}, OpError, "exchange_every is 2; ranks with devices exchange at"),
+        (
+            {"exchange_every": 2, "devices": [Device("opencl", chunks=2)]},
+            OpError,
+            "exchange_every is 2, and rows of a device with chunks= are copied at every step",
+        ),
         ({"transfers": ["A"]}, OpError, r"transfers are \['A'\]; expected a list of what"),
         ({"transfers": [LATE]}, OpError, "before= of a transfer is for ranks without devices"),
         (

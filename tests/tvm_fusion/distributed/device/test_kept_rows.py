@@ -23,7 +23,7 @@ from schedules.distribute.device.split import Accelerator
 from schedules.distribute.transfer import send_recv
 from tvm_fusion.distributed import Device, compile, measure_split
 from tvm_fusion.distributed.world import local_world
-from tvm_fusion.errors import InvalidInputError, TargetError
+from tvm_fusion.errors import InvalidInputError, OpError, TargetError
 
 pytestmark = pytest.mark.usefixtures("as_gpu")
 
@@ -68,10 +68,52 @@ def test_only_halos_are_copied_between_steps(steps: int, opened: list[WatchedDri
     )
 
 
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_halos_of_several_steps(steps: int, opened: list[WatchedDriver]) -> None:
+    """Every two steps: two rows of the CPU are copied in, and two that it reads out."""
+    func = heat2d(24, 7)
+    check(func, steps, devices=["opencl"], split=[9, 15], exchange_every=2)
+    row, begun = 4 * 7, steps % 2  # a run of an odd number of steps ends with one
+    both, one = [("kernel", 0)] * 2, [("kernel", 0)]
+    between = [("out", 2 * row), ("in", 2 * row)]
+    rounds = [both] * (steps // 2) + [one] * begun
+    wanted = [("in", 17 * row), *rounds[0]]
+    for kernels in rounds[1:]:
+        wanted += [*between, *kernels]
+    assert opened[0].log == [*wanted, ("out", 15 * row)]
+
+
+def test_not_from_what_nobody_has_filled() -> None:
+    a = te.placeholder((8, 3), "int32", "A")
+    out = te.compute((8, 3), lambda i, j: 100 // a[te.min(i + 1, 7), j], "out")
+    func = te.create_prim_func([a, out], index_dtype_override="int64")
+    options: Any = {"devices": ["opencl"], "split": [2, 6], "repeat": "A"}
+    assert compile(func, exchange_every="auto", **options).distribution.deep == 1
+    with pytest.raises(OpError, match="exchange_every is 2, and the function divides or indexes"):
+        compile(func, exchange_every=2, **options)
+
+
 @pytest.mark.parametrize(
     ("func", "ranks", "options"),
     [
         pytest.param(heat2d(), 1, ALONE, marks=pytest.mark.slow),
+        (heat2d(), 1, {**ALONE, "exchange_every": 3}),
+        (
+            heat2d(),
+            1,
+            {"devices": ["opencl", "opencl"], "split": [3, 1, 7], "exchange_every": 2},
+        ),
+        (heat2d(24, 7), 3, {"devices": ["opencl"], "split": [3, 5], "exchange_every": 3}),
+        (
+            wave2d(20, 6),
+            2,
+            {
+                "devices": ["opencl"],
+                "split": {1: [4, 6]},
+                "repeat": FIELDS,
+                "exchange_every": 3,
+            },
+        ),
         (heat2d(), 1, {"devices": ["opencl", "opencl"], "split": [3, 1, 7]}),
         pytest.param(
             heat2d(), 1, {"devices": ["opencl"], "split": [3, 4], "loop": 1}, marks=pytest.mark.slow
