@@ -94,7 +94,10 @@ class DeviceRun:
                 memory, place = self._of(name, number), self._place(buffers, name, region, number)
                 view = buffers[name].view(region)
                 copied = [self._into.copy_in(memory, place, view, copied)]
-            self._into.flush()
+            if self._is_deep:
+                self._into.finish()
+            else:
+                self._into.flush()
             before = [*copied, *self._of_slot(ends, number)]
             for step in range(steps):
                 if step:
@@ -105,7 +108,6 @@ class DeviceRun:
             self._compute.flush()
             if self._is_deep:
                 self._last = event
-                self._into.finish()
             else:
                 ends += self._copy_out(buffers, number, last, event)
 

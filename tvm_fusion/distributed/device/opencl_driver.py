@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from ...codegen.host_code import Launch
 from ...errors import DistributedError, OpError, TargetError
+from ...runtime.host_arrays import PAGE, aligned_empty
 from .device_functions import DeviceCode
 from .driver import Place, Plane, check_index, planes
 
@@ -26,6 +28,8 @@ except ImportError as error:
     raise TargetError(
         f"OpenCL devices need pyopencl ({error}); install it by: pip install 'tvm-fusion[opencl]'"
     ) from error
+
+_PLACES = 4  # in a page, at which memory begins
 
 
 def opencl_devices() -> list[Any]:
@@ -73,6 +77,7 @@ class OpenCLDriver:
         check_index("opencl", index, [device.name.strip() for device in devices])
         self.name = f"opencl:{index}"
         self._context = cl.Context([devices[index]])
+        self._places = itertools.count()
 
     def load(self, code: DeviceCode) -> Mapping[str, Any]:
         """The kernels of some code, by their names."""
@@ -86,9 +91,18 @@ class OpenCLDriver:
             }
 
     def allocate(self, nbytes: int) -> Any:
-        """Memory of the device."""
+        """Memory of the device; of the host, where it shares that.
+
+        Then each begins at another place in a page: a load waits for an earlier store at the same
+        place in another page (4 KiB aliasing).
+        """
+        flags, size = cl.mem_flags.READ_WRITE, max(1, nbytes)
         with _told(f"{self.name} has no {nbytes} bytes of memory; cut its rows into more chunks"):
-            return cl.Buffer(self._context, cl.mem_flags.READ_WRITE, max(1, nbytes))
+            if not all(map(_shares_memory, self._context.devices)):
+                return cl.Buffer(self._context, flags, size)
+            place = next(self._places) * PAGE // _PLACES % PAGE
+            host = aligned_empty((size,), np.uint8, place)
+            return cl.Buffer(self._context, flags | cl.mem_flags.USE_HOST_PTR, hostbuf=host)
 
     def share(self, array: np.ndarray) -> Any:
         """The host's memory, if the device shares it."""

@@ -38,7 +38,7 @@ and of those that may be prefetched into the second cache."""
 CACHED = "tvm_fusion.cached"
 """Attribute of a function whose results are read again while they are in the caches."""
 
-_LEAST_CACHES = 2  # so many times the last-level cache: little of a smaller output leaves it
+_LEAST_CACHES = 1  # times the last-level cache: of a smaller function it keeps what is read again
 _MOST_VECTORS = 4
 
 _STORE = """
