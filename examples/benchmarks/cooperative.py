@@ -135,13 +135,17 @@ class Sweep:
 
     def predicted_of_sides(self, title: str, device: float, cpu: float, bandwidth: float) -> float:
         """The same of measured seconds of each side alone, and of the memory that they share."""
-        plan = self.programs[title].distribution
-        rows, extent = self.rows(title), plan.nest.extents[0]
+        program = self.programs[title]
+        plan, rows = program.distribution, self.rows(title)
+        extent = plan.nest.extents[0]
         if rows in (0, extent):
             return cpu if rows else device
         work = work_of(plan.nest, ((0, extent),), plan.itemsizes)
-        share = rows / extent
-        return sharing_seconds(max(cpu * share, device * (1 - share)), work.bytes / bandwidth)
+        share, moved = rows / extent, 1.0
+        if any(piece.steps > 1 for piece in program.pieces[0]):  # which read what they write
+            moved = 2 / plan.deep
+        traffic = work.bytes * (share * moved + 1 - share) / bandwidth
+        return sharing_seconds(max(cpu * share, device * (1 - share)), traffic)
 
     def measure(self, turns: dict[str, list[Turn]]) -> None:
         """Add a turn of each split to ``turns``; all have the same result."""

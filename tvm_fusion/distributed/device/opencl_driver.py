@@ -72,12 +72,13 @@ class OpenCLDriver:
         If there is none of that number.
     """
 
+    _places = itertools.count()
+
     def __init__(self, index: int) -> None:
         devices = opencl_devices()
         check_index("opencl", index, [device.name.strip() for device in devices])
         self.name = f"opencl:{index}"
         self._context = cl.Context([devices[index]])
-        self._places = itertools.count()
 
     def load(self, code: DeviceCode) -> Mapping[str, Any]:
         """The kernels of some code, by their names."""
@@ -203,9 +204,11 @@ class OpenCLQueue:
 
 @contextlib.contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Raise errors of OpenCL as ours."""
+    """Raise errors of OpenCL, and of memory, as ours."""
     try:
         yield
+    except MemoryError as error:
+        raise DistributedError(f"{what} ({error})") from error
     except cl.Error as error:
         reason = cl.status_code.to_string(error.code) if error.code else str(error)
         raise DistributedError(f"{what} ({error.routine}: {reason})") from error
