@@ -493,6 +493,20 @@ RUNTIME = (
         ("tests/tvm_fusion/distributed/test_program.py",),
     ),
     Fault(
+        "a step overwrites rows that the one before has yet to read",
+        "schedules/distribute/time_skewing.py",
+        "place = begin + number * block - step * reach",
+        "place = begin + number * block - step",
+        ("tests/tvm_fusion/distributed/test_skewed_steps.py",),
+    ),
+    Fault(
+        "the CPU gets of a device what one step reads, and computes several",
+        "schedules/distribute/device/kept_rows.py",
+        "own_regions(plan.nest, plan.steps_of(rank, rows)[0])",
+        "own_regions(plan.nest, rows)",
+        ("tests/tvm_fusion/distributed/device/test_kept_rows.py",),
+    ),
+    Fault(
         "two pairs of ranks share a slot",
         "tvm_fusion/distributed/world/shared_slots.py",
         "+ column - (column > row))",

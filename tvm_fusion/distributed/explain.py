@@ -115,9 +115,10 @@ def _device(plan: Distribution, share: DeviceShare) -> str:
     kept = share.sequence.kept
     if kept is not None:
         each_in, each_out = kept.bytes(plan.itemsizes)
+        often = "between steps" if kept.steps == 1 else f"every {kept.steps} steps"
         return (
             f"      {name} meanwhile: {rows}, which stay there; {into} bytes in first, {out} out "
-            f"last, {each_in} in and {each_out} out between steps; {seconds} a step"
+            f"last, {each_in} in and {each_out} out {often}; {seconds} a step"
         )
     if share.sequence.in_place:
         return f"      {name} meanwhile: {rows} in the memory of the host, {seconds}"

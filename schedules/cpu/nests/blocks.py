@@ -223,6 +223,11 @@ def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
     )
 
 
+def item_bytes(buffer: ir.Var) -> int:
+    """Return the bytes of an element of a buffer; 1 of those of bits."""
+    return max(1, tvm_ffi.dtype(str(buffer.dtype)).bits // 8)
+
+
 def _is_computed(index: ir.Expr) -> bool:
     return not isinstance(index, ir.Var | tirx.IntImm)
 

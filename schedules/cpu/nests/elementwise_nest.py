@@ -6,13 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import tvm_ffi
 from tvm import s_tir
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.tir.cut_points import cut_points
 
-from .blocks import BlockFacts, Kernel, block_facts
+from .blocks import BlockFacts, Kernel, block_facts, item_bytes
 from .interleaved_loads import INTERLEAVED, is_interleaved
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .overlapping_tails import Overlap
@@ -50,7 +49,7 @@ def schedule_spatial(
     extents = [facts.volume(group) for group in groups]
     is_adjacent = len(groups[-1]) == 1 and facts.store.strides[groups[-1][0]] == 1
     lanes, register = _lanes(kernel, facts), kernel.cpu.vector_bits // 8
-    stored = lanes * (tvm_ffi.dtype(str(facts.store.buffer.dtype)).bits // 8)
+    stored = lanes * item_bytes(facts.store.buffer)
     # Parts of a register, such as pixels of 8 bits, reach memory one by one.
     streams = is_adjacent and stored >= register and worth_streaming(kernel, facts)
     if streams:

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tvm_ffi
 from tvm import ir, sym, tirx
 
 from schedules.tir.expression_walk import loads
 from schedules.tir.index_math import factor_of, ravel
 from schedules.workload.reduce import constant
+
+from ..blocks import item_bytes
 
 PREFETCH = "tvm_fusion_stream_prefetch"
 """Name of the function that prefetches a line into the second cache."""
@@ -108,7 +109,7 @@ def prefetches(value: ir.Expr, step: Step, axes: Sequence[tirx.IterVar]) -> list
 
 def _ahead(place: ir.Expr, load: ir.TensorLoad, step: Step) -> int:
     """How many elements after a load its prefetch is."""
-    size = max(1, tvm_ffi.dtype(str(load.source.dtype)).bits // 8)
+    size = item_bytes(load.source)
     rows = (factor_of(step.row, place) or 0) * step.rows if step.row is not None else 0
     return rows if _LEAST_AHEAD <= rows * size <= step.most_ahead else _LEAST_AHEAD // size
 

@@ -26,7 +26,7 @@ from tvm import ir, s_tir, tirx
 from schedules.tir.expression_walk import extern_name, substitute, uses
 from schedules.workload.reduce import constant
 
-from ..blocks import BlockFacts, Kernel
+from ..blocks import BlockFacts, Kernel, item_bytes
 from ..imported_functions import axis_along, with_functions
 from ..truncated_tails import fresh
 from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, Step, prefetches
@@ -94,11 +94,7 @@ def worth_streaming(kernel: Kernel, facts: BlockFacts) -> bool:
 
 def buffer_bytes(buffer: ir.Var) -> int:
     """Return the bytes of a buffer; 0 where an extent is not constant."""
-    return math.prod(constant(n) or 0 for n in buffer.shape) * _item_bytes(buffer)
-
-
-def _item_bytes(buffer: ir.Var) -> int:
-    return max(1, tvm_ffi.dtype(str(buffer.dtype)).bits // 8)
+    return math.prod(constant(n) or 0 for n in buffer.shape) * item_bytes(buffer)
 
 
 def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -123,7 +119,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if store is None:
             return nest[0]
         width = int(lane.body.block.annotations[STREAM][0])
-        size = int(lane.extent) * _item_bytes(store.buffer)
+        size = int(lane.extent) * item_bytes(store.buffer)
         if size % width or size > _MOST_VECTORS * width:
             return nest[0]
         shape = [loop.extent for loop in nest]

@@ -72,7 +72,8 @@ def test_only_halos_are_copied_between_steps(steps: int, opened: list[WatchedDri
 def test_halos_of_several_steps(steps: int, opened: list[WatchedDriver]) -> None:
     """Every two steps: two rows of the CPU are copied in, and two that it reads out."""
     func = heat2d(24, 7)
-    check(func, steps, devices=["opencl"], split=[9, 15], exchange_every=2)
+    program = check(func, steps, devices=["opencl"], split=[9, 15], exchange_every=2)
+    assert "56 in and 56 out every 2 steps" in program.explain()
     row, begun = 4 * 7, steps % 2  # a run of an odd number of steps ends with one
     both, one = [("kernel", 0)] * 2, [("kernel", 0)]
     between = [("out", 2 * row), ("in", 2 * row)]
