@@ -156,7 +156,7 @@ def serve(name: str, ranks: int, threads: int) -> None:
                 "runs": len(runs),
                 "bytes": program.distribution.bytes,
                 "messages": len(program.distribution.exchange.messages),
-                "exchange_every": len(program.distribution.parts[0].steps),
+                "exchange_every": program.distribution.deep,
                 "checksum": int(checksums.sum(dtype=np.uint64)),
             }
             print(json.dumps(found))

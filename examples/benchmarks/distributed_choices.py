@@ -67,7 +67,7 @@ def stencil_runs(name: str, world: distributed.World) -> tuple[dict[str, Run], d
     chosen = {}
     if repeated:
         plan = compile_case(case, 2, 1).distribution
-        steps = len(plan.parts[0].steps)
+        steps = plan.deep
         chosen["every"] = f"every {steps}" if steps > 1 else "overlap never"
         counts = sorted({*STEPS, steps} - {1})
         options = {title: given | {"exchange_every": 1} for title, given in options.items()}

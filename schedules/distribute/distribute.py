@@ -365,7 +365,7 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
             _check_owners(rank, mine, taker.name, output.name)
             both = hull([windows[taker.name], windows[output.name]])
             windows |= {taker.name: both, output.name: both}
-        _join_windows(nest, again, windows)
+        join_windows(nest, again, windows)
         parts.append(Part(rank, rows, mine, windows, steps))
     inputs = {buffer.name for buffer in nest.inputs}
     blocks = [
@@ -398,7 +398,7 @@ def _plan(nest: LoopNest, partition: Partition, choices: _Choices) -> Distributi
     return Distribution(nest, partition, tuple(parts), delivery.transfers, exchange, repeat)
 
 
-def _join_windows(
+def join_windows(
     nest: LoopNest, again: Mapping[tirx.Buffer, tirx.Buffer], windows: dict[str, Region]
 ) -> None:
     """Give the outputs that one block computes, and inputs that take them, the same windows."""

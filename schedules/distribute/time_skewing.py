@@ -39,9 +39,10 @@ from .repetition import repeated_inputs
 
 _MOST_ROWS = 32  # of a block
 _LEAST_ROWS = 8
-_Body: TypeAlias = "Callable[[tirx.Stmt, tirx.Expr], None]"
-
 _UNIT = 4  # rows that kernels of filters compute together
+_MOST_STEPS = 64  # each with ends of its own as arguments
+
+_Body: TypeAlias = "Callable[[tirx.Stmt, tirx.Expr], None]"
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,12 @@ def skew_of(
     Returns
     -------
     Skew | None
-        None if there is one step, if two loops are distributed, if steps compute or read anything
-        but rows at constant distances, if two blocks of rows do not fit in the cache, or if all
-        rows do.
+        None if there is one step, or more than 64; if another loop than the outermost is
+        distributed; if blocks compute more than outputs, reduce, or read rows at other than
+        constant distances; if the cache holds all rows, or too few for a block and the distances
+        of all steps; or if threads have too few rows to keep away from each other.
     """
-    if plan.deep == 1 or len(rows) > 1 or not region_size(rows):
+    if not 1 < plan.deep <= _MOST_STEPS or len(rows) > 1 or not region_size(rows):
         return None
     reach = _reach(plan.nest_of(rank), plan.repeat)
     if reach is None or not _narrows(plan.steps_of(rank, rows)):
@@ -102,7 +104,7 @@ def skew_of(
     each = (end - begin) // threads  # of a chunk
     block = min(room, _MOST_ROWS, each) // _UNIT * _UNIT
     fits = block >= _LEAST_ROWS and row_bytes * (end - begin) > cache_bytes
-    apart = each >= 2 * reach * plan.deep
+    apart = threads == 1 or each >= 2 * reach * plan.deep
     return Skew(plan.deep, reach, block, threads) if fits and apart else None
 
 
@@ -119,7 +121,7 @@ def seconds_of_steps(
 
 
 def skewed_seconds(steps: Sequence[Work], processor: Processor) -> float:
-    """The same of the work of steps that pass over the memory together."""
+    """Predicted time of steps that pass over the memory together, from the work of each."""
     operations = sum(work.operations for work in steps)
     moved = 2 * max(work.bytes for work in steps)
     return processor.seconds(Work(operations, 0)) + processor.seconds(Work(0, moved))
@@ -162,8 +164,10 @@ def _reach(nest: LoopNest, repeat: Mapping[str, str]) -> int | None:
     axis_of |= {taker: axis_of[output] for taker, output in again.items()}
     reach = 0
     for stage, reads in zip(nest.stages, nest.reads, strict=True):
-        if stage.output not in nest.outputs:
-            return None  # rows of a hidden buffer depend on where a part begins
+        if stage.output not in nest.outputs or stage.reduced or axis_of[stage.output]:
+            # Rows of a hidden buffer depend on where a part begins, and the order of a sum on its
+            # rows; rows of another axis do not lie together.
+            return None
         own = stage.axes[axis_of[stage.output]].var
         domain = domain_of(stage, [(0, int(axis.dom.extent)) for axis in stage.axes])
         for read in reads:
@@ -193,7 +197,8 @@ def _row_bytes(plan: Distribution, rank: int) -> int:
     nest, total = plan.nest_of(rank), 0
     for buffer in nest.func.params:
         window = plan.parts[rank].windows[buffer.name]
-        moved = [ends for ends, loops in zip(window, nest.varying[buffer], strict=True) if loops]
+        loops_of = nest.varying.get(buffer, ((),) * len(window))
+        moved = [ends for ends, loops in zip(window, loops_of, strict=True) if loops]
         if moved:
             [(begin, end), *_] = moved
             total += region_size(window) // (end - begin) * plan.itemsizes[buffer.name]

@@ -44,6 +44,11 @@ CASES_OF_RANKS = {
 """Cases by the number of ranks."""
 
 
+def spoil(array: np.ndarray) -> None:
+    """Fill an array with NaN, or with a number that stands out."""
+    array[...] = np.nan if array.dtype.kind == "f" else 77
+
+
 def poison(local: LocalProgram, world: Ranks) -> None:
     """Make everything NaN before each exchange that the rank has not been given or computed."""
     start, plan = world.start, local.plan
@@ -57,11 +62,11 @@ def poison(local: LocalProgram, world: Ranks) -> None:
             for buffer in plan.nest.inputs:
                 window = buffers[buffer.name]
                 held = [window.view(region).copy() for region in kept[buffer.name]]
-                window.array[...] = np.nan
+                spoil(window.array)
                 for region, values in zip(kept[buffer.name], held, strict=True):
                     window.view(region)[...] = values
             for buffer in plan.nest.outputs:
-                buffers[buffer.name].array[...] = np.nan
+                spoil(buffers[buffer.name].array)
         start(exchange, buffers)
 
     world.start = poisoned  # type: ignore[method-assign]
@@ -136,9 +141,12 @@ def run_all(
 ) -> dict[str, np.ndarray]:
     """Run a program on all ranks; before each exchange, what a rank does not own is poisoned."""
     nest = program.distribution.nest
-    results = {output.name: np.full_like(arrays[output.name], np.nan) for output in nest.outputs}
+    results = {output.name: np.empty_like(arrays[output.name]) for output in nest.outputs}
+    for result in results.values():
+        spoil(result)
 
     def work(world: LocalWorld) -> int:
+        world.threads = program.threads
         local = program.on(world)
         for buffer in nest.inputs:
             held = local.input(buffer.name)
@@ -151,6 +159,6 @@ def run_all(
         return sum(size for _, size in world.sent)
 
     sent = run_ranks(program.ranks, work)
-    deep = len(program.distribution.parts[0].steps)
+    deep = program.distribution.deep
     assert sum(sent) == program.distribution.bytes * -(-steps // deep)
     return results

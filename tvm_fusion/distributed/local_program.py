@@ -350,7 +350,7 @@ class LocalProgram:
                 device.pass_on(self.buffers, ends)
 
     def run_steps(self, first: int = 0) -> None:
-        """Compute what the CPU computes of the same, without exchange or devices."""
+        """Compute the steps between two exchanges on the CPU alone, from one of them on."""
         left = self.plan.deep - first
         if self._all_steps is None:
             for step in range(first, self.plan.deep):

@@ -268,7 +268,10 @@ def compile(
         ranks own the same of both.
     exchange_every : int or "auto"
         Steps between two exchanges, each of which brings halos for that many; ``"auto"`` takes the
-        number for which a step is predicted to be fastest.
+        number for which a step is predicted to be fastest on CPUs that compute all rows. The steps
+        pass over the memory together where they can (:mod:`schedules.distribute.time_skewing`).
+        Devices with ``chunks`` or ``in_place`` exchange at every step, others copy halos as often
+        as ranks do.
     threads : int
         Threads of each rank's kernels.
     network, processor : Network, Processor, optional
@@ -328,7 +331,7 @@ def compile(
         repeat=repeat,
     )
     if exchange_every == "auto":
-        depths = _DEPTHS if repeat and not _chunked(devices) else (1,)
+        depths = _DEPTHS if repeat and not _each_step(devices) else (1,)
     else:
         depths = (exchange_every,)
     plans = [planned(exchange_every=steps) for steps in depths]
@@ -340,7 +343,7 @@ def compile(
             plans = plans[:1]
     known = processor or default_processor(resolved)
     placed, known = _placed(devices, split, plans[0].ranks, resolved, known)
-    skewing = _Skewing(CPUInfo.from_target(resolved), threads, schedule is None)
+    skewing = _Skewing(CPUInfo.from_target(resolved), threads, not schedule)
     figures = _Figures(network or Network(), known, skewing)
     plan = figures.fastest(plans, overlap) if len(plans) > 1 else plans[0]
     if isinstance(split, str) and split == "auto" and plan.ranks == 1 and processor is None:
@@ -423,10 +426,10 @@ def _check_deep(
     """Refuse steps without an exchange between them that devices cannot compute."""
     if plan.deep == 1:
         return
-    if _chunked(devices):
+    if _each_step(devices):
         raise OpError(
-            f"exchange_every is {plan.deep}, and rows of a device with chunks= are copied at every "
-            "step; leave either out"
+            f"exchange_every is {plan.deep}, and a device with chunks= or in_place=True shares its "
+            "rows at every step; leave either out"
         )
     if plan.nest.may_trap:
         raise OpError(
@@ -436,10 +439,11 @@ def _check_deep(
         )
 
 
-def _chunked(devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]]) -> bool:
-    """True if a device is given the number of chunks in which its rows are copied."""
+def _each_step(devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]]) -> bool:
+    """True if a device is to copy rows in chunks, or to compute in the host's memory."""
     lists = devices.values() if isinstance(devices, Mapping) else [devices]
-    return any(isinstance(device, Device) and device.chunks for given in lists for device in given)
+    given = [device for each in lists if isinstance(each, list | tuple) for device in each]
+    return any(isinstance(one, Device) and bool(one.chunks or one.in_place) for one in given)
 
 
 def _sides(devices: Sequence[ResolvedDevice], split: Split) -> int:
@@ -533,7 +537,17 @@ class _Figures:
         if wish == "never" or (wish == "auto" and not self.network.progress):
             return False
         gain = overlap_gain_of(plan, rank, self.network, self.processor)
-        return gain is not None and (wish == "always" or gain > 0)
+        return gain is not None and (wish == "always" or gain > self._skew_gain(plan, rank))
+
+    def _skew_gain(self, plan: Distribution, rank: int) -> float:
+        """Predicted seconds that a rank saves if its steps pass over the memory together."""
+        rows = plan.parts[rank].rows
+        if self.skewing.of(plan, rank, rows) is None:
+            return 0.0
+        apart, together = (
+            seconds_of_steps(plan, rank, rows, self.processor, skewed) for skewed in (False, True)
+        )
+        return max(0.0, apart - together)
 
 
 class _Kernels:
@@ -569,13 +583,21 @@ class _Kernels:
         steps = self.plan.steps_of(rank, cpu)
         waits = tuple(t for t in self.plan.before if t.before and rank in (t.source, t.dest))
         if not overlap:
-            return tuple(self._piece(rank, rows, step, waits) for step, rows in enumerate(steps))
+            return tuple(
+                self._piece(rank, rows, step, waits)
+                for step, rows in enumerate(steps)
+                if region_size(rows)
+            )
         interior = self.plan.interior(rank)
         borders = difference(part.steps[0], interior)
         return (
             self._piece(rank, interior, 0, is_interior=True),
             *(self._piece(rank, rows, 0, () if n else waits) for n, rows in enumerate(borders)),
-            *(self._piece(rank, rows, step) for step, rows in enumerate(part.steps) if step),
+            *(
+                self._piece(rank, rows, step)
+                for step, rows in enumerate(part.steps)
+                if step and region_size(rows)
+            ),
         )
 
     def compiled(self) -> Any:

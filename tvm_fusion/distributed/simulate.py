@@ -184,6 +184,8 @@ def simulate(
     """
     check_ranks(ranks)
     check_figures(network, processor, 1)
+    if not isinstance(cache_bytes, int) or cache_bytes < 0:
+        raise InvalidInputError(f"cache_bytes is {cache_bytes!r:.60}; expected bytes, or 0")
     if not isinstance(source, tirx.PrimFunc) and not callable(source):
         raise InvalidInputError(
             f"{source!r:.60} is no function; expected a PrimFunc, or what makes one from the ranks"

@@ -3,8 +3,8 @@
 
 All of them are copied in before the first step, and out after the last. In between only those are
 copied that somebody else computes or reads: another rank, the CPU, or another device of the rank.
-Where ranks exchange every few steps, so do the CPU and devices of a rank: in each step a device
-then computes all rows of the first one, of which the later ones need fewer, by one kernel.
+Where ranks exchange every few steps, so do the CPU and devices of a rank: a device then computes in
+each step, by one kernel, all rows of any of them. What it lacks for some is not read by the others.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..distribute import Distribution
+from ..distribute import Distribution, join_windows
 from ..exchange import Region, difference, hull, intersection, region_size, union
+from ..repetition import repeated_inputs
 from .operation_sequence import KeptRows, OperationSequence, operation_sequence, own_regions
 
 
@@ -38,7 +39,7 @@ def kept_rows(
     OpError
         As of :func:`operation_sequence`.
     """
-    sequence = operation_sequence(plan.nest, plan.steps_of(rank, rows)[0], 1)
+    sequence = operation_sequence(plan.nest, _rows_of_steps(plan, rank, rows), 1)
     [chunk] = sequence.chunks
     mine = {buffer.name: one for buffer, [one] in plan.nest.output_regions(rows).items()}
     chunk = replace(chunk, copied={**chunk.copied, **mine})
@@ -53,6 +54,7 @@ def kept_rows(
             into += [(taker, region) for region in difference(read, made)]
         wanted = [*_sent(plan, rank, taker), *_reads(plan, rank, taker, others)]
         out += [(output, one) for one in union([intersection(made, one) for one in wanted])]
+    join_windows(plan.nest, repeated_inputs(plan.nest, plan.repeat), windows)
     kept = KeptRows(plan.repeat, tuple(into), tuple(out), plan.deep)
     return replace(sequence, chunks=(replace(chunk, windows=windows),), kept=kept)
 
@@ -77,11 +79,16 @@ def _sent(plan: Distribution, rank: int, buffer: str) -> list[Region]:
 
 
 def _reads(plan: Distribution, rank: int, buffer: str, others: Sequence[Region]) -> list[Region]:
-    """Part of an input that the first steps of several ranges of rows read."""
+    """Part of an input that the steps of several ranges of rows read."""
     return [
         region
         for rows in others
         if region_size(rows)
-        for read, region in own_regions(plan.nest, plan.steps_of(rank, rows)[0]).items()
+        for read, region in own_regions(plan.nest, _rows_of_steps(plan, rank, rows)).items()
         if read.name == buffer
     ]
+
+
+def _rows_of_steps(plan: Distribution, rank: int, rows: Region) -> Region:
+    """All that is computed between two exchanges, so that the last step has some rows."""
+    return hull([computed for computed in plan.steps_of(rank, rows) if region_size(computed)])

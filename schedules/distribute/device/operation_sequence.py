@@ -57,11 +57,12 @@ class KeptRows:
     repeat : Mapping[str, str]
         Inputs, and the outputs that they take in the next step; both have the same window.
     into : tuple[tuple[str, Region], ...]
-        Of these inputs what somebody else computes, to be copied in before each step but the first.
+        Of these inputs what somebody else computes, to be copied in before each step, or so many
+        steps, but the first.
     out : tuple[tuple[str, Region], ...]
-        Of these outputs what somebody else reads, to be copied out after each step but the last.
+        Of these outputs what somebody else reads, to be copied out after all but the last.
     steps : int
-        Steps without a copy between them, which count as one here.
+        How many steps follow each other without a copy.
     """
 
     repeat: Mapping[str, str]

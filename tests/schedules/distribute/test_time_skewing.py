@@ -29,12 +29,25 @@ def in_two_stages(rows: int = 96, cols: int = 16) -> tirx.PrimFunc:
     return function(a, te.compute((rows, cols), lambda i, j: half[i, j] + 1.0, "next"))
 
 
+def summed(rows: int = 96, cols: int = 16) -> tirx.PrimFunc:
+    a, k = image(rows, cols), te.reduce_axis((0, cols), "k")
+    return function(a, te.compute((rows, cols), lambda i, j: te.sum(a[i, k] * 0.1, k), "next"))
+
+
+def with_unused(rows: int = 96, cols: int = 16) -> tirx.PrimFunc:
+    a, unused = image(rows, cols), image(3, name="unused")
+    return function(a, unused, te.compute((rows, cols), lambda i, j: a[i, j] + 1.0, "next"))
+
+
 def leaning(rows: int = 96, cols: int = 16) -> tirx.PrimFunc:
     """The second output reads the first one a row below."""
     a, v = image(rows, cols), image(rows, cols, name="V")
     speed = te.compute((rows, cols), lambda i, j: a[i, j] + v[i, j], "speed")
-    below = lambda i: tirx.min(i + 1, rows - 1)  # noqa: E731
-    after = te.compute((rows, cols), lambda i, j: speed[below(i), j] * 0.5, "next")
+    after = te.compute(
+        (rows, cols),
+        lambda i, j: tirx.if_then_else(i < rows - 1, speed[i + 1, j], speed[i, j]) * 0.5,
+        "next",
+    )
     return function(a, v, after, speed)
 
 
@@ -64,6 +77,7 @@ def test_blocks() -> None:
     assert chosen(lagging(960)) == Skew(steps=4, reach=2, block=32, chunks=1)
     assert chosen(wave2d(960, 16), repeat=FIELDS) == Skew(4, reach=1, block=32, chunks=1)
     assert chosen(heat3d(960, 4)) == Skew(steps=4, reach=1, block=32, chunks=1)
+    assert chosen(with_unused(960)) == Skew(steps=4, reach=0, block=32, chunks=1)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +89,9 @@ def test_blocks() -> None:
         pytest.param(heat2d(320, 64), {"loop": [0, 1], "ranks": 4}, id="a grid"),
         pytest.param(heat2d(960, 16), {"ranks": 120}, id="few rows a rank"),
         pytest.param(heat2d(330, 32), {"threads": 40, "steps": 8}, id="few rows a thread"),
+        pytest.param(heat2d(9600, 16), {"steps": 65, "cache": 1 << 15}, id="many steps"),
+        pytest.param(heat2d(960, 960), {"loop": 1}, id="columns"),
+        pytest.param(summed(960), {}, id="a sum"),
         pytest.param(mirrored(960), {}, id="distances that differ"),
         pytest.param(in_two_stages(960), {}, id="a hidden stage"),
         pytest.param(leaning(960), {"repeat": FIELDS}, id="other rows of an output"),

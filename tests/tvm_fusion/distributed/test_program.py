@@ -237,7 +237,7 @@ def test_steps_between_exchanges_by_the_model(monkeypatch: pytest.MonkeyPatch) -
         network = Network(latency=latency, bandwidth=1e9)
         figures: Any = {"network": network, "processor": processor}
         program = compile(heat2d(64, 64), 4, repeat="A", exchange_every="auto", **figures)
-        return len(program.distribution.parts[0].steps)
+        return program.distribution.deep
 
     assert chosen(0.0) == 1 < chosen(2e-6) < chosen(1e-2) == 16
 

@@ -59,7 +59,7 @@ class Device:
         fastest, but of a program with ``repeat`` the rows stay on the device.
     in_place : bool, optional
         Whether it computes in the host's memory, without copies; by default an OpenCL device of
-        this machine does that can, unless chunks are given.
+        this machine does that can, unless chunks are given or several steps share an exchange.
     figures : Accelerator, optional
         Figures of the predictions; by default those of a GPU of its architecture, or of the cores
         of the host, where its OpenCL device is this CPU.

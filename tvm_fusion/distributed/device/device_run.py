@@ -52,6 +52,7 @@ class DeviceRun:
         self._scratch = {number: driver.allocate(nbytes) for number, nbytes in sizes.items()}
         self._into, self._compute, self._out = (driver.queue() for _ in range(3))
         self._exchanged: dict[str, LocalBuffer] = {}
+        self._last: Event = None  # of the steps whose results are still to be passed on
 
     def _slots(self, driver: Driver, name: str, itemsize: int) -> list[Any]:
         """Memory of a parameter: one for all chunks if it stays, else one a slot."""
@@ -113,6 +114,7 @@ class DeviceRun:
 
     @property
     def _is_deep(self) -> bool:
+        """True if several steps follow each other without a copy."""
         return self._sequence.kept is not None and self._sequence.kept.steps > 1
 
     def pass_on(self, buffers: Mapping[str, LocalBuffer], last: bool) -> None:

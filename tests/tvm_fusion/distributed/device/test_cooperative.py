@@ -368,8 +368,9 @@ rank  iterations               sends    receives    compute   exchange        ov
         (
             {"exchange_every": 2, "devices": [Device("opencl", chunks=2)]},
             OpError,
-            "exchange_every is 2, and rows of a device with chunks= are copied at every step",
+            "exchange_every is 2, and a device with chunks= or in_place=True shares its rows",
         ),
+        ({"devices": 5, "exchange_every": 2}, InvalidInputError, "devices are 5; expected"),
         ({"transfers": ["A"]}, OpError, r"transfers are \['A'\]; expected a list of what"),
         ({"transfers": [LATE]}, OpError, "before= of a transfer is for ranks without devices"),
         (

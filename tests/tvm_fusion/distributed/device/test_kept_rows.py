@@ -12,16 +12,18 @@ import pytest
 from device_runs import WatchedDriver, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_nests import Interpreter, elements, heat2d, heat3d, random_arrays
+from loop_nests import Interpreter, elements, gaps, heat2d, heat3d, lagging, random_arrays
 from mpi_ranks import needs_mpi, run_ranks
 from opencl import opencl_context
 from tvm import te, tirx
 
-from examples.stencils import wave2d
+from examples.stencils import function, image, wave2d
 from schedules.distribute.cost import Processor
 from schedules.distribute.device.split import Accelerator
+from schedules.distribute.time_skewing import skew_of
 from schedules.distribute.transfer import send_recv
-from tvm_fusion.distributed import Device, compile, measure_split
+from tvm_fusion.distributed import Device, compile, measure_split, program
+from tvm_fusion.distributed.local_program import LocalProgram
 from tvm_fusion.distributed.world import local_world
 from tvm_fusion.errors import InvalidInputError, OpError, TargetError
 
@@ -69,9 +71,21 @@ def test_only_halos_are_copied_between_steps(steps: int, opened: list[WatchedDri
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5])
-def test_halos_of_several_steps(steps: int, opened: list[WatchedDriver]) -> None:
-    """Every two steps: two rows of the CPU are copied in, and two that it reads out."""
+def test_halos_of_several_steps(
+    steps: int, opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every two steps: two rows of the CPU are copied in, and two that it reads out.
+
+    The CPU begins when no copy from its windows is left, since its second step overwrites them.
+    """
     func = heat2d(24, 7)
+    run_steps, waiting = LocalProgram.run_steps, []
+
+    def noted(self: LocalProgram, first: int = 0) -> None:
+        waiting.extend(len(driver.queues[0]._events) for driver in opened)
+        run_steps(self, first)
+
+    monkeypatch.setattr(LocalProgram, "run_steps", noted)
     program = check(func, steps, devices=["opencl"], split=[9, 15], exchange_every=2)
     assert "56 in and 56 out every 2 steps" in program.explain()
     row, begun = 4 * 7, steps % 2  # a run of an odd number of steps ends with one
@@ -82,6 +96,7 @@ def test_halos_of_several_steps(steps: int, opened: list[WatchedDriver]) -> None
     for kernels in rounds[1:]:
         wanted += [*between, *kernels]
     assert opened[0].log == [*wanted, ("out", 15 * row)]
+    assert waiting == [0] * len(rounds)
 
 
 def test_not_from_what_nobody_has_filled() -> None:
@@ -94,11 +109,82 @@ def test_not_from_what_nobody_has_filled() -> None:
         compile(func, exchange_every=2, **options)
 
 
+@pytest.mark.parametrize(("ranks", "split"), [(1, [90, 70]), (2, [50, 30])])
+def test_beside_steps_that_pass_over_the_memory_together(
+    ranks: int, split: list[int], opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(plan: Any, rank: int, rows: Any, _: int, threads: int) -> Any:
+        return skew_of(plan, rank, rows, 1 << 13, threads)
+
+    monkeypatch.setattr(program, "skew_of", small)
+    for steps in (6, 5, 1):
+        options: Any = {"split": dict.fromkeys(range(ranks), split), "exchange_every": 3}
+        made = check(lagging(160, 24), steps, ranks, devices=["opencl"], **options)
+        assert [piece.steps for pieces in made.pieces for piece in pieces] == [3] * ranks
+
+
+def zero_border(rows: int = 11, cols: int = 7) -> tirx.PrimFunc:
+    """Rows of the border read nothing."""
+    a = image(rows, cols)
+    return function(
+        a,
+        te.compute(
+            (rows, cols),
+            lambda i, j: tirx.if_then_else(
+                tirx.all(0 < i, i < rows - 1), a[i - 1, j] + 0.5 * a[i + 1, j], 0.0
+            ),
+            "next",
+        ),
+    )
+
+
+def rows_below(rows: int = 8, cols: int = 3) -> tirx.PrimFunc:
+    """The first row of a part is not read by the part."""
+    a = image(rows, cols)
+    return function(
+        a, te.compute((rows, cols), lambda i, j: 0.5 * a[te.min(i + 1, rows - 1), j], "next")
+    )
+
+
+def two_of_one_block(rows: int = 12, cols: int = 6) -> tirx.PrimFunc:
+    """One block whose outputs read different rows."""
+    a, v = image(rows, cols), image(rows, cols, name="V")
+    k = te.reduce_axis((0, 3), "k")
+    near = lambda i: te.min(te.max(i + k - 1, 0), rows - 1)  # noqa: E731
+    sums = te.comm_reducer(
+        lambda mine, other: (mine[0] + other[0], mine[1] + other[1]),
+        lambda *types: tuple(tirx.const(0, each) for each in types),
+    )
+    both = te.compute(
+        (rows, cols), lambda i, j: sums((0.3 * a[near(i), j], 0.2 * v[i, j]), axis=k), "both"
+    )
+    return function(a, v, *both)
+
+
+@pytest.mark.parametrize("deep", [2, 3])
+@pytest.mark.parametrize(
+    ("func", "split"),
+    [(zero_border(), [1, 10]), (zero_border(), [10, 1]), (rows_below(), [2, 6]), (gaps(), [4, 8])],
+    ids=["border of the CPU", "border of the device", "rows below", "gaps"],
+)
+def test_steps_that_read_other_rows(
+    func: Any, split: list[int], deep: int, opened: list[WatchedDriver]
+) -> None:
+    """Steps compute other rows than those that follow, or none."""
+    for steps in (deep, 2 * deep + 1):
+        check(func, steps, devices=["opencl"], split=split, exchange_every=deep)
+
+
 @pytest.mark.parametrize(
     ("func", "ranks", "options"),
     [
         pytest.param(heat2d(), 1, ALONE, marks=pytest.mark.slow),
         (heat2d(), 1, {**ALONE, "exchange_every": 3}),
+        (
+            two_of_one_block(),
+            1,
+            {"devices": ["opencl"], "split": [4, 8], "repeat": {"A": "both.v0", "V": "both.v1"}},
+        ),
         (
             heat2d(),
             1,
