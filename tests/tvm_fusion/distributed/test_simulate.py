@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loop_nests import blur
+from loop_nests import blur, heat2d
 from tvm import te, tirx
 
 from examples.stencils import function, image
@@ -130,6 +130,16 @@ def test_a_measured_run_corrects_the_parts() -> None:
     assert two.compute == pytest.approx(uncorrected[1].compute / uncorrected[0].compute)
 
 
+def test_steps_together_move_the_arrays_once() -> None:
+    """Into the cache and out of it, for a run of four steps."""
+    slow_memory, array = Processor(rate=1e18, bandwidth=1e9), 4 * 960 * 64
+    steps: Any = {"repeat": "A", "exchange_every": 4}
+    [apart] = simulate(heat2d(960, 64), slow_memory, [1], **steps).points
+    [together] = simulate(heat2d(960, 64), slow_memory, [1], cache_bytes=1 << 14, **steps).points
+    assert apart.seconds == pytest.approx(4 * 2 * array / 1e9)
+    assert together.seconds == pytest.approx(2 * 2 * array / 1e9, rel=1e-6)
+
+
 def test_ranks_of_a_node_share_its_memory() -> None:
     """Two ranks gain nothing where one has all of the bandwidth; four are on two nodes."""
     shared = replace(PROCESSOR, bandwidth=1e6, node_bandwidth=1e6, node_ranks=2)
@@ -181,6 +191,8 @@ def test_arguments_of_other_types() -> None:
     other: Any = "alpha=1us"
     with pytest.raises(InvalidInputError, match="processor is 'alpha=1us'; expected a Processor"):
         simulate(blur(), other, [1])
+    with pytest.raises(InvalidInputError, match="cache_bytes is '1M'; expected bytes, or 0"):
+        simulate(blur(), PROCESSOR, [1], cache_bytes="1M")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="network is 'alpha=1us'; expected a Network"):
         simulate(blur(), PROCESSOR, [1], network=other)
     with pytest.raises(InvalidInputError, match="'alpha=1us' is no function; expected a PrimFunc"):
