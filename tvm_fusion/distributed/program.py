@@ -330,17 +330,7 @@ def compile(
         infer=infer,
         repeat=repeat,
     )
-    if exchange_every == "auto":
-        depths = _DEPTHS if repeat and not _each_step(devices) else (1,)
-    else:
-        depths = (exchange_every,)
-    plans = [planned(exchange_every=steps) for steps in depths]
-    if devices:
-        _check_outputs(plans[0])
-        if exchange_every != "auto":
-            _check_deep(plans[0], devices)
-        elif plans[0].nest.may_trap:
-            plans = plans[:1]
+    plans = _plans(planned, exchange_every, bool(repeat), devices)
     known = processor or default_processor(resolved)
     placed, known = _placed(devices, split, plans[0].ranks, resolved, known)
     skewing = _Skewing(CPUInfo.from_target(resolved), threads, not schedule)
@@ -376,6 +366,27 @@ def compile(
         shares,
         threads,
     )
+
+
+def _plans(
+    planned: Callable[..., Distribution],
+    exchange_every: int | Literal["auto"],
+    is_repeated: bool,
+    devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]],
+) -> list[Distribution]:
+    """The plan with an exchange every so many steps, or those of which the model chooses one."""
+    if exchange_every == "auto":
+        depths = _DEPTHS if is_repeated and not _each_step(devices) else (1,)
+    else:
+        depths = (exchange_every,)
+    plans = [planned(exchange_every=steps) for steps in depths]
+    if devices:
+        _check_outputs(plans[0])
+        if exchange_every != "auto":
+            _check_deep(plans[0], devices)
+        elif plans[0].nest.may_trap:
+            return plans[:1]
+    return plans
 
 
 def _placed(
