@@ -134,7 +134,9 @@ def bytes_on_nodes(array: np.ndarray) -> dict[int, int]:
 
 def touch(array: np.ndarray) -> None:
     """Write to each page of a new contiguous array, so that it lies where memory is bound."""
-    array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
+    flat = array.reshape(-1).view(np.uint8)
+    flat[:: mmap.PAGESIZE] = 0
+    flat[-1:] = 0  # of one that begins within a page
 
 
 def _call(name: str, *arguments: object) -> None:

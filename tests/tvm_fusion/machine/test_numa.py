@@ -61,6 +61,14 @@ def test_pages_lie_where_memory_is_bound() -> None:
 
 
 @needs_nodes
+def test_all_pages_are_touched_of_an_array_within_them() -> None:
+    page = mmap.PAGESIZE
+    array = fresh(6)[page // 2 : 4 * page + page // 4]
+    numa.touch(array)
+    assert UNTOUCHED not in bytes_on_nodes(array)
+
+
+@needs_nodes
 def test_a_node_that_is_not_there() -> None:
     with pytest.raises(TargetError, match="the system refuses set_mempolicy: .*leave numa= out"):
         bind_memory(NODES[-1].number + 200)
