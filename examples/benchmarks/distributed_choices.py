@@ -66,8 +66,7 @@ def stencil_runs(name: str, world: distributed.World) -> tuple[dict[str, Run], d
     options: dict[str, dict[str, Any]] = {f"overlap {how}": {"overlap": how} for how in OVERLAPS}
     chosen = {}
     if repeated:
-        plan = compile_case(case, 2, 1).distribution
-        steps = plan.deep
+        steps = compile_case(case, 2, 1).distribution.deep
         chosen["every"] = f"every {steps}" if steps > 1 else "overlap never"
         counts = sorted({*STEPS, steps} - {1})
         options = {title: given | {"exchange_every": 1} for title, given in options.items()}

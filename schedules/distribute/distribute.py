@@ -169,10 +169,11 @@ class Distribution:
         """What each step between two exchanges computes, so that the last one has some rows."""
         if rows == self.parts[rank].rows:
             return self.parts[rank].steps
-        return rows_of_steps(self.nest, self._again, rows, self.deep)
+        return rows_of_steps(self.nest, self.takers, rows, self.deep)
 
     @cached_property
-    def _again(self) -> dict[tirx.Buffer, tirx.Buffer]:
+    def takers(self) -> dict[tirx.Buffer, tirx.Buffer]:
+        """The inputs and outputs that ``repeat`` names."""
         return repeated_inputs(self.nest, self.repeat)
 
     def interior(self, rank: int) -> Region:

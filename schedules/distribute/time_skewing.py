@@ -35,7 +35,6 @@ from .exchange import Region, region_size
 from .index_values import index_values
 from .loop_nest import LoopNest
 from .regions import domain_of
-from .repetition import repeated_inputs
 
 _MOST_ROWS = 32  # of a block
 _LEAST_ROWS = 8
@@ -93,9 +92,10 @@ def skew_of(
         constant distances; if the cache holds all rows, or too few for a block and the distances
         of all steps; or if threads have too few rows to keep away from each other.
     """
-    if not 1 < plan.deep <= _MOST_STEPS or len(rows) > 1 or not region_size(rows):
+    is_outermost = all(axes == (0,) for axes in plan.nest.loops)
+    if not (1 < plan.deep <= _MOST_STEPS and is_outermost and region_size(rows)):
         return None
-    reach = _reach(plan.nest_of(rank), plan.repeat)
+    reach = _reach(plan.nest, plan.takers)
     if reach is None or not _narrows(plan.steps_of(rank, rows)):
         return None
     [(begin, end)] = rows
@@ -157,23 +157,20 @@ def skewed_steps(
     return _Writer(block, row, repeat, skew).function()
 
 
-def _reach(nest: LoopNest, repeat: Mapping[str, str]) -> int | None:
+def _reach(nest: LoopNest, takers: Mapping[tirx.Buffer, tirx.Buffer]) -> int | None:
     """Rows by which a step reads beyond its own, above or below; None if that is not constant."""
-    again = repeated_inputs(nest, repeat)
-    axis_of = dict(zip(nest.outputs, (axes[0] for axes in nest.loops), strict=True))
-    axis_of |= {taker: axis_of[output] for taker, output in again.items()}
     reach = 0
     for stage, reads in zip(nest.stages, nest.reads, strict=True):
-        if stage.output not in nest.outputs or stage.reduced or axis_of[stage.output]:
+        if stage.output not in nest.outputs or stage.reduced:
             # Rows of a hidden buffer depend on where a part begins, and the order of a sum on its
-            # rows; rows of another axis do not lie together.
+            # rows.
             return None
-        own = stage.axes[axis_of[stage.output]].var
+        own = stage.axes[0].var
         domain = domain_of(stage, [(0, int(axis.dom.extent)) for axis in stage.axes])
         for read in reads:
-            if read.buffer not in axis_of:
+            if read.buffer not in takers and read.buffer not in nest.outputs:
                 continue
-            apart = simplified(read.indices[axis_of[read.buffer]] - own)
+            apart = simplified(read.indices[0] - own)
             if own in variables(apart) or loads(apart):
                 return None
             found = index_values(apart, domain, [])

@@ -341,8 +341,9 @@ def compile(
         options |= {"repeat": repeat, "threads": threads, "target": target}
         options |= {"exchange_every": plan.deep}
         split = _measured(source, devices, placed[0], options)
-    skewed = [figures.skew(plan, part.rank, overlap, part.rows) is not None for part in plan.parts]
-    shares = plan_shares(plan, placed, split, figures.processor, skewed)
+    skews = [figures.skew(plan, part.rank, overlap, part.rows) for part in plan.parts]
+    together = [skew.steps if skew is not None else 1 for skew in skews]
+    shares = plan_shares(plan, placed, split, figures.processor, together)
     kernels = _Kernels(plan, resolved, schedule)
     pieces = tuple(
         kernels.pieces(

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from ..distribute import Distribution, join_windows
 from ..exchange import Region, difference, hull, intersection, region_size, union
-from ..repetition import repeated_inputs
 from .operation_sequence import KeptRows, OperationSequence, operation_sequence, own_regions
 
 
@@ -54,7 +53,7 @@ def kept_rows(
             into += [(taker, region) for region in difference(read, made)]
         wanted = [*_sent(plan, rank, taker), *_reads(plan, rank, taker, others)]
         out += [(output, one) for one in union([intersection(made, one) for one in wanted])]
-    join_windows(plan.nest, repeated_inputs(plan.nest, plan.repeat), windows)
+    join_windows(plan.nest, plan.takers, windows)
     kept = KeptRows(plan.repeat, tuple(into), tuple(out), plan.deep)
     return replace(sequence, chunks=(replace(chunk, windows=windows),), kept=kept)
 

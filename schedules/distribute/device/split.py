@@ -131,9 +131,11 @@ def cpu_seconds(
     work = _LinearWork.of(nest, rows, itemsizes)
 
     def seconds(count: int) -> float:
+        if not count:
+            return 0.0
         each = work.of_rows(count)
-        if together == 1 or not count:
-            return processor.seconds(each) if count else 0.0
+        if together == 1:
+            return processor.seconds(each)
         return skewed_seconds([each] * together, processor) / together
 
     return functools.cache(seconds)

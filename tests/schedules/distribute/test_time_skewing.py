@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which functions' steps pass over the memory together, how, and what that is predicted to take."""
+"""Functions whose steps pass over the memory together: blocks, chunks, predicted times."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def plan_shares(
     devices: Sequence[Sequence[ResolvedDevice]],
     split: Split,
     processor: Processor,
-    skewed: Sequence[bool],
+    together: Sequence[int],
 ) -> Shares:
     """Split the rows of each rank, and compile what its devices compute.
 
@@ -115,8 +115,8 @@ def plan_shares(
         As of :func:`tvm_fusion.distributed.compile`.
     processor : Processor
         Figures of the CPU.
-    skewed : Sequence[bool]
-        Of each rank, whether steps on its CPU pass over the memory together.
+    together : Sequence[int]
+        Of each rank, how many steps on its CPU pass over the memory together.
 
     Raises
     ------
@@ -124,8 +124,8 @@ def plan_shares(
         If a given split does not fit the rows of a rank, or a schedule binds nothing.
     """
     cut = [
-        _cut(plan, rank, devices[rank], _of_rank(split, rank, plan.ranks), processor, together)
-        for rank, together in enumerate(plan.deep if one else 1 for one in skewed)
+        _cut(plan, rank, devices[rank], _of_rank(split, rank, plan.ranks), processor, steps)
+        for rank, steps in enumerate(together)
     ]
     functions: dict[Hashable, DeviceFunctions] = {}
     wanted: list[list[tuple[ResolvedDevice, Region, OperationSequence, list[str]]]] = []
