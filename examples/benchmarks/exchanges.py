@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tvm  # noqa: F401 - loaded as in a rank that runs a program, whose exchanges use it
 from rich.console import Console
 from rich.table import Table
 

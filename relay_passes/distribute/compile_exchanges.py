@@ -48,7 +48,7 @@ class CompileExchanges:
 
     def __init__(self, target: Target) -> None:
         # Both are instructions of x86.
-        self._has_pause = CPUInfo.from_target(target).has_streaming_stores
+        self._is_x86 = CPUInfo.from_target(target).has_streaming_stores
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Return the module with other programs."""
@@ -60,9 +60,7 @@ class CompileExchanges:
         in_place: dict[str, tuple[int, ...]] = {"": ()}
         for name in plan.functions:
             writer = _Writer(builder, relax.Var("exchanges", relax.TensorType(shape, "int64")))
-            builder.update_func(
-                mod.get_global_var(name), writer.written(mod[name], self._has_pause)
-            )
+            builder.update_func(mod.get_global_var(name), writer.written(mod[name], self._is_x86))
             in_place[name] = tuple(writer.silent)
         parts = tuple(replace(part, in_place=in_place[part.function]) for part in plan.parts)
         plan = replace(plan, parts=parts, takes_table=True)
@@ -76,18 +74,18 @@ class _Writer:
         self._builder, self._table = builder, table
         self.silent: list[int] = []  # exchanges that return nothing
 
-    def written(self, func: relax.Function, has_pause: bool) -> relax.Function:
+    def written(self, func: relax.Function, is_x86: bool) -> relax.Function:
         """A program that takes the table, too."""
         blocks = []
         for block in func.body.blocks:
-            bindings = [self._binding(binding, has_pause) for binding in block.bindings]
+            bindings = [self._binding(binding, is_x86) for binding in block.bindings]
             blocks.append(type(block)(bindings))
         body = relax.SeqExpr(blocks, func.body.body)
         params = [*func.params, self._table]
         written = relax.Function(params, body, func.ret_ty, func.is_pure, func.attrs)
         return self._builder.normalize(written)
 
-    def _binding(self, binding: relax.VarBinding, has_pause: bool) -> relax.VarBinding:
+    def _binding(self, binding: relax.VarBinding, is_x86: bool) -> relax.VarBinding:
         value = binding.value
         if not is_exchange(value):
             return binding
@@ -96,7 +94,7 @@ class _Writer:
         if value.ty.ndim == 1:
             self.silent.append(int(number.value))
         types = [operand.ty for operand in operands]
-        kernel = exchange_kernel(int(number.value), types, value.ty, shape, has_pause)
+        kernel = exchange_kernel(int(number.value), types, value.ty, shape, is_x86)
         name = self._builder.add_func(kernel, "exchange")
         call = relax.call_tir(name, [*operands, self._table], value.ty)
         return relax.VarBinding(binding.var, call)

@@ -43,6 +43,9 @@ class Network:
     progress : float
         Share of a message's time that passes while both ranks compute: 1 where a network card
         moves the data, 0 where the cores that compute do.
+    is_shared : bool
+        Whether it is the memory of one node, through which kernels exchange the rows of a neural
+        network; else Python does, which takes longer.
 
     Raises
     ------
@@ -53,6 +56,7 @@ class Network:
     latency: float = 1.5e-6
     bandwidth: float = 14e9
     progress: float = 0.0
+    is_shared: bool = True
 
     def __post_init__(self) -> None:
         """Refuse figures that no network has."""

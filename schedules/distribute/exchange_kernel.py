@@ -15,6 +15,7 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from . import streamed_copy as streamed
 from .rows import exchange_table as table
 from .rows.rank_plan import EXCHANGE, EXCHANGE_WAIT
 
@@ -71,6 +72,7 @@ define i32 @tvm_fusion_slot_take(i64 %slot) alwaysinline {{
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 {declare}
 """
+_COPY = "tvm_fusion_copy"
 _PAUSE = "@llvm.x86.sse2.pause()"
 
 
@@ -79,7 +81,7 @@ def exchange_kernel(
     tensors: Sequence[ir.TensorType],
     result: ir.TensorType,
     shape: Sequence[int],
-    has_pause: bool,
+    is_x86: bool,
 ) -> tirx.PrimFunc:
     """The kernel of an exchange.
 
@@ -93,11 +95,11 @@ def exchange_kernel(
         What it returns; one byte if it writes the first operand, or nothing.
     shape : Sequence[int]
         Of the table, its last parameter but the result.
-    has_pause : bool
-        Whether the processor has an instruction for those that spin.
+    is_x86 : bool
+        Whether the processor has an instruction for those that spin, and streaming stores.
     """
-    pause = f"call void {_PAUSE}" if has_pause else ""
-    declare = f"declare void {_PAUSE}" if has_pause else ""
+    pause = f"call void {_PAUSE}" if is_x86 else ""
+    declare = f"declare void {_PAUSE}\n{streamed.TEXT}" if is_x86 else ""
     places = {"taken": table.SLOT_TAKEN, "size": table.SLOT_SIZE}
     text = _TEXT.format(pause=pause, declare=declare, **places)
     with IRBuilder() as builder:
@@ -113,7 +115,7 @@ def exchange_kernel(
                 with T.attr(T.int32(0), "pragma_import_llvm", text):
                     own = T.bind(_call("address", (operands or [out])[0].data, dtype="int64"))
                     last = T.bind(_call("address", out.data, dtype="int64"))
-                    _Writer(number, rows).write(own, own if len(out.shape) == 1 else last)
+                    _Writer(number, rows, is_x86).write(own, own if len(out.shape) == 1 else last)
     return builder.get().without_attr("global_symbol")
 
 
@@ -128,8 +130,8 @@ def _call(name: str, *args: tirx.Expr, dtype: str = "int32") -> tirx.Expr:
 class _Writer:
     """Emits an exchange."""
 
-    def __init__(self, number: int, rows: tirx.Buffer) -> None:
-        self._number, self._rows = number, rows
+    def __init__(self, number: int, rows: tirx.Buffer, is_x86: bool) -> None:
+        self._number, self._rows, self._is_x86 = number, rows, is_x86
 
     def write(self, own: tirx.Expr, held: tirx.Expr) -> None:
         """Emit it; ``held`` is the address of what the rank needs."""
@@ -141,7 +143,7 @@ class _Writer:
                 sends, receives = self._field(table.SENDS), self._field(table.RECEIVES)
                 with T.serial(T.int64(0), sends) as message:
                     slot, at = self._awaited(message, full=False)
-                    self._copy(at, slot + T.int64(table.SLOT_HEADER), own)
+                    self._pack(at, slot + T.int64(table.SLOT_HEADER), own)
                     T.evaluate(_call("slot_send", slot, self._field(table.BYTES, at)))
                 with T.serial(T.int64(0), self._field(table.KEPT)):
                     self._copy(self._place(sends + receives), held, own)
@@ -172,7 +174,21 @@ class _Writer:
             T.evaluate(T.call_packed(EXCHANGE_WAIT, T.int64(self._number), message))
         return slot, at
 
-    def _copy(self, at: tirx.Expr, target: tirx.Expr, source: tirx.Expr) -> None:
+    def _pack(self, at: tirx.Expr, slot: tirx.Expr, own: tirx.Expr) -> None:
+        """Emit the copy of a message into a slot, past the caches where that is faster."""
+        if not self._is_x86:
+            self._copy(at, slot, own)
+            return
+        size, length = self._field(table.BYTES, at), self._field(table.LENGTH, at)
+        is_long = tirx.all(size >= streamed.LEAST_BYTES, size <= streamed.MOST_BYTES)
+        with T.If(tirx.all(is_long, tirx.truncmod(length, streamed.UNIT).equal(0))):
+            with T.Then():
+                self._copy(at, slot, own, streamed.STREAM)
+                T.evaluate(T.call_extern("int32", streamed.FENCE))
+            with T.Else():
+                self._copy(at, slot, own)
+
+    def _copy(self, at: tirx.Expr, target: tirx.Expr, source: tirx.Expr, copy: str = _COPY) -> None:
         """Emit the copy of a message, or of the rank's own rows."""
 
         def place(base: tirx.Expr, offset: int, steps: tuple[int, int]) -> tirx.Expr:
@@ -185,4 +201,4 @@ class _Writer:
         ):
             to = place(target, table.TARGET, (table.OUTER_TARGET, table.INNER_TARGET))
             by = place(source, table.SOURCE, (table.OUTER_SOURCE, table.INNER_SOURCE))
-            T.evaluate(_call("copy", to, by, self._field(table.LENGTH, at)))
+            T.evaluate(T.call_extern("int32", copy, to, by, self._field(table.LENGTH, at)))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -80,8 +81,15 @@ def network_of(machine: Machine) -> Network:
     """
     from schedules.distribute.cost import Network  # with TVM, which the ranks do not need
 
-    progress = machine.get("network.progress", 0.0)
-    return Network(machine["network.latency"], machine["network.bandwidth"], min(progress, 1.0))
+    figures = machine["network.latency"], machine["network.bandwidth"]
+    progress = min(machine.get("network.progress", 0.0), 1.0)
+    return Network(*figures, progress, machine.get("node.ranks", 0.0) >= ranks_of(machine))
+
+
+def ranks_of(machine: Machine) -> int:
+    """Ranks with which a machine was calibrated, 0 if none."""
+    found = re.fullmatch(r"ranks-(\d+)", machine.name)
+    return int(found[1]) if found else 0
 
 
 def processor_of(machine: Machine) -> Processor:

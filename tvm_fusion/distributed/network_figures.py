@@ -11,7 +11,7 @@ from schedules.distribute.cost import Network, Processor
 from schedules.distribute.partition import is_count
 
 from ..errors import InvalidInputError
-from .calibrate import network_of
+from .calibrate import network_of, ranks_of
 
 _UNITS = {
     "alpha": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
@@ -28,8 +28,8 @@ def read_figures(text: str | None) -> tuple[Network, int]:
     ----------
     text : str | None
         A file that ``tvm-fusion calibrate --network`` wrote, or figures: ``alpha``, the latency,
-        ``beta``, the bandwidth, and ``progress``, as in ``alpha=1.5us,beta=12GB/s``; None for
-        estimates.
+        ``beta``, the bandwidth, and ``progress``, as in ``alpha=1.5us,beta=12GB/s``, which are
+        those of a network between nodes; None for estimates of one node.
 
     Raises
     ------
@@ -42,8 +42,7 @@ def read_figures(text: str | None) -> tuple[Network, int]:
         return Network(), 0
     if Path(text).is_file():
         machine = load_machine(text)
-        ranks = re.fullmatch(r"ranks-(\d+)", machine.name)
-        return network_of(machine), int(ranks[1]) if ranks else 0
+        return network_of(machine), ranks_of(machine)
     found: dict[str, float] = {}
     for item in text.split(","):
         name, _, value = item.strip().partition("=")
@@ -56,7 +55,7 @@ def read_figures(text: str | None) -> tuple[Network, int]:
                 "alpha=1.5us,beta=12GB/s with units s, ms, us, ns and B/s, KB/s, MB/s, GB/s"
             )
         found[_FIELDS[name]] = _number(number[1], item) * unit
-    return Network(**found), 0
+    return Network(**found, is_shared=False), 0
 
 
 def check_figures(network: object, processor: object, threads: object) -> None:

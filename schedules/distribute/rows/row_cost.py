@@ -21,8 +21,9 @@ from ..cost import CALL_SECONDS, Network, Processor
 from .row_plan import Needs, NetworkStage, RowPlacement, Rows, key_of, place, rows_needed
 
 CHOICES = ("auto", "always", "once")
-EXCHANGE_SECONDS = 3e-5
-"""Time of an exchange on a rank beside its messages and copies, measured on Zen 4."""
+KERNEL_SECONDS, PYTHON_SECONDS = 1e-5, 3e-5
+"""Time of an exchange on a rank beside its messages and copies, made by a kernel or by Python;
+measured on Zen 4."""
 
 _ROUNDS = 3
 _MOST_KEPT = 16  # placements, which are large where there are many ranks
@@ -311,6 +312,6 @@ def _exchange_seconds(
         kept = np.minimum(held[:, 1], own[:, 1]) - np.maximum(held[:, 0], own[:, 0])
     is_copied = (size > 0) & (stage.flops == 0)  # convolutions write where the rest arrives
     copied = np.where(is_copied, 2.0 * stage.row_bytes * np.maximum(kept, 0), 0.0)
-    calls = np.where(messages > 0, EXCHANGE_SECONDS, 0.0)
+    calls = np.where(messages > 0, KERNEL_SECONDS if network.is_shared else PYTHON_SECONDS, 0.0)
     sent = messages * network.latency + size / network.bandwidth
     return calls + sent + copied / processor.bandwidth

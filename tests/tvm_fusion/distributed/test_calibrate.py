@@ -31,6 +31,7 @@ def test_command(tmp_path: Path) -> None:
     machine = load_machine(file)
     network = network_of(machine)
     assert network.latency > 0 and network.bandwidth > 0 and 0 <= network.progress <= 1
+    assert network.is_shared
     assert "measured by calibrate with 2 ranks" in machine.figures["network.latency"].origin
     assert machine["exchange_seconds.16777216"] > machine["exchange_seconds.8"]
     parcels = [name for name in machine.figures if is_figure(name)]

@@ -64,11 +64,11 @@ def simulate_network(
     if one_rank is not None:
         alone = choose_exchanges(stages, 1, connection, processor)
         correction = one_rank / row_cost(stages, alone, connection, processor).seconds
-    corrected = processor.slower(correction)
     points = []
     for number in ranks:
         own = list(stages) if kind == "strong" else heighten(stages, number)
-        placement = choose_exchanges(own, number, connection, corrected, exchange)
+        # As it is compiled, of which no measured time is known.
+        placement = choose_exchanges(own, number, connection, processor, exchange)
         cost = row_cost(own, placement, connection, processor)
         points.append(_point(own, placement, cost, correction, number > measured))
     return scaling_of(kind, points)

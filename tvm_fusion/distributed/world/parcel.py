@@ -10,6 +10,7 @@ is packed.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,6 +23,9 @@ from ...errors import DistributedError
 from .packing import Packing, ParcelShape, Route, by_constants
 from .shared_slots import NodeSlots, Slot, SlotReceive, SlotSend
 from .watch import slot_text
+
+_Copy: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""Where to, and where from."""
 
 SlotOf: TypeAlias = Callable[[int, int], Slot | None]
 """The slot for a peer and a number of bytes."""
@@ -68,7 +72,8 @@ class Parcel:
         self.nbytes = sum(view.nbytes for view in views)
         self.slot = None if on_device else slot_of(peer, self.nbytes)
         self.stage: np.ndarray | None = None
-        self._copies: list[tuple[np.ndarray, np.ndarray]] = []
+        self._copies: list[_Copy] = []
+        self._streams: list[Callable[[], None]] = []
         if self.slot is not None:
             self.stage = self.slot.data[: self.nbytes]
             self._copies = _copies(self.stage, views)
@@ -77,11 +82,19 @@ class Parcel:
         elif not on_device and _is_packed(packing, self.nbytes, views):
             self.stage = np.empty(self.nbytes, np.uint8)
             self._copies = _copies(self.stage, views)
+        self._packed = self._copies
+
+    def stream(self) -> None:
+        """Let :meth:`pack` write the slot past the caches, where that is faster."""
+        if self.slot is not None:
+            self._packed, self._streams = _streamed(self.slot, self.views, self._copies)
 
     def pack(self) -> None:
         """Copy the regions to send into one piece, where they travel so."""
-        for staged, view in self._copies:
+        for staged, view in self._packed:
             np.copyto(staged, view)
+        for stream in self._streams:
+            stream()
 
     def unpack(self) -> None:
         """Copy what was received in one piece to its regions, where it travelled so."""
@@ -116,7 +129,33 @@ def segment_bytes(view: np.ndarray) -> int:
     return segment
 
 
-def _copies(stage: np.ndarray, views: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _streamed(
+    slot: Slot, views: Sequence[np.ndarray], plain: list[_Copy]
+) -> tuple[list[_Copy], list[Callable[[], None]]]:
+    """Copies into one piece, and what then streams it into the slot; of short messages none.
+
+    Without TVM's compiler, which is not imported for this alone, copies go into the slot, too.
+    """
+    if "tvm" not in sys.modules:
+        return plain, []
+    from schedules.distribute import streamed_copy as streamed
+
+    nbytes, unit = sum(view.nbytes for view in views), streamed.UNIT
+    if not streamed.LEAST_BYTES <= nbytes <= streamed.MOST_BYTES:
+        return plain, []
+    copy, target = streamed.streamed_copy(), int(slot.data.ctypes.data)
+    packed: list[_Copy] = []
+    if not all(view.flags.c_contiguous and view.nbytes % unit == 0 for view in views):
+        stage = np.empty(-(-nbytes // unit) * unit, np.uint8)
+        packed, views = _copies(stage[:nbytes], views), [stage]
+    streams: list[Callable[[], None]] = []
+    for view in views:
+        streams.append(partial(copy, target, int(view.ctypes.data), view.nbytes))
+        target += view.nbytes
+    return packed, streams
+
+
+def _copies(stage: np.ndarray, views: Sequence[np.ndarray]) -> list[_Copy]:
     """Parts of the stage, one behind the other, each with the view that it holds."""
     pairs, begin = [], 0
     for view in map(_segments, views):
@@ -266,6 +305,7 @@ class PreparedExchange:
     def _send(self, parcel: Parcel) -> Any:
         """Request of what is sent."""
         if parcel.slot is not None:
+            parcel.stream()
             return SlotSend(parcel.slot, parcel.nbytes)
         send = self._comm.Ssend_init if self.exchange.synchronous else self._comm.Send_init
         return send(self._message(parcel), parcel.peer, self.exchange.id)

@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from schedules.distribute.cost import CALL_SECONDS, Network, Processor
 from schedules.distribute.rows import row_cost as row_cost_module
 from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange, plan_from_json
-from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
+from schedules.distribute.rows.row_cost import (
+    KERNEL_SECONDS,
+    PYTHON_SECONDS,
+    choose_exchanges,
+    row_cost,
+)
 from schedules.distribute.rows.row_plan import (
     Enlargement,
     NetworkStage,
@@ -296,6 +301,15 @@ def test_a_share_reads_all_weights_and_computes_whole_tiles() -> None:
     assert parts - plain == pytest.approx([1e7 / 2e9 - 1e7 / 1e10] * 2)
     twice = row_cost(stages, shares, FAST, processor.slower(2)).compute[1]
     assert twice - CALL_SECONDS == pytest.approx(2 * (parts - CALL_SECONDS))
+
+
+def test_python_takes_longer_to_exchange_than_kernels() -> None:
+    stages, between = chain(), replace(FAST, is_shared=False)
+    placement = choose_exchanges(stages, 2, FAST, PROCESSOR, "always")
+    costs = [row_cost(stages, placement, each, PROCESSOR).exchange for each in (FAST, between)]
+    longer = PYTHON_SECONDS - KERNEL_SECONDS
+    assert np.count_nonzero(costs[0]) == 6
+    assert costs[1] - costs[0] == pytest.approx(np.where(costs[0] > 0, longer, 0.0))
 
 
 def test_one_rank_exchanges_nothing() -> None:

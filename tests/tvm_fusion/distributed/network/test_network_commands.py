@@ -158,6 +158,11 @@ def test_simulate(run: Any, folder: Path) -> None:
     segments = json.loads(run("explain", "m.onnx", "--ranks", 2, *network, "--json")[1])["segments"]
     assert two["bytes"] == sum(s["bytes"] for s in segments)
     assert two["messages"] == sum(s["messages"] for s in segments)
+    auto = [
+        json.loads(run("simulate", "m.onnx", "--ranks", 2, *measured, "--json")[1])["points"][0]
+        for measured in ((), ("--one-rank", 1000.0))
+    ]
+    assert len({(point["messages"], point["bytes"]) for point in auto}) == 1  # those compiled
     drawing = folder / "weak.svg"
     weak = run("simulate", "m.onnx", "--ranks", "1,2,64", "--weak", "--draw", drawing, *network)[1]
     assert weak.startswith("weak scaling, predicted") and len(weak.splitlines()) == 5
@@ -173,15 +178,18 @@ def test_numbers_of_ranks_that_are_none(run: Any, ranks: str) -> None:
 def test_figures(tmp_path: Path) -> None:
     network, measured = read_figures("alpha=2us, beta=3GB/s,progress=0.5")
     assert (network.latency, network.bandwidth, network.progress) == (2e-6, 3e9, 0.5)
-    assert measured == 0
+    assert measured == 0 and not network.is_shared and read_figures(None)[0].is_shared
     file = tmp_path / "network.json"
     figures = {
         f"network.{name}": {"value": value, "origin": "measured"}
         for name, value in {"latency": 1e-6, "bandwidth": 1e9}.items()
     }
     machine = {"name": "ranks-2", "kind": "cpu", "title": "two", "figures": figures}
-    file.write_text(json.dumps(machine))
-    assert read_figures(str(file))[1] == 2
+    for on_node, is_shared in ((1, False), (2, True)):
+        figures["node.ranks"] = {"value": on_node, "origin": "measured"}
+        file.write_text(json.dumps(machine))
+        network, measured = read_figures(str(file))
+        assert network.is_shared == is_shared and measured == 2
     with pytest.raises(InvalidInputError, match="'no.json' is no file that is there, and not a ne"):
         read_figures("no.json")
     for text in ("alpha", "alpha=1", "alpha=1GB/s", "gamma=1us", "beta=0GB/s", "alpha=1.1.1us"):

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedules.distribute import streamed_copy
+from schedules.distribute.streamed_copy import LEAST_BYTES, MOST_BYTES, UNIT
 from tvm_fusion.distributed.world.packing import SHORT_SEGMENT, always
 from tvm_fusion.distributed.world.parcel import Parcel, name_ranks, segment_bytes
+from tvm_fusion.distributed.world.shared_slots import Slot
 
 
 @st.composite
@@ -59,6 +64,47 @@ def test_long_segments_stay_where_they_are(columns: int, is_staged: bool, is_cop
     rows = Parcel(1, [array[1:]])
     assert rows.stage is not None and np.shares_memory(rows.stage, array)
     assert Parcel(1, [array[:1], array[1:]]).stage is not None
+
+
+@pytest.mark.parametrize("nbytes", [LEAST_BYTES - 1, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 1])
+@pytest.mark.parametrize("cut", [0, 5])
+def test_slots_are_written_past_the_caches(
+    nbytes: int, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+
+    def copy(to: int, source: int, size: int) -> None:
+        copied.append(size)
+        compiled(to, source, size)
+
+    compiled = streamed_copy.streamed_copy()
+    monkeypatch.setattr(streamed_copy, "streamed_copy", lambda: copy)
+    slot = Slot(memoryview(mmap.mmap(-1, 2 * MOST_BYTES)))
+    rows = np.random.default_rng().integers(0, 256, (2, nbytes), np.uint8)
+    views = [rows[0, cut : nbytes // 2], rows[:, : (nbytes - nbytes // 2 + cut) // 2]]
+    parcel = Parcel(1, [*views, rows[0, : nbytes - sum(v.size for v in views)]], lambda *_: slot)
+    parcel.stream()
+    for _ in range(2):  # the second time with other bytes
+        slot.data[:] = 0
+        parcel.pack()
+        expected = b"".join(view.tobytes() for view in parcel.views)
+        assert len(expected) == nbytes
+        assert slot.data[:nbytes].tobytes() == expected
+        rows += 1
+    if LEAST_BYTES <= nbytes <= MOST_BYTES:
+        assert copied == 2 * [-(-nbytes // UNIT) * UNIT]
+    else:
+        assert not copied
+
+
+def test_rows_are_streamed_from_where_they_lie() -> None:
+    slot = Slot(memoryview(mmap.mmap(-1, 2 * MOST_BYTES)))
+    rows = np.random.default_rng().integers(0, 256, (2, 3 * LEAST_BYTES), np.uint8)
+    parcel = Parcel(1, [rows[0], rows[1, :LEAST_BYTES]], lambda *_: slot)
+    parcel.stream()
+    rows += 1
+    parcel.pack()
+    assert slot.data[: parcel.nbytes].tobytes() == b"".join(v.tobytes() for v in parcel.views)
 
 
 def test_names() -> None:

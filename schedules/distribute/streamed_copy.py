@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy past the caches, into memory of which another process has read what it held before.
+
+A store into a cache line that another core holds waits until that core has given it up; where the
+two share no cache, a line takes tens of nanoseconds. A streaming store waits for nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import tvm
+from tvm import IRModule, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+UNIT = 16
+"""Bytes of which a copy, and the address to which it goes, are multiples."""
+
+LEAST_BYTES, MOST_BYTES = 16 * 1024, 256 * 1024
+"""Of what is copied so. Shorter and longer messages stay in the caches.
+
+Measured between two ranks of one node, each of which packs, sends, receives and unpacks, stored
+plainly and streamed, on two cores of a Zen 4 that share a cache, and on two that do not: 32 KB in
+8.8 and 10, 21 and 9.3 us; 256 KB 36 and 44, 145 and 36; 1 MB 55 and 172 us on those that share it.
+"""
+
+STREAM, FENCE = "tvm_fusion_stream", "tvm_fusion_fence"
+TEXT = f"""
+define i32 @{STREAM}(i64 %to, i64 %from, i64 %size) alwaysinline {{
+begin:
+  %none = icmp eq i64 %size, 0
+  br i1 %none, label %end, label %unit
+unit:
+  %at = phi i64 [ 0, %begin ], [ %next, %unit ]
+  %to_here = add i64 %to, %at
+  %from_here = add i64 %from, %at
+  %target = inttoptr i64 %to_here to ptr
+  %source = inttoptr i64 %from_here to ptr
+  %value = load <{UNIT} x i8>, ptr %source, align 1
+  store <{UNIT} x i8> %value, ptr %target, align {UNIT}, !nontemporal !{{i32 1}}
+  %next = add i64 %at, {UNIT}
+  %more = icmp ult i64 %next, %size
+  br i1 %more, label %unit, label %end
+end:
+  ret i32 0
+}}
+define i32 @{FENCE}() alwaysinline {{
+  call void @llvm.x86.sse.sfence()
+  ret i32 0
+}}
+declare void @llvm.x86.sse.sfence()
+"""
+"""LLVM IR for x86: a copy, and what has to stand between it and the word that it is there."""
+
+
+def streamed_copy_kernel() -> tirx.PrimFunc:
+    """The kernel of a copy: of two addresses, where to and where from, and the bytes."""
+    with IRBuilder() as builder:
+        with T.prim_func(s_tir=True):
+            T.func_name("main")
+            ends = [T.arg(name, T.int64()) for name in ("to", "source", "size")]
+            T.func_attr({"tirx.is_scheduled": True})
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                with T.attr(T.int32(0), "pragma_import_llvm", TEXT):
+                    T.evaluate(T.call_extern("int32", STREAM, *ends))
+                    T.evaluate(T.call_extern("int32", FENCE))
+    return builder.get()
+
+
+@functools.cache
+def streamed_copy() -> Callable[[int, int, int], None]:
+    """Compile :func:`streamed_copy_kernel` for this machine, an x86-64."""
+    module = IRModule({"main": streamed_copy_kernel()})
+    compiled: Callable[[int, int, int], None] = tvm.compile(module, "llvm")["main"]
+    return compiled
