@@ -180,8 +180,8 @@ class _Writer:
             self._copy(at, slot, own)
             return
         size, length = self._field(table.BYTES, at), self._field(table.LENGTH, at)
-        is_long = tirx.all(size >= streamed.LEAST_BYTES, size <= streamed.MOST_BYTES)
-        with T.If(tirx.all(is_long, tirx.truncmod(length, streamed.UNIT).equal(0))):
+        is_whole = tirx.truncmod(length, streamed.UNIT).equal(0)
+        with T.If(tirx.all(size >= streamed.LEAST_BYTES, is_whole)):
             with T.Then():
                 self._copy(at, slot, own, streamed.STREAM)
                 T.evaluate(T.call_extern("int32", streamed.FENCE))

@@ -21,12 +21,10 @@ from schedules.distribute.rows.exchange_table import SLOT_HEADER, SLOT_SIZE, SLO
 MOST_BYTES = 1024 * 1024
 """Of a parcel that goes through a slot; less where many ranks share the memory."""
 
-MOST_IN_TURN = 512 * 1024
-"""Of one in an exchange in turn, which kernels copy, into slots that stay in the caches."""
-
 _LEAST_ROOM = 1024  # bytes
 _LEAST_MOST = 256 * 1024  # of a parcel, however many ranks there are
 _FEWEST = 8  # of the longest parcels have room
+_FEWEST_IN_TURN = 4  # for two exchanges in turn, and with room for shorter ones
 _ARENA = 1 << 23  # bytes for all that a rank sends on its node
 _LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
 _HEADER = SLOT_HEADER
@@ -136,6 +134,8 @@ class NodeSlots:
     ----------
     most : int
         Bytes of the longest parcel that goes through a slot, except in turns.
+    most_in_turn : int
+        Of one in turn.
     """
 
     def __init__(self, path: str, places: Mapping[int, int], rank: int) -> None:
@@ -143,7 +143,10 @@ class NodeSlots:
             self._memory = memoryview(mmap.mmap(file.fileno(), 0))
         self._places, self._rank = places, rank
         self._quota = _ARENA // (len(places) - 1) // _LINE * _LINE
-        self.most = min(MOST_BYTES, max(self._quota // _FEWEST, _LEAST_MOST))
+        self.most, self.most_in_turn = (
+            min(MOST_BYTES, max(self._quota // fewest, _LEAST_MOST))
+            for fewest in (_FEWEST, _FEWEST_IN_TURN)
+        )
         self._used: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[int, int, int, int], Slot | None] = {}
 
@@ -156,7 +159,7 @@ class NodeSlots:
         return self._slot(number, peer, self._rank, nbytes)
 
     def _slot(self, number: int, source: int, dest: int, nbytes: int) -> Slot | None:
-        most = MOST_IN_TURN if number < 0 else self.most
+        most = self.most_in_turn if number < 0 else self.most
         if source == dest or nbytes > most or not {source, dest} <= self._places.keys():
             return None
         room = max(_LEAST_ROOM, 1 << (nbytes - 1).bit_length())

@@ -15,7 +15,6 @@ from schedules.distribute.exchange import Exchange
 from tvm_fusion.distributed.world.parcel import Parcel
 from tvm_fusion.distributed.world.shared_slots import (
     MOST_BYTES,
-    MOST_IN_TURN,
     NodeSlots,
     SlotReceive,
     SlotSend,
@@ -74,8 +73,8 @@ def test_what_mpi_sends(path: str) -> None:
     assert node.outgoing(0, 4, 8) is None  # itself
     assert node.outgoing(0, 6, node.most + 1) is None
     in_turn = Exchange(0, (), in_turn=True).slot
-    assert node.outgoing(in_turn, 6, MOST_IN_TURN) is not None
-    assert node.outgoing(in_turn, 6, MOST_IN_TURN + 1) is None
+    assert node.outgoing(in_turn, 6, node.most_in_turn) is not None
+    assert node.outgoing(in_turn, 6, node.most_in_turn + 1) is None
     slots = [node.outgoing(number, 6, node.most) for number in range(20)]
     assert slots[0] is not None and slots[-1] is None  # all memory of this pair is in use
     assert node.outgoing(0, 6, node.most) is slots[0]
