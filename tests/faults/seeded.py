@@ -534,6 +534,20 @@ RUNTIME = (
         "            if False:\n",
         ("tests/tvm_fusion/distributed/world/test_communicator.py",),
     ),
+    Fault(
+        "the last bytes of a message that is streamed stay behind",
+        "tvm_fusion/distributed/world/parcel.py",
+        "np.empty(-(-nbytes // unit) * unit, np.uint8)",
+        "np.empty(nbytes // unit * unit, np.uint8)",
+        ("tests/tvm_fusion/distributed/world/test_parcel.py",),
+    ),
+    Fault(
+        "a message is announced before it has left the processor",
+        "schedules/distribute/exchange_kernel.py",
+        '                T.evaluate(T.call_extern("int32", streamed.FENCE))\n',
+        "",
+        ("tests/schedules/distribute/test_streamed_copy.py",),
+    ),
 )
 
 FAULTS = (*KERNELS, *PASSES, *IMPORTER, *RUNTIME)

@@ -78,8 +78,8 @@ def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_mpi
 def test_a_message_too_long_for_a_slot_beside_others(tmp_path: Path) -> None:
-    """Rank 0 gathers 400 KB, which the kernel of rank 1 puts into a slot, and 600 KB by MPI."""
-    shape = 1, 1, 7, 50_000
+    """Rank 0 gathers 800 KB, which the kernel of rank 1 puts into a slot, and 1.2 MB by MPI."""
+    shape = 1, 1, 7, 100_000
     net = GraphBuilder("wide", shape, 1)
     wide = net.finish(net.activation(net.input, "relu"), list(shape))
     model = distributed.compile_network(wide, 3, threads=1, exchange="always")
