@@ -110,11 +110,11 @@ def measure(name: str, rounds: int, repeat: int, folder: Path) -> dict[str, Any]
     files = {title: compiled(name, *counts, folder) for title, counts in JOBS.items()}
     turns: dict[str, list[float]] = {title: [] for title in JOBS}
     results: dict[str, np.ndarray] = {}
-    alone, *both = JOBS.items()
+    alone, *both = JOBS
     for turn in range(rounds):
         # Neither of the two always follows the other: a host may give less after a time of load.
-        for title, counts in (alone, *(both if turn % 2 == 0 else reversed(both))):
-            milliseconds, results[title] = run_job(files[title], *counts, repeat)
+        for title in (alone, *(both if turn % 2 == 0 else reversed(both))):
+            milliseconds, results[title] = run_job(files[title], *JOBS[title], repeat)
             turns[title].append(milliseconds)
     one, _, two = (results[title] for title in JOBS)
     if not np.array_equal(one, two):

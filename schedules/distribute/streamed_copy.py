@@ -16,7 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 UNIT = 16
-"""Bytes of which a copy, and the address to which it goes, are multiples."""
+"""Bytes of which a piece, and the address to which it goes, are multiples."""
 
 LEAST_BYTES, MOST_BYTES = 16 * 1024, 256 * 1024
 """Of what is copied so: shorter messages stay in the caches, and longer ones of exchanges between
@@ -57,24 +57,31 @@ declare void @llvm.x86.sse.sfence()
 
 
 def streamed_copy_kernel() -> tirx.PrimFunc:
-    """The kernel of a copy: of two addresses, where to and where from, and the bytes."""
+    """The kernel of a copy of pieces, which lie apart, to one behind the other.
+
+    Its arguments are the two addresses, bytes of a piece, how many there are, and bytes from the
+    begin of one to that of the next.
+    """
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")
-            ends = [T.arg(name, T.int64()) for name in ("to", "source", "size")]
+            names = "to", "source", "size", "count", "stride"
+            to, source, size, count, stride = (T.arg(name, T.int64()) for name in names)
             T.func_attr({"tirx.is_scheduled": True})
             with T.sblock("root"):
                 T.reads()
                 T.writes()
                 with T.attr(T.int32(0), "pragma_import_llvm", TEXT):
-                    T.evaluate(T.call_extern("int32", STREAM, *ends))
+                    with T.serial(T.int64(0), count) as n:
+                        places = to + n * size, source + n * stride
+                        T.evaluate(T.call_extern("int32", STREAM, *places, size))
                     T.evaluate(T.call_extern("int32", FENCE))
     return builder.get()
 
 
 @functools.cache
-def streamed_copy() -> Callable[[int, int, int], None]:
+def streamed_copy() -> Callable[[int, int, int, int, int], None]:
     """Compile :func:`streamed_copy_kernel` for this machine, an x86-64."""
     module = IRModule({"main": streamed_copy_kernel()})
-    compiled: Callable[[int, int, int], None] = tvm.compile(module, "llvm")["main"]
+    compiled: Callable[[int, int, int, int, int], None] = tvm.compile(module, "llvm")["main"]
     return compiled

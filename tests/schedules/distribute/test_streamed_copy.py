@@ -19,15 +19,16 @@ X86_64 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64"
 AARCH64 = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v1"})
 
 
-@given(st.integers(0, 40), st.integers(0, 3), st.integers(0, 17))
-def test_bytes(units: int, place: int, skipped: int) -> None:
-    source = np.random.default_rng().integers(0, 256, 1024, np.uint8)[skipped:]
+@given(st.integers(0, 10), st.integers(0, 5), st.integers(0, 3), st.integers(0, 17))
+def test_bytes(units: int, count: int, place: int, gap: int) -> None:
+    size = units * UNIT
+    source = np.random.default_rng().integers(0, 256, (count, size + gap), np.uint8)
     memory = np.full(2048, 7, np.uint8)
     begin = -int(memory.ctypes.data) % UNIT + place * UNIT
-    end = begin + units * UNIT
-    streamed_copy()(int(memory.ctypes.data) + begin, int(source.ctypes.data), units * UNIT)
+    ends = int(memory.ctypes.data) + begin, int(source.ctypes.data)
+    streamed_copy()(*ends, size, count, size + gap)
     expected = np.full(2048, 7, np.uint8)
-    expected[begin:end] = source[: units * UNIT]
+    expected[begin : begin + count * size] = source[:, :size].ravel()
     np.testing.assert_array_equal(memory, expected)
 
 

@@ -145,14 +145,25 @@ def _streamed(
         return plain, []
     copy, target = streamed.streamed_copy(), int(slot.data.ctypes.data)
     packed: list[_Copy] = []
-    if not all(view.flags.c_contiguous and view.nbytes % unit == 0 for view in views):
+    pieces = [_pieces(view, unit) for view in views]
+    if not all(pieces):
         stage = np.empty(-(-nbytes // unit) * unit, np.uint8)
-        packed, views = _copies(stage[:nbytes], views), [stage]
+        packed, views, pieces = _copies(stage[:nbytes], views), [stage], [(stage.nbytes, 1, 0)]
     streams: list[Callable[[], None]] = []
-    for view in views:
-        streams.append(partial(copy, target, int(view.ctypes.data), view.nbytes))
+    for view, each in zip(views, pieces, strict=True):
+        streams.append(partial(copy, target, int(view.ctypes.data), *each))
         target += view.nbytes
     return packed, streams
+
+
+def _pieces(view: np.ndarray, unit: int) -> tuple[int, ...]:
+    """Bytes of a view's pieces, their number and stride; empty if they are no units, or in rows."""
+    pieces = _segments(view)
+    apart = [axis for axis, extent in enumerate(pieces.shape) if extent > 1]
+    if pieces.itemsize % unit or len(apart) > 1:
+        return ()
+    [stride] = [pieces.strides[axis] for axis in apart] or [0]
+    return pieces.itemsize, pieces.size, stride
 
 
 def _copies(stage: np.ndarray, views: Sequence[np.ndarray]) -> list[_Copy]:

@@ -73,9 +73,9 @@ def test_slots_are_written_past_the_caches(
 ) -> None:
     copied = []
 
-    def copy(to: int, source: int, size: int) -> None:
-        copied.append(size)
-        compiled(to, source, size)
+    def copy(to: int, source: int, size: int, count: int, stride: int) -> None:
+        copied.append(size * count)
+        compiled(to, source, size, count, stride)
 
     compiled = streamed_copy.streamed_copy()
     monkeypatch.setattr(streamed_copy, "streamed_copy", lambda: copy)
@@ -97,14 +97,18 @@ def test_slots_are_written_past_the_caches(
         assert not copied
 
 
-def test_rows_are_streamed_from_where_they_lie() -> None:
+@pytest.mark.parametrize("shape", [(64, 56, 28), (1, 300, 56), (2, 16, 16, 20)])
+def test_pieces_are_streamed_from_where_they_lie(shape: tuple[int, ...]) -> None:
     slot = Slot(memoryview(mmap.mmap(-1, 2 * MOST_BYTES)))
-    rows = np.random.default_rng().integers(0, 256, (2, 3 * LEAST_BYTES), np.uint8)
-    parcel = Parcel(1, [rows[0], rows[1, :LEAST_BYTES]], lambda *_: slot)
-    parcel.stream()
-    rows += 1
-    parcel.pack()
-    assert slot.data[: parcel.nbytes].tobytes() == b"".join(v.tobytes() for v in parcel.views)
+    array = np.random.default_rng().random(shape, np.float32)
+    views = [array, array[:, 2:4], array[:1, :3], array[..., 4:8], array[::2, :, :4]]
+    for first in views:  # beside one that makes it long enough
+        parcel = Parcel(1, [first, np.zeros(LEAST_BYTES, np.uint8)], lambda *_: slot)
+        parcel.stream()
+        array += 1
+        slot.data[:] = 0
+        parcel.pack()
+        assert slot.data[: parcel.nbytes].tobytes() == b"".join(v.tobytes() for v in parcel.views)
 
 
 def test_names() -> None:
