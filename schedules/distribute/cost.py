@@ -44,8 +44,8 @@ class Network:
         Share of a message's time that passes while both ranks compute: 1 where a network card
         moves the data, 0 where the cores that compute do.
     is_shared : bool
-        Whether it is the memory of one node, through which kernels exchange the rows of a neural
-        network; else Python does, which takes longer.
+        Whether it is the memory of one node, an x86-64, through which kernels exchange the rows of
+        a neural network; else Python does, which takes longer.
 
     Raises
     ------

@@ -157,8 +157,8 @@ precision_option = click.option(
 network_option = click.option(
     "--network",
     metavar="FIGURES|FILE",
-    help="What connects the ranks: alpha=1.5us,beta=12GB/s (latency and bandwidth), or a file of "
-    "`calibrate --network`. Default: an estimate.",
+    help="What connects the ranks: alpha=1.5us,beta=12GB/s (latency and bandwidth between nodes), "
+    "or a file of `calibrate --network`. Default: an estimate of one node.",
 )
 
 exchange_option = click.option(

@@ -72,7 +72,7 @@ def calibrate(world: World) -> Machine:
 
 
 def network_of(machine: Machine) -> Network:
-    """The network of a machine that was calibrated.
+    """The network of a machine that was calibrated; shared if all of its ranks were on one node.
 
     Raises
     ------

@@ -132,9 +132,10 @@ def segment_bytes(view: np.ndarray) -> int:
 def _streamed(
     slot: Slot, views: Sequence[np.ndarray], plain: list[_Copy]
 ) -> tuple[list[_Copy], list[Callable[[], None]]]:
-    """Copies into one piece, and what then streams it into the slot; of short messages none.
+    """What is copied, and what then streams pieces into the slot, one behind the other.
 
-    Without TVM's compiler, which is not imported for this alone, copies go into the slot, too.
+    Pieces that are no whole units are copied into one before. Short and long messages are copied
+    into the slot; all are without TVM's compiler, which is not imported for this alone.
     """
     if "tvm" not in sys.modules:
         return plain, []

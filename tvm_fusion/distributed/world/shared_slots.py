@@ -143,10 +143,9 @@ class NodeSlots:
             self._memory = memoryview(mmap.mmap(file.fileno(), 0))
         self._places, self._rank = places, rank
         self._quota = _ARENA // (len(places) - 1) // _LINE * _LINE
-        self.most, self.most_in_turn = (
-            min(MOST_BYTES, max(self._quota // fewest, _LEAST_MOST))
-            for fewest in (_FEWEST, _FEWEST_IN_TURN)
-        )
+        self.most = min(MOST_BYTES, max(self._quota // _FEWEST, _LEAST_MOST))
+        room = 1 << (self._quota // _FEWEST_IN_TURN).bit_length() - 1  # of a slot
+        self.most_in_turn = min(MOST_BYTES, max(room, _LEAST_MOST))
         self._used: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[int, int, int, int], Slot | None] = {}
 

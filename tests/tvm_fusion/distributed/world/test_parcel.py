@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,49 +67,72 @@ def test_long_segments_stay_where_they_are(columns: int, is_staged: bool, is_cop
     assert Parcel(1, [array[:1], array[1:]]).stage is not None
 
 
-@pytest.mark.parametrize("nbytes", [LEAST_BYTES - 1, LEAST_BYTES, MOST_BYTES, MOST_BYTES + 1])
-@pytest.mark.parametrize("cut", [0, 5])
-def test_slots_are_written_past_the_caches(
-    nbytes: int, cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied = []
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Bytes, number and stride of the pieces of all streamed copies."""
+    found = []
 
     def copy(to: int, source: int, size: int, count: int, stride: int) -> None:
-        copied.append(size * count)
+        found.append((size, count, stride))
         compiled(to, source, size, count, stride)
 
     compiled = streamed_copy.streamed_copy()
     monkeypatch.setattr(streamed_copy, "streamed_copy", lambda: copy)
+    return found
+
+
+def sent_bytes(parcel: Parcel) -> bytes:
+    """What lies in the slot of a parcel after it has been packed; the slot was empty before."""
+    assert parcel.slot is not None
+    parcel.slot.data[:] = 0
+    parcel.pack()
+    return parcel.slot.data[: parcel.nbytes].tobytes()
+
+
+BORDERS = [border + k for border in (LEAST_BYTES, MOST_BYTES) for k in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("nbytes", BORDERS)
+def test_odd_pieces_are_streamed_together(
+    nbytes: int, streamed: list[tuple[int, int, int]]
+) -> None:
     slot = Slot(memoryview(mmap.mmap(-1, 2 * MOST_BYTES)))
     rows = np.random.default_rng().integers(0, 256, (2, nbytes), np.uint8)
-    views = [rows[0, cut : nbytes // 2], rows[:, : (nbytes - nbytes // 2 + cut) // 2]]
-    parcel = Parcel(1, [*views, rows[0, : nbytes - sum(v.size for v in views)]], lambda *_: slot)
+    views = [rows[0, 5 : nbytes // 2], rows[:, : nbytes // 8]]
+    views.append(rows[1, : nbytes - sum(view.size for view in views)])
+    parcel = Parcel(1, views, lambda *_: slot)
+    assert parcel.nbytes == nbytes
     parcel.stream()
     for _ in range(2):  # the second time with other bytes
-        slot.data[:] = 0
-        parcel.pack()
-        expected = b"".join(view.tobytes() for view in parcel.views)
-        assert len(expected) == nbytes
-        assert slot.data[:nbytes].tobytes() == expected
+        assert sent_bytes(parcel) == b"".join(view.tobytes() for view in views)
         rows += 1
-    if LEAST_BYTES <= nbytes <= MOST_BYTES:
-        assert copied == 2 * [-(-nbytes // UNIT) * UNIT]
-    else:
-        assert not copied
+    is_streamed = LEAST_BYTES <= nbytes <= MOST_BYTES
+    assert streamed == [(-(-nbytes // UNIT) * UNIT, 1, 0)] * (2 if is_streamed else 0)
 
 
-@pytest.mark.parametrize("shape", [(64, 56, 28), (1, 300, 56), (2, 16, 16, 20)])
-def test_pieces_are_streamed_from_where_they_lie(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("region", "pieces"),
+    [
+        (np.s_[:, 2:4], (224, 64, 6272)),
+        (np.s_[::2, 2:4], (224, 32, 12544)),
+        (np.s_[:1, :, 4:8], (16, 56, 112)),
+        (np.s_[1:3], (12544, 1, 0)),
+        (np.s_[:, :, 4:8], None),  # in rows
+        (np.s_[0, :, 3:6], None),  # of 12 bytes
+    ],
+)
+def test_pieces_are_streamed_from_where_they_lie(
+    region: Any, pieces: tuple[int, int, int] | None, streamed: list[tuple[int, int, int]]
+) -> None:
     slot = Slot(memoryview(mmap.mmap(-1, 2 * MOST_BYTES)))
-    array = np.random.default_rng().random(shape, np.float32)
-    views = [array, array[:, 2:4], array[:1, :3], array[..., 4:8], array[::2, :, :4]]
-    for first in views:  # beside one that makes it long enough
-        parcel = Parcel(1, [first, np.zeros(LEAST_BYTES, np.uint8)], lambda *_: slot)
-        parcel.stream()
-        array += 1
-        slot.data[:] = 0
-        parcel.pack()
-        assert slot.data[: parcel.nbytes].tobytes() == b"".join(v.tobytes() for v in parcel.views)
+    array = np.random.default_rng().random((64, 56, 28), np.float32)
+    views = [array[region], np.zeros(LEAST_BYTES, np.uint8)]
+    parcel = Parcel(1, views, lambda *_: slot)
+    parcel.stream()
+    array += 1
+    assert sent_bytes(parcel) == b"".join(view.tobytes() for view in views)
+    whole = [(LEAST_BYTES, 1, 0)]
+    assert streamed == ([pieces, *whole] if pieces else [(parcel.nbytes, 1, 0)])
 
 
 def test_names() -> None:

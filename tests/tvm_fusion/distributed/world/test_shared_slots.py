@@ -87,6 +87,14 @@ def test_long_parcels_leave_room_for_others(path: str, ranks: int, most: int) ->
     assert most - 64 <= found <= most  # whole cache lines
 
 
+@pytest.mark.parametrize("ranks", range(2, 7))
+def test_parcels_in_turn_leave_room_for_shorter_ones(path: str, ranks: int) -> None:
+    node = NodeSlots(path, {rank: rank for rank in range(ranks)}, 0)
+    for number in (-1, -2):
+        for fraction in (1, 2, 4, 8):
+            assert node.outgoing(number, 1, node.most_in_turn // fraction) is not None
+
+
 @pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
 def test_nothing_is_made_where_there_is_no_shared_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
