@@ -36,7 +36,7 @@ LONG_SEGMENT = 16 * 1024
 
 Measured between two ranks of one node (MPICH 5.0), by a slot and by MPI, on two cores of a Zen 4
 that share a cache, and on two that do not: 64 segments of 4 KB in 44 and 64, 33 and 69 us; 16 of
-16 KB 43 and 43, 132 and 60; 4 of 64 KB 42 and 37, 130 and 50.
+16 KB 43 and 43, 132 and 60; 4 of 64 KB 42 and 37, 130 and 50 (the last two by plain stores).
 """
 
 SHORT_MESSAGE = 4 * 1024
