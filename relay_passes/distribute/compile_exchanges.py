@@ -11,7 +11,7 @@ from tvm import IRModule, relax
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.distribute.exchange_kernel import exchange_kernel
+from schedules.distribute.rows.exchange_kernel import exchange_kernel
 from schedules.distribute.rows.exchange_table import table_width
 from schedules.distribute.rows.rank_plan import plan_from_json
 

@@ -15,6 +15,8 @@ from tvm import IRModule, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..tir.store_fence import STORE_FENCE_LLVM, store_fence
+
 UNIT = 16
 """Bytes of which a piece, and the address to which it goes, are multiples."""
 
@@ -27,7 +29,7 @@ plainly and streamed, on two cores of a Zen 4 that share a cache, and on two tha
 8.8 and 10, 21 and 9.3 us; 256 KB 36 and 44, 145 and 36; 1 MB 55 and 172 us on those that share it.
 """
 
-STREAM, FENCE = "tvm_fusion_stream", "tvm_fusion_fence"
+STREAM = "tvm_fusion_stream"
 TEXT = f"""
 define i32 @{STREAM}(i64 %to, i64 %from, i64 %size) alwaysinline {{
 begin:
@@ -47,13 +49,8 @@ unit:
 end:
   ret i32 0
 }}
-define i32 @{FENCE}() alwaysinline {{
-  call void @llvm.x86.sse.sfence()
-  ret i32 0
-}}
-declare void @llvm.x86.sse.sfence()
-"""
-"""LLVM IR for x86: a copy, and what has to stand between it and the word that it is there."""
+{STORE_FENCE_LLVM}"""
+"""LLVM IR for x86: a copy, and the fence between it and the word that it is there."""
 
 
 def streamed_copy_kernel() -> tirx.PrimFunc:
@@ -75,7 +72,7 @@ def streamed_copy_kernel() -> tirx.PrimFunc:
                     with T.serial(T.int64(0), count) as n:
                         places = to + n * size, source + n * stride
                         T.evaluate(T.call_extern("int32", STREAM, *places, size))
-                    T.evaluate(T.call_extern("int32", FENCE))
+                    T.add_to_parent(store_fence())
     return builder.get()
 
 

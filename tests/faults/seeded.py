@@ -543,8 +543,8 @@ RUNTIME = (
     ),
     Fault(
         "a message is announced before it has left the processor",
-        "schedules/distribute/exchange_kernel.py",
-        '                T.evaluate(T.call_extern("int32", streamed.FENCE))\n',
+        "schedules/distribute/rows/exchange_kernel.py",
+        "                T.add_to_parent(store_fence())\n",
         "",
         ("tests/schedules/distribute/test_streamed_copy.py",),
     ),

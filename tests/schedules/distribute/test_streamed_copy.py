@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tvm import IRModule, relax
 from tvm.target import Target
 
-from schedules.distribute.exchange_kernel import exchange_kernel
+from schedules.distribute.rows.exchange_kernel import exchange_kernel
 from schedules.distribute.rows.exchange_table import table_width
 from schedules.distribute.streamed_copy import UNIT, streamed_copy, streamed_copy_kernel
 

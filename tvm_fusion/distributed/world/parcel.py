@@ -25,7 +25,7 @@ from .shared_slots import NodeSlots, Slot, SlotReceive, SlotSend
 from .watch import slot_text
 
 _Copy: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""Where to, and where from."""
+"""Target and source."""
 
 SlotOf: TypeAlias = Callable[[int, int], Slot | None]
 """The slot for a peer and a number of bytes."""
@@ -82,16 +82,25 @@ class Parcel:
         elif not on_device and _is_packed(packing, self.nbytes, views):
             self.stage = np.empty(self.nbytes, np.uint8)
             self._copies = _copies(self.stage, views)
-        self._packed = self._copies
 
     def stream(self) -> None:
-        """Let :meth:`pack` write the slot past the caches, where that is faster."""
-        if self.slot is not None:
-            self._packed, self._streams = _streamed(self.slot, self.views, self._copies)
+        """Let :meth:`pack` write the slot past the caches, where that is faster.
+
+        For one to send: it is not unpacked. Without TVM's compiler, which is not imported for this
+        alone, its slot is written as before.
+        """
+        if self.slot is None or "tvm" not in sys.modules:
+            return
+        from schedules.distribute import streamed_copy as streamed
+
+        if streamed.LEAST_BYTES <= self.nbytes <= streamed.MOST_BYTES:
+            target = int(self.slot.data.ctypes.data)
+            copy, unit = streamed.streamed_copy(), streamed.UNIT
+            self._copies, self._streams = _streamed(self.views, copy, target, unit)
 
     def pack(self) -> None:
         """Copy the regions to send into one piece, where they travel so."""
-        for staged, view in self._packed:
+        for staged, view in self._copies:
             np.copyto(staged, view)
         for stream in self._streams:
             stream()
@@ -130,31 +139,23 @@ def segment_bytes(view: np.ndarray) -> int:
 
 
 def _streamed(
-    slot: Slot, views: Sequence[np.ndarray], plain: list[_Copy]
+    views: Sequence[np.ndarray], copy: Callable[..., None], target: int, unit: int
 ) -> tuple[list[_Copy], list[Callable[[], None]]]:
-    """What is copied, and what then streams pieces into the slot, one behind the other.
+    """Copies, and calls that then stream pieces to an address, one behind the other.
 
-    Pieces that are no whole units are copied into one before. Short and long messages are copied
-    into the slot; all are without TVM's compiler, which is not imported for this alone.
+    If any are no whole units, all are copied into one piece before.
     """
-    if "tvm" not in sys.modules:
-        return plain, []
-    from schedules.distribute import streamed_copy as streamed
-
-    nbytes, unit = sum(view.nbytes for view in views), streamed.UNIT
-    if not streamed.LEAST_BYTES <= nbytes <= streamed.MOST_BYTES:
-        return plain, []
-    copy, target = streamed.streamed_copy(), int(slot.data.ctypes.data)
-    packed: list[_Copy] = []
+    copies: list[_Copy] = []
     pieces = [_pieces(view, unit) for view in views]
     if not all(pieces):
+        nbytes = sum(view.nbytes for view in views)
         stage = np.empty(-(-nbytes // unit) * unit, np.uint8)
-        packed, views, pieces = _copies(stage[:nbytes], views), [stage], [(stage.nbytes, 1, 0)]
+        copies, views, pieces = _copies(stage[:nbytes], views), [stage], [(stage.nbytes, 1, 0)]
     streams: list[Callable[[], None]] = []
     for view, each in zip(views, pieces, strict=True):
         streams.append(partial(copy, target, int(view.ctypes.data), *each))
         target += view.nbytes
-    return packed, streams
+    return copies, streams
 
 
 def _pieces(view: np.ndarray, unit: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ import tvm_ffi
 from tvm import ir, s_tir, tirx
 
 from schedules.tir.expression_walk import extern_name, substitute, uses
+from schedules.tir.store_fence import STORE_FENCE, STORE_FENCE_LLVM, store_fence
 from schedules.workload.reduce import constant
 
 from ..blocks import BlockFacts, Kernel, item_bytes
@@ -73,15 +74,7 @@ int {name}(__global void* to, const __private void* from) {{
   return 0;
 }}
 """
-_FENCE_NAME = "tvm_fusion_stream_end"
-_FENCE = f"""
-define i32 @{_FENCE_NAME}() {{
-  call void @llvm.x86.sse.sfence()
-  ret i32 0
-}}
-declare void @llvm.x86.sse.sfence()
-!0 = !{{i32 1}}
-"""
+_END = f"{STORE_FENCE_LLVM}!0 = !{{i32 1}}\n"
 
 
 def worth_streaming(kernel: Kernel, facts: BlockFacts) -> bool:
@@ -144,13 +137,12 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         return func
     # The fence is for the calling thread. The others of TVM's pool report that they are done by a
     # locked instruction, before which their stores are visible, too.
-    fence = tirx.Evaluate(tirx.call_extern("int32", _FENCE_NAME))
-    return with_functions(done, lines, "".join(texts.values()) + _FENCE, fence)
+    return with_functions(done, lines, "".join(texts.values()) + _END, store_fence())
 
 
 def is_fence(stmt: tirx.Stmt) -> bool:
     """Return whether a statement waits for the stores of its thread."""
-    return isinstance(stmt, tirx.Evaluate) and extern_name(stmt.value) == _FENCE_NAME
+    return isinstance(stmt, tirx.Evaluate) and extern_name(stmt.value) == STORE_FENCE
 
 
 def opencl_store(name: str) -> str | None:

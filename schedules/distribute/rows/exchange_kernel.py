@@ -2,7 +2,7 @@
 """Compiled exchange of a network's rows between ranks, through slots of shared memory.
 
 The kernel packs what this rank sends into slots, and unpacks what it receives from slots, by a row
-of the table of :mod:`.rows.exchange_table`. TVM has no loads that see what another process stores:
+of the table of :mod:`.exchange_table`. TVM has no loads that see what another process stores:
 functions in LLVM IR, which are linked and inlined, have. Where the row tells nothing, Python makes
 the exchange, and where a slot is late, Python waits for it.
 """
@@ -15,9 +15,10 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from . import streamed_copy as streamed
-from .rows import exchange_table as table
-from .rows.rank_plan import EXCHANGE, EXCHANGE_WAIT
+from ...tir.store_fence import store_fence
+from .. import streamed_copy as streamed
+from . import exchange_table as table
+from .rank_plan import EXCHANGE, EXCHANGE_WAIT
 
 _TEXT = """
 define i64 @tvm_fusion_address(ptr %memory) alwaysinline {{
@@ -184,7 +185,7 @@ class _Writer:
         with T.If(tirx.all(size >= streamed.LEAST_BYTES, is_whole)):
             with T.Then():
                 self._copy(at, slot, own, streamed.STREAM)
-                T.evaluate(T.call_extern("int32", streamed.FENCE))
+                T.add_to_parent(store_fence())
             with T.Else():
                 self._copy(at, slot, own)
 
