@@ -35,6 +35,7 @@ from .program.check_alignment import CheckAlignment
 from .program.drop_pragma_scopes import DropPragmaScopes
 from .program.half_precision import HalfPrecision
 from .program.legalize_calls import LegalizeCalls
+from .program.lift_outputs import LiftOutputs
 from .program.lift_weights import LiftWeights
 from .program.mark_constants import MarkConstants
 from .program.name_sizes import NameSizes
@@ -72,6 +73,7 @@ __all__ = [
     "FuseReductions",
     "HalfPrecision",
     "LegalizeCalls",
+    "LiftOutputs",
     "LiftWeights",
     "MarkConstants",
     "NameSizes",

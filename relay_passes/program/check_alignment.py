@@ -40,8 +40,9 @@ class _Argument:
 class CheckAlignment:
     """Check at the entry of every public function where the data of its arguments begins.
 
-    TVM checks nothing, although code for CPUs relies on multiples of 64 bytes, and kernels of CUDA
-    read up to 16 bytes at once. A tensor of fewer bytes needs the largest power of two that it has.
+    TVM checks nothing, although its code for CPUs relies on multiples of 64 bytes, and kernels of
+    CUDA read up to 16 bytes at once. A tensor of fewer bytes needs the largest power of two that it
+    has.
 
     Before::
 

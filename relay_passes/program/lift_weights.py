@@ -13,7 +13,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.workload.workspace_layout import is_workspace
 
-from .sole_kernel import sole_kernel
+from .lift_outputs import sole_kernel
 
 WEIGHTS = "tvm_fusion.weights"
 """The module attribute with the tensors for the new parameters, in order."""

@@ -272,6 +272,8 @@ def describe(
         records=tuple(used_records(mod)),
         fast_math=fast_math,
         ranks=ranks,
+        lifted=built.lifted,
+        alignment=built.alignment,
     )
 
 

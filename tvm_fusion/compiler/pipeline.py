@@ -31,6 +31,7 @@ from relay_passes import (
     FuseEpilogue,
     FusePack,
     LegalizeCalls,
+    LiftOutputs,
     LiftWeights,
     MarkConstants,
     MultiplyBytes,
@@ -44,8 +45,8 @@ from relay_passes import (
 )
 from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.op.legalizations import shared_legalizations
+from relay_passes.program.lift_outputs import LIFTED, sole_kernel
 from relay_passes.program.lift_weights import WEIGHTS
-from relay_passes.program.sole_kernel import sole_kernel
 from schedules import cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
@@ -56,6 +57,7 @@ from schedules.workload.conv2d import FusedConv2DWorkload
 
 from ..codegen.nvrtc import tvm_compiler
 from ..errors import CompilationError, TargetError, TVMFusionError
+from ..runtime.host_arrays import ALIGNMENT
 from ..runtime.kernel_call import SoleKernelCall
 from .build_kernels import build_program, reason
 from .gpu_phases import gpu_phases
@@ -284,16 +286,19 @@ def _own_errors(stage: str) -> Iterator[None]:
         raise CompilationError(f"the stage {stage!r} failed: {reason(error)}") from error
 
 
-def lower_to_vm(target: Target, captured: Sequence[str] = ()) -> Pass:
+def lower_to_vm(
+    target: Target, captured: Sequence[str] = (), entry: Sequence[Pass] | None = None
+) -> Pass:
     """Passes from scheduled functions to the Relax virtual machine, as in TVM's own pipelines.
 
-    Kernels of the functions ``captured`` are captured into CUDA graphs.
+    Kernels of the functions ``captured`` are captured into CUDA graphs. ``entry`` are passes on the
+    arguments of programs; by default their alignment is checked, on which TVM's code relies.
     """
     stock = gpu_generic if is_gpu(target) else cpu_generic
     plan_memory, *others = stock.finalize_passes(target)
     passes = [
         *stock.dataflow_lower_passes(target),
-        CheckAlignment(target),
+        *([CheckAlignment(target)] if entry is None else entry),
         plan_memory,
         *([LiftWeights(captured), CaptureGraphs(captured)] if captured else []),
         *others,
@@ -324,11 +329,18 @@ class Built(NamedTuple):
         The weights.
     kernel : SoleKernelCall | None
         Call of the program if it is one kernel.
+    lifted : tuple of bool
+        For each result, whether it is an argument of ``main``, between the inputs and the weights.
+        Nothing if none is.
+    alignment : int
+        Bytes at a multiple of which the kernels expect their arguments to begin.
     """
 
     executable: relax.VMExecutable
     weights: list[tvm.runtime.Tensor]
     kernel: SoleKernelCall | None
+    lifted: tuple[bool, ...] = ()
+    alignment: int = ALIGNMENT
 
 
 def build_apart(
@@ -349,24 +361,35 @@ def build_apart(
     CompilationError
         If TVM fails.
     """
+    is_main, on_cpu = tuple(functions) == ("main",), not is_gpu(target)
+    entry, alignment = None, ALIGNMENT
+    if on_cpu and not _has_external(mod):  # our own lowering, which relies on no alignment
+        entry, alignment = [LiftOutputs()] if is_main else [], 1
     with target, _own_errors("build"):
-        lower = lower_to_vm(target, functions if cuda_graph else ())
-        shared = [] if is_gpu(target) else [ShareKernels()]
+        lower = lower_to_vm(target, functions if cuda_graph else (), entry)
+        shared = [ShareKernels()] if on_cpu else []
         mod = tvm.transform.Sequential([lower, LiftWeights(functions), *shared])(mod)
     with target, _own_errors("build"), _cuda_compiler(target, fast_math):
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         executable = _generate(mod.without_attr(WEIGHTS), target)
-        is_main = tuple(functions) == ("main",)
-        return Built(executable, weights, _kernel_call(mod["main"]) if is_main else None)
+        if not is_main:
+            return Built(executable, weights, None, alignment=alignment)
+        main = mod["main"]
+        lifted = map(bool, main.attrs[LIFTED]) if LIFTED in (main.attrs or {}) else ()
+        return Built(executable, weights, _kernel_call(main), tuple(lifted), alignment)
 
 
 _EXTERNAL = ("external_mods", "const_name_to_constant")
 """Attributes of a module, parts of which are compiled already."""
 
 
+def _has_external(mod: tvm.IRModule) -> bool:
+    return bool(mod.attrs) and any(name in mod.attrs for name in _EXTERNAL)
+
+
 def _generate(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     """Code of a lowered module."""
-    if mod.attrs and any(name in mod.attrs for name in _EXTERNAL):
+    if _has_external(mod):
         return tvm.compile(mod, target, relax_pipeline=tvm.transform.Sequential([]))
     return build_program(mod, target)
 
@@ -374,8 +397,10 @@ def _generate(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
 def _kernel_call(main: relax.Function) -> SoleKernelCall | None:
     """Call of the kernel of a program that is one kernel."""
     call = sole_kernel(main)
-    params = list(main.params)
-    if call is None or any(argument not in params for argument in call.args[:-1]):
+    if call is None:
+        return None
+    params = [param for param in main.params if not param.same_as(call.args[-1])]
+    if any(argument not in params for argument in call.args[:-1]):
         return None
     arguments = tuple(params.index(argument) for argument in call.args[:-1])
     is_once = sorted(arguments) == list(range(len(params)))

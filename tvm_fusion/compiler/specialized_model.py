@@ -92,7 +92,9 @@ class SpecializedModel:
         inputs = ", ".join(map(str, self.inputs))
         return f"SpecializedModel({inputs}; {len(self.variants)} of {self._kept} variants)"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+    def __call__(
+        self, /, *args: Any, out: Any = None, **kwargs: Any
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
         """Compute the outputs as :meth:`.CompiledModel.__call__` does.
 
         Raises
@@ -103,8 +105,10 @@ class SpecializedModel:
         CompilationError, UnsupportedOperatorError
             If the model cannot be compiled for these sizes.
         """
+        if out is not None and any(spec.name == "out" for spec in self.inputs):
+            kwargs["out"], out = out, None
         values = bind(self.inputs, args, kwargs)
-        return self._variant(self._sizes_of(values))(*values)
+        return self._variant(self._sizes_of(values))(*values, out=out)
 
     def variant(self, sizes: Sizes) -> CompiledModel:
         """The model for some sizes, compiled now if it is not there; it can be saved.

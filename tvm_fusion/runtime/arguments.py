@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a call's arguments to TVM tensors, and of its results to numpy arrays.
 
-Compiled kernels read their inputs with aligned instructions: TVM promises them 64 bytes, does not
-check it, and a smaller alignment crashes the process. So an input that is contiguous, aligned and
-writable is passed in place, and any other one is copied into our own memory.
+Kernels for CPUs read and write arrays wherever their elements may lie, so a contiguous array is
+used in place. Any other input is copied into our own memory first. Files of earlier versions hold
+kernels that crash on data which does not begin at a multiple of 64 bytes; for those such inputs are
+copied, too.
 """
 
 from __future__ import annotations
 
 import difflib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -17,13 +19,16 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError
-from .host_arrays import ALIGNMENT
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
 
 _CPU = 1
 _CARRIERS = {2: "uint16", 1: "uint8"}
 """Types that are passed between TVM and numpy by name where DLPack lacks the true type."""
+_READ_ONLY_SINCE = (1, 0)
+"""Version of DLPack that can say that a tensor is read-only."""
+_PARALLEL_COPY = 1 << 20
+"""Bytes from which on a copy is worth the start of threads, some 50 us each."""
 
 
 @cache
@@ -169,7 +174,7 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
         )
     is_numpys_own = numpy_dtype(spec.dtype).isbuiltin == 1
     try:
-        return np.from_dlpack(value) if is_numpys_own else _as_numpy(tvm_ffi.from_dlpack(value))
+        return np.from_dlpack(value) if is_numpys_own else as_numpy(tvm_ffi.from_dlpack(value))
     except Exception as error:  # an object's own methods raise anything
         raise _unreadable(spec, value, error) from error
 
@@ -224,10 +229,16 @@ class InputBuffers:
     ----------
     specs : sequence of TensorSpec
         The inputs.
+    alignment : int
+        Bytes at a multiple of which kernels expect data to begin.
+    threads : int
+        Threads of a copy.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], alignment: int = 1, threads: int = 1) -> None:
         self._dtypes = [spec.dtype for spec in specs]
+        self._alignment = alignment
+        self._threads = threads
         self._places: list[tuple[Any, np.ndarray] | None] = [None] * len(specs)
 
     def tensors(self, arrays: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
@@ -237,7 +248,7 @@ class InputBuffers:
         """
         tensors, memory = [], []
         for index, array in enumerate(arrays):
-            tensor, place = _in_place(array), array
+            tensor, place = in_place(array, self._dtypes[index], self._alignment), array
             if tensor is None:
                 tensor, place = self._copy(index, array)
             tensors.append(tensor)
@@ -248,22 +259,137 @@ class InputBuffers:
         place = self._places[index]
         if place is None or place[1].shape != array.shape:
             tensor = empty(array.shape, self._dtypes[index], tvm_ffi.device("cpu", 0))
-            place = self._places[index] = (tensor, _as_numpy(tensor))
-        np.copyto(place[1], array)
+            place = self._places[index] = (tensor, as_numpy(tensor))
+        _copy_on_threads(place[1], array, self._threads)
         return place
 
 
-def _in_place(array: np.ndarray) -> Any:
-    """A tensor in the array's own memory; None if kernels cannot read it there."""
-    # contiguous, and writable: numpy exports no read-only arrays
-    if not array.flags.carray or not array.size or array.dtype.isbuiltin != 1:
+def _copy_on_threads(target: np.ndarray, source: np.ndarray, threads: int) -> None:
+    """Copy an array, whose longest axis the threads share; numpy copies without Python's lock."""
+    if source.nbytes < _PARALLEL_COPY or threads < 2:
+        np.copyto(target, source)
+        return
+    axis = int(np.argmax(source.shape))
+    parts = zip(
+        np.array_split(target, threads, axis), np.array_split(source, threads, axis), strict=True
+    )
+    workers = [threading.Thread(target=np.copyto, args=pair) for pair in parts]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def export(array: np.ndarray, alignment: int) -> Any:
+    """A tensor in the memory of an array of a type that DLPack knows.
+
+    Raises
+    ------
+    BufferError
+        If the array is not contiguous, or begins elsewhere than at a multiple of ``alignment``
+        bytes; or if it is read-only, and numpy older than 2.1.
+    """
+    lent = array if array.flags.writeable else array.__dlpack__(max_version=_READ_ONLY_SINCE)
+    return tvm_ffi.from_dlpack(lent, require_alignment=alignment, require_contiguous=True)
+
+
+def in_place(array: np.ndarray, dtype: str, alignment: int = 1) -> Any:
+    """A tensor of type ``dtype`` in an array's own memory; None if kernels cannot use it there."""
+    if not array.size:
         return None
-    tensor = tvm_ffi.from_dlpack(array)
-    return None if tensor.data_ptr() % ALIGNMENT else tensor
+    is_numpys_own = array.dtype.isbuiltin == 1
+    try:
+        carrier = array if is_numpys_own else array.view(_CARRIERS[array.itemsize])
+        tensor = export(carrier, max(alignment, array.itemsize))
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        return None
+    return tensor if is_numpys_own else _viewed(tensor, dtype)
+
+
+def check_outputs(specs: Sequence[TensorSpec], out: Any) -> tuple[np.ndarray | None, ...]:
+    """The array that a caller gives for each output, None where he gives none.
+
+    Parameters
+    ----------
+    specs : sequence of TensorSpec
+        The outputs.
+    out : array, sequence or mapping
+        An array if there is one output; else one for each output in order, or by name, where some
+        may be missing or None.
+
+    Raises
+    ------
+    InvalidInputError
+        If one is of another type or shape than its output or read-only, if two share memory, or if
+        they are too many or too few.
+    """
+    names = [spec.name for spec in specs]
+    if isinstance(out, Mapping):
+        unknown = [name for name in out if name not in names]
+        if unknown:
+            raise InvalidInputError(
+                f"no output is called {unknown[0]!r}; the outputs are {_list(names)}"
+            )
+        given = [out.get(name) for name in names]
+    else:
+        given = list(out) if isinstance(out, tuple | list) else [out]
+    if len(given) != len(specs):
+        raise InvalidInputError(
+            f"out has {len(given)} arrays; expected {len(specs)}, for {_list(names)}"
+        )
+    arrays = [
+        None if value is None else _output_array(spec, value)
+        for spec, value in zip(specs, given, strict=True)
+    ]
+    taken: list[np.ndarray] = []
+    for spec, array in zip(specs, arrays, strict=True):
+        if array is not None:
+            if overlaps(array, taken):
+                raise InvalidInputError(
+                    f"the array given for output {spec.name!r} shares memory with that of another "
+                    "output; expected arrays apart"
+                )
+            taken.append(array)
+    return tuple(arrays)
+
+
+def _output_array(spec: TensorSpec, value: Any) -> np.ndarray:
+    if not isinstance(value, np.ndarray):
+        raise InvalidInputError(
+            f"out for output {spec.name!r} is a {type(value).__name__}; expected a numpy array"
+        )
+    if value.dtype != numpy_dtype(spec.dtype):
+        raise InvalidInputError(
+            f"out for output {spec.name!r} has the element type {value.dtype}; expected "
+            f"{spec.dtype}"
+        )
+    sizes = [size for size in spec.shape if isinstance(size, int)]
+    if len(sizes) == len(spec.shape):
+        check_output_shape(spec, value, spec.shape)
+    if not value.flags.writeable:
+        raise InvalidInputError(f"out for output {spec.name!r} is read-only")
+    return value
+
+
+def check_output_shape(spec: TensorSpec, array: np.ndarray, shape: Sequence[int | str]) -> None:
+    """Check that an array given for an output has its shape.
+
+    Raises
+    ------
+    InvalidInputError
+        If not.
+    """
+    if array.shape != tuple(shape):
+        raise InvalidInputError(
+            f"out for output {spec.name!r} has the shape {array.shape}; expected {tuple(shape)}"
+        )
 
 
 def results(
-    outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[np.ndarray]
+    outputs: Sequence[Any],
+    fresh: Sequence[bool],
+    inputs: Sequence[np.ndarray],
+    places: Sequence[np.ndarray | None] | None = None,
 ) -> list[np.ndarray]:
     """Results as numpy arrays that the caller may keep and change.
 
@@ -275,21 +401,22 @@ def results(
         Whether each was created by this call.
     inputs : sequence of numpy.ndarray
         Memory of the inputs; results that overlap with it are copied, like those not fresh.
+    places : sequence of numpy.ndarray or None, optional
+        Array in whose memory the program has written a result, or None for any other result.
     """
-    if len(outputs) == 1 and fresh[0]:
-        return [_as_numpy(outputs[0])]
     arrays: list[np.ndarray] = []
     taken = list(inputs)
-    for tensor, new in zip(outputs, fresh, strict=True):
-        array = _as_numpy(tensor)
-        if not new or _overlaps(array, taken):
+    for tensor, new, place in zip(outputs, fresh, places or [None] * len(outputs), strict=True):
+        array = as_numpy(tensor) if place is None else place
+        if place is None and (not new or overlaps(array, taken)):
             array = array.copy()
         arrays.append(array)
         taken.append(array)
     return arrays
 
 
-def _overlaps(array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
+def overlaps(array: np.ndarray, others: Sequence[np.ndarray]) -> bool:
+    """Return whether an array may share memory with one of the others."""
     for other in others:
         if np.may_share_memory(array, other):
             return True
@@ -302,15 +429,19 @@ def empty(shape: Sequence[int], dtype: str, device: tvm_ffi.Device) -> Any:
     return allocate(tvm_ffi.Shape(tuple(shape)), tvm_ffi.dtype(dtype), device, None)
 
 
-def _as_numpy(tensor: Any) -> np.ndarray:
+def as_numpy(tensor: Any) -> np.ndarray:
     """A numpy array in the memory of a tensor."""
     try:
         return np.from_dlpack(tensor)
     except (BufferError, RuntimeError):  # a type that numpy lacks
         dtype = numpy_dtype(str(tensor.dtype))
+    return np.from_dlpack(_viewed(tensor, _CARRIERS[dtype.itemsize])).view(dtype)
+
+
+def _viewed(tensor: Any, dtype: str) -> Any:
+    """A tensor of another type of the same size in the memory of ``tensor``."""
     create_view = get_function("runtime.TVMTensorCreateView")
-    view = create_view(tensor, tensor.shape, tvm_ffi.dtype(_CARRIERS[dtype.itemsize]), 0)
-    return np.from_dlpack(view).view(dtype)
+    return create_view(tensor, tensor.shape, tvm_ffi.dtype(dtype), 0)
 
 
 def _shape_text(spec: TensorSpec) -> str:

@@ -2,7 +2,7 @@
 """File format of a saved model.
 
 It is a shared library with weights and a description appended. TVM itself can load it too; the
-function ``main`` of the program then takes the weights after the inputs.
+function ``main`` of the program then takes the inputs, tensors for the outputs, and the weights.
 
 ======================  ========================================================================
 bytes                   content
@@ -20,7 +20,8 @@ magic                   ``TVMFUSION-MODEL`` and a newline
 Format 1 had no weights: there they are constants in the library. Formats 1 and 2 are for CPUs, and
 formats up to 3 do not record whether the program is one kernel. Formats up to 4 do not say whether
 functions are approximations, those up to 5 have no tuning records, and those up to 6 no ranks;
-those up to 8 exchange no rows in place, those up to 9 none by kernels.
+those up to 8 exchange no rows in place, those up to 9 none by kernels. Up to format 10, programs
+allocate their outputs, and kernels for CPUs need inputs that begin at multiples of 64 bytes.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
@@ -33,6 +34,7 @@ rights of the process.** The checksum detects damage, not malice: load only file
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -55,12 +57,13 @@ from ..paths import as_path
 from ..version import __version__
 from ..written_aside import written_aside
 from .device import DeviceNeeds, check_device
+from .host_arrays import ALIGNMENT
 from .kernel_call import SoleKernelCall
 from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import read_weights, stored_bytes, write_weights
 
-FORMAT = 10
+FORMAT = 11
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -89,7 +92,7 @@ class Description:
     versions : dict
         Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model.
     weights : tuple of TensorSpec
-        Arguments of ``main`` after the inputs.
+        Arguments of ``main`` after the inputs and the outputs that are arguments.
     device : DeviceNeeds | None
         The GPU that the kernels run on; None if they run on the CPU.
     kernel : SoleKernelCall | None
@@ -101,6 +104,11 @@ class Description:
     ranks : RankPlan | None
         Functions, rows and exchanges of each rank, if the model is distributed: it then has no
         ``main``.
+    lifted : tuple of bool
+        For each output, whether it is an argument of ``main``, after the inputs; nothing if none
+        is.
+    alignment : int
+        Bytes at a multiple of which kernels for a CPU expect the data of inputs to begin.
     """
 
     target: str
@@ -117,6 +125,8 @@ class Description:
     fast_math: bool = False
     records: tuple[dict[str, Any], ...] = ()
     ranks: RankPlan | None = None
+    lifted: tuple[bool, ...] = ()
+    alignment: int = ALIGNMENT
 
     @property
     def cpu(self) -> str:
@@ -305,6 +315,8 @@ def _read(path: Path) -> Description:
             "fast_math": (5, False),
             "records": (6, []),
             "ranks": (7, None),
+            "lifted": (11, []),
+            "alignment": (11, ALIGNMENT),
         }
         added = {name: value for name, (since, value) in absent.items() if version < since}
         return _parse(data | added, place)
@@ -343,8 +355,12 @@ def _parse(data: Any, room: int) -> Description:
     """
     fresh = tuple(_typed(item, bool) for item in _typed(data["fresh"], list))
     outputs = _specs(data["outputs"])
-    if len(fresh) != len(outputs):
-        raise ValueError("'fresh' and 'outputs' differ in length")
+    lifted = tuple(_typed(item, bool) for item in _typed(data["lifted"], list))
+    if len(fresh) != len(outputs) or (lifted and len(lifted) != len(outputs)):
+        raise ValueError("'fresh', 'lifted' and 'outputs' differ in length")
+    for spec in itertools.compress(outputs, lifted):
+        if not all(isinstance(size, int) for size in spec.shape):
+            raise ValueError(f"the output {spec.name!r} is lifted, and its sizes are unknown")
     weights = _specs(data["weights"])
     if stored_bytes(weights) > room:
         raise ValueError("the weights are larger than the file")
@@ -374,6 +390,8 @@ def _parse(data: Any, room: int) -> Description:
         fast_math=_typed(data["fast_math"], bool),
         records=tuple(_typed(item, dict) for item in _typed(data["records"], list)),
         ranks=None if data["ranks"] is None else plan_from_json(data["ranks"]),
+        lifted=lifted,
+        alignment=_typed(data["alignment"], int),
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import tempfile
@@ -17,7 +18,7 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import ArtifactError, InvalidInputError, TargetError
-from .arguments import bind, call_error
+from .arguments import bind, call_error, check_output_shape, check_outputs, empty
 from .artifact import (
     Description,
     read_artifact,
@@ -25,10 +26,10 @@ from .artifact import (
 )
 from .described_model import DescribedModel
 from .device import device_of
-from .fast_call import FastCall, PreparedCall, has_fast_call, is_known, make_fast_call, no_fast_call
+from .fast_call import FastCall, PreparedCall, has_fast_call, make_fast_call, no_fast_call
 from .host_arrays import random_inputs
 from .memory import DeviceMemory, HostMemory, Memory, own_tensors
-from .tensor_spec import refuse_open_shapes
+from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import copied, get_function, start_machine
 from .weights import digest, stored_bytes
@@ -85,12 +86,14 @@ class CompiledModel(DescribedModel):
         y = compiled({"input.1": x})
 
     It returns a numpy array, or a tuple of them if the model has several outputs. The arrays are
-    the caller's: no later call changes them, and changing them changes nothing else.
+    the caller's: no later call changes them, and changing them changes nothing else. Results are
+    written to the caller's own arrays with ``out=``::
 
-    Types and shapes must fit: nothing is converted silently. An input that is contiguous, writable
-    and aligned to 64 bytes is used in place (``host_arrays.aligned_empty`` makes such arrays); any
-    other one is copied first. Outputs are not copied, unless they are constants of the model or
-    share memory with an input.
+        compiled(x, out=y)
+
+    Types and shapes must fit: nothing is converted silently. A contiguous input is used in place,
+    wherever it lies and whether it may be written to or not; any other one is copied first. Outputs
+    are not copied, unless they are constants of the model, or share memory with an input.
 
     **GPUs.** A model for a GPU takes tensors of that GPU too, and uses them in place if they are
     contiguous and aligned; arrays of the CPU are copied there. The weights are copied there in the
@@ -123,10 +126,12 @@ class CompiledModel(DescribedModel):
         self._origin = origin
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._crew = Crew(threads)
-        self._memory = _memory_of(about)
+        self._memory = _memory_of(about, threads)
         self._main: Any = None
         self._fast_call: FastCall = no_fast_call
         self._has_one_output = len(about.outputs) == 1
+        self._names = [spec.name for spec in about.inputs]
+        self._no_out = (None,) * len(about.outputs)
 
     @property
     def device(self) -> tvm_ffi.Device:
@@ -143,34 +148,43 @@ class CompiledModel(DescribedModel):
         place = self.needs or self._about.cpu
         return f"CompiledModel({self._signature()}, {place}, {self.threads} threads)"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...]:
+    def __call__(
+        self, /, *args: Any, out: Any = None, **kwargs: Any
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
         """Compute the outputs.
 
         Parameters
         ----------
         *args : array
             Inputs in order, or one mapping from names to inputs.
+        out : numpy.ndarray, sequence or mapping, optional
+            Array for the output; of several outputs, one for each in order, or by name, where some
+            may be missing or None. A contiguous one is written in place, unless it shares memory
+            with an input. If an input of the model is called ``out``, this is that input.
         **kwargs : array
             Inputs by name.
 
         Returns
         -------
         numpy.ndarray or tuple of numpy.ndarray
-            One array if the model has one output, else a tuple.
+            One array if the model has one output, else a tuple; those of ``out`` are among them.
 
         Raises
         ------
         InvalidInputError
-            If an input is missing, unknown, or of the wrong type or shape.
+            If an input is missing, unknown, or of the wrong type or shape, or an array of ``out``
+            does not fit its output.
         TargetError
             If the model is compiled for another CPU or GPU than this machine has, or the GPU fails.
         """
-        if not kwargs:
-            output = self._fast_call(args)
-            if output is not None:
-                return output
-        values = self._memory.check(bind(self.inputs, args, kwargs))
-        return self._unpacked(self._crew.run(self._run, values))
+        if out is not None and "out" in self._names:
+            kwargs["out"], out = out, None
+        outputs = self._fast_call(self._in_order(args, kwargs), out)
+        if outputs is None:
+            given = self._no_out if out is None else check_outputs(self.outputs, out)
+            checked = self._memory.check(bind(self.inputs, args, kwargs))
+            outputs = self._crew.run(self._run, checked, given)
+        return self._unpacked(outputs)
 
     def tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs as :meth:`__call__` does, and leave them on the model's device.
@@ -222,26 +236,37 @@ class CompiledModel(DescribedModel):
         self._memory.synchronize()
         self._workspaces.check()
 
-    def _run(self, values: Sequence[Any]) -> list[np.ndarray]:
-        outputs, _, memory = self._launch(values)
-        arrays = self._memory.arrays(outputs, self._about.fresh, memory)
+    def _run(self, values: Sequence[Any], out: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        tensors, memory = self._place(values)
+        places, targets = self._memory.receive(out, memory)
+        outputs = self._execute([*tensors, *targets])
+        arrays = self._memory.arrays(outputs, self._about.fresh, memory, places)
         self._workspaces.check()
-        return arrays
+        return [
+            array if target is None else _written(spec, array, target)
+            for spec, array, target in zip(self.outputs, arrays, out, strict=True)
+        ]
 
     def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
-        outputs, tensors, _ = self._launch(values)
+        tensors, _ = self._place(values)
+        lifted = itertools.compress(self.outputs, self._about.lifted)
+        targets = [empty(spec.shape, spec.dtype, self.device) for spec in lifted]
+        outputs = self._execute([*tensors, *targets])
         return own_tensors(outputs, self._about.fresh, tensors)
+
+    def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
+        """Inputs that are all given by name in their order; others as they are."""
+        if not named and len(args) == 1 and type(args[0]) is dict:
+            named, args = args[0], ()
+        if not named or args or len(named) != len(self._names):
+            return args
+        return [named.get(name) for name in self._names]
 
     def _unpacked(self, outputs: Sequence[Any]) -> Any:
         return outputs[0] if self._has_one_output else tuple(outputs)
 
-    def _launch(self, values: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
-        """The program's results, its inputs, and their memory."""
-        tensors, memory = self._place(values)
-        return self._execute(tensors), tensors, memory
-
     def _execute(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The program's results."""
+        """The program's results; ``tensors`` are its inputs, and the outputs that it takes."""
         if self._main is None:
             self._start()
         if self._workspaces.are_suspect:  # of one who uses the results there, and never waits here
@@ -292,16 +317,19 @@ class CompiledModel(DescribedModel):
                 module = copied(module)
         self._machine = start_machine(module, self._memory.device)
         self._main = self._machine["main"]
-        about = self._about
-        if about.device is None and has_fast_call(about.inputs, about.outputs, about.fresh):
-            self._fast_call = make_fast_call(self._program(module), self._crew, about.inputs)
+        about, memory = self._about, self._memory
+        if isinstance(memory, HostMemory) and has_fast_call(
+            about.inputs, about.outputs, about.lifted
+        ):
+            pools = [pool for pool in memory.pools if pool is not None]
+            program = self._program(module)
+            self._fast_call = make_fast_call(program, self._crew, about.inputs, pools)
 
     def _program(self, library: tvm_ffi.Module) -> PreparedCall:
-        """The program that computes the only output."""
+        """The program that writes all outputs where it is told."""
         about, weights, inputs = self._about, self._on_device(), len(self._about.inputs)
-        [output] = about.outputs
-        if about.kernel is None or not is_known([output]):
-            return PreparedCall.of_main(self._main, inputs, weights)
+        if about.kernel is None:
+            return PreparedCall.of_main(self._main, inputs, len(about.outputs), weights)
         try:
             kernel = library.get_function(about.kernel.name, query_imports=True)
         except AttributeError as error:
@@ -309,7 +337,7 @@ class CompiledModel(DescribedModel):
                 f"the model has no kernel {about.kernel.name!r}, which its description names; "
                 "compile it again"
             ) from error
-        return PreparedCall.of_kernel(kernel, about.kernel, inputs, weights, output)
+        return PreparedCall.of_kernel(kernel, about.kernel, inputs, weights)
 
     def share_weights(self, known: Mapping[bytes, Any]) -> dict[bytes, Any]:
         """Use other models' weights in place of those that are equal; before the first call.
@@ -460,7 +488,15 @@ def _unpickled(data: bytes, threads: int) -> CompiledModel:
     return model
 
 
-def _memory_of(about: Description) -> Memory:
+def _written(spec: TensorSpec, array: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The array that a caller gives for an output, with the result in it."""
+    if array is not target:
+        check_output_shape(spec, target, array.shape)
+        np.copyto(target, array)
+    return target
+
+
+def _memory_of(about: Description, threads: int) -> Memory:
     if about.device is None:
-        return HostMemory(about.inputs)
+        return HostMemory(about.inputs, about.outputs, about.lifted, about.alignment, threads)
     return DeviceMemory(about.inputs, device_of(about.device.kind))

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tvm_ffi
 
 from ..errors import InvalidInputError
-from .arguments import numpy_dtype
-from .host_arrays import ALIGNMENT
+from .arguments import export, numpy_dtype, overlaps
 from .kernel_call import OutputPool, SoleKernelCall
 from .tensor_spec import TensorSpec
 from .thread_pool import Crew
 
-FastCall = Callable[[tuple[Any, ...]], "np.ndarray | None"]
+Outputs = Sequence[np.ndarray]
+FastCall = Callable[[Sequence[Any], Any], "Outputs | None"]
 
 
 @dataclass(frozen=True)
@@ -35,57 +34,47 @@ class PreparedCall:
     function : callable
         The program on the virtual machine, or its only kernel.
     arguments : sequence
-        Its arguments: weights, and placeholders for the inputs.
-    inputs : sequence of int
-        Position of each input.
-    outputs : OutputPool | None
-        Source of its last argument, the output; None if it returns the output.
+        Its arguments: weights, and placeholders for inputs and outputs.
+    inputs, outputs : sequence of int
+        Position of each input and output.
     """
 
     function: Callable[..., Any]
     arguments: Sequence[Any]
     inputs: Sequence[int]
-    outputs: OutputPool | None
+    outputs: Sequence[int]
 
     @classmethod
-    def of_main(cls, main: Callable[..., Any], inputs: int, weights: Sequence[Any]) -> PreparedCall:
+    def of_main(
+        cls, main: Callable[..., Any], inputs: int, outputs: int, weights: Sequence[Any]
+    ) -> PreparedCall:
         """The program on the virtual machine."""
-        return cls(main, [*[None] * inputs, *weights], range(inputs), None)
+        given = inputs + outputs
+        return cls(main, [*[None] * given, *weights], range(inputs), range(inputs, given))
 
     @classmethod
     def of_kernel(
-        cls,
-        kernel: Callable[..., Any],
-        call: SoleKernelCall,
-        inputs: int,
-        weights: Sequence[Any],
-        output: TensorSpec,
+        cls, kernel: Callable[..., Any], call: SoleKernelCall, inputs: int, weights: Sequence[Any]
     ) -> PreparedCall:
         """A program that is one kernel."""
         given = [*[None] * inputs, *weights]
         arguments = [given[index] for index in call.arguments]
         places = [call.arguments.index(index) for index in range(inputs)]
-        return cls(kernel, [*arguments, None], places, OutputPool(output))
-
-    def run(self, arguments: list[Any]) -> np.ndarray:
-        """Compute the output; the arguments include the inputs."""
-        if self.outputs is None:
-            return np.from_dlpack(self.function(*arguments))
-        array, arguments[-1] = self.outputs.take()
-        self.function(*arguments)
-        return array.view()
+        return cls(kernel, [*arguments, None], places, [len(arguments)])
 
 
 def has_fast_call(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], fresh: Sequence[bool]
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], lifted: Sequence[bool]
 ) -> bool:
-    """Return whether a model on the CPU has one new output, and only plain types and shapes."""
+    """Return whether a model writes all outputs where it is told, and all types are plain."""
     is_plain = is_known(inputs) and all(map(_is_numpys_own, [*inputs, *outputs]))
-    return is_plain and list(fresh) == [True]
+    return is_plain and len(lifted) > 0 and all(lifted)
 
 
-def make_fast_call(program: PreparedCall, crew: Crew, inputs: Sequence[TensorSpec]) -> FastCall:
-    """Make a function from the arguments by position to the output.
+def make_fast_call(
+    program: PreparedCall, crew: Crew, inputs: Sequence[TensorSpec], pools: Sequence[OutputPool]
+) -> FastCall:
+    """Make a function from the arguments by position to the outputs.
 
     Parameters
     ----------
@@ -95,21 +84,46 @@ def make_fast_call(program: PreparedCall, crew: Crew, inputs: Sequence[TensorSpe
         Threads that run it.
     inputs : sequence of TensorSpec
         Its inputs.
+    pools : sequence of OutputPool
+        Memory of its outputs.
 
     Returns
     -------
     callable
-        It returns None, without any effect, unless every argument is an array of the right type and
-        shape that kernels can read in place: contiguous, writable, and aligned.
+        Its second argument is None, or the array of the only output, or a tuple of one for each. It
+        returns None, without any effect, unless every array has the right type and shape, and
+        kernels can use it in place; and if one for an output shares memory with another one.
     """
-    from_dlpack, run_on_crew, run = tvm_ffi.from_dlpack, crew.run, program.run
-    dtypes = [numpy_dtype(spec.dtype) for spec in inputs]
-    shapes = [tuple(map(int, spec.shape)) for spec in inputs]
-    count = len(dtypes)
-    places = list(zip(program.inputs, dtypes, shapes, strict=True))
-    template = list(program.arguments)
+    places = list(zip(program.inputs, *_plain_types(inputs), strict=True))
+    outputs = [pool.spec for pool in pools]
+    targets = list(zip(program.outputs, pools, *_plain_types(outputs), strict=True))
+    template, function, run_on_crew = list(program.arguments), program.function, crew.run
+    count = len(places)
 
-    def call(args: tuple[Any, ...]) -> np.ndarray | None:
+    def run(arguments: list[Any]) -> list[np.ndarray]:
+        arrays = []
+        for place, pool, _, _ in targets:
+            array, arguments[place] = pool.take()
+            arrays.append(array)
+        function(*arguments)
+        return arrays
+
+    def run_into(arguments: list[Any], args: Sequence[Any], out: Any) -> Outputs | None:
+        given = (out,) if type(out) is np.ndarray else out
+        if type(given) is not tuple or len(given) != len(targets):
+            return None
+        taken = list(args)
+        for value, (place, _, dtype, shape) in zip(given, targets):  # noqa: B905
+            if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
+                return None
+            if not value.flags.writeable or overlaps(value, taken):
+                return None
+            arguments[place] = export(value, dtype.itemsize)
+            taken.append(value)
+        run_on_crew(function, *arguments)
+        return given
+
+    def call(args: Sequence[Any], out: Any = None) -> Outputs | None:
         if len(args) != count:
             return None
         try:
@@ -119,17 +133,22 @@ def make_fast_call(program: PreparedCall, crew: Crew, inputs: Sequence[TensorSpe
                     return None
                 if value.shape != shape:
                     return None
-                arguments[place] = from_dlpack(
-                    value, require_alignment=ALIGNMENT, require_contiguous=True
-                )
-            return run_on_crew(run, arguments)
+                arguments[place] = export(value, dtype.itemsize)
+            if out is None:
+                return run_on_crew(run, arguments)
+            return run_into(arguments, args, out)
         except (BufferError, RuntimeError, TypeError, ValueError):
             return None
 
     return call
 
 
-def no_fast_call(args: tuple[Any, ...]) -> None:
+def _plain_types(specs: Sequence[TensorSpec]) -> tuple[list[np.dtype], list[tuple[int, ...]]]:
+    """The types and the shapes of some tensors."""
+    return [numpy_dtype(s.dtype) for s in specs], [tuple(map(int, s.shape)) for s in specs]
+
+
+def no_fast_call(args: Sequence[Any], out: Any = None) -> None:
     """Fast call of a model that has none."""
 
 

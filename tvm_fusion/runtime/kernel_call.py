@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call of a program that is one kernel, without TVM's virtual machine."""
+"""Call of a program that is one kernel, without TVM's virtual machine, and memory of outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from .arguments import empty
+from .arguments import as_numpy, empty
 from .tensor_spec import TensorSpec
 
 _OUTPUTS = 2  # the one that the caller still holds while the next is computed, and the next
@@ -36,7 +36,7 @@ class SoleKernelCall:
 
 
 class OutputPool:
-    """Arrays for the outputs of calls, reused as soon as they have no other references.
+    """Arrays for one output of a model, reused as soon as they have no other references.
 
     A call gets a view, so that its user may change its shape or its flags; it and all its views
     hold a reference to the array here.
@@ -44,21 +44,29 @@ class OutputPool:
     Parameters
     ----------
     spec : TensorSpec
-        Type and shape of the output: sizes that are known, and a type of numpy's own.
+        Type and shape of the output; its sizes are known.
     """
 
     def __init__(self, spec: TensorSpec) -> None:
-        self._shape, self._dtype = [int(size) for size in spec.shape], spec.dtype
-        self._outputs = deque(self._new() for _ in range(_OUTPUTS))
+        self.spec = spec
+        self._outputs: deque[tuple[np.ndarray, np.dtype, Any]] = deque()
 
     def take(self) -> tuple[np.ndarray, Any]:
         """An unused array, and the tensor in its memory; not thread-safe."""
         outputs = self._outputs
-        outputs.rotate()
-        if getrefcount(outputs[0][0]) > _UNUSED:
-            outputs[0] = self._new()
-        return outputs[0]
+        if len(outputs) < _OUTPUTS:
+            outputs.appendleft(self._new())
+        else:
+            outputs.rotate()
+            if getrefcount(outputs[0][0]) > _UNUSED:
+                outputs[0] = self._new()
+        array, dtype, tensor = outputs[0]
+        return array.view(dtype), tensor
 
-    def _new(self) -> tuple[np.ndarray, Any]:
-        tensor = empty(self._shape, self._dtype, tvm_ffi.device("cpu", 0))
-        return np.from_dlpack(tensor), tensor
+    def _new(self) -> tuple[np.ndarray, np.dtype, Any]:
+        """The array that views are counted by, their type, and the tensor."""
+        shape = [int(size) for size in self.spec.shape]
+        tensor = empty(shape, self.spec.dtype, tvm_ffi.device("cpu", 0))
+        array = as_numpy(tensor)
+        is_view = isinstance(array.base, np.ndarray)  # of a type that numpy lacks
+        return array.base if is_view else array, array.dtype, tensor

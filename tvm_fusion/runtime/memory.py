@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a compiled model's tensors: that of the host, or that of a GPU.
 
-Both kinds of memory do the same four things: they check the arguments of a call, place them where
-the kernels read them, and return the results as numpy arrays or as tensors.
+Both kinds of memory do the same things: they check the arguments of a call, place them where the
+kernels read them, choose where results are written, and return these as numpy arrays or as tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError, TargetError
-from .arguments import InputBuffers, as_array, check, dlpack_device, empty, numpy_dtype, results
+from .arguments import (
+    InputBuffers,
+    as_array,
+    check,
+    dlpack_device,
+    empty,
+    in_place,
+    numpy_dtype,
+    overlaps,
+    results,
+)
 from .host_arrays import ALIGNMENT
+from .kernel_call import OutputPool
 from .tensor_spec import TensorSpec
 from .tvm_runtime import get_function
 
@@ -38,10 +49,26 @@ class Memory(Protocol):
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Tensors that kernels can read, valid until the next call, and their memory."""
 
+    def receive(
+        self, out: Sequence[np.ndarray | None], inputs: Sequence[Any]
+    ) -> tuple[list[np.ndarray | None], list[Any]]:
+        """Arrays in which results come, None for those of the program's own memory, and tensors.
+
+        The tensors are those that the program takes to write results to. ``out`` are the arrays of
+        the caller, None for each output without one.
+        """
+
     def arrays(
-        self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]
+        self,
+        outputs: Sequence[Any],
+        fresh: Sequence[bool],
+        inputs: Sequence[Any],
+        places: Sequence[np.ndarray | None],
     ) -> list[np.ndarray]:
-        """Results as numpy arrays that the caller may keep and change."""
+        """Results as numpy arrays that the caller may keep and change.
+
+        ``places`` are the arrays of :meth:`receive`.
+        """
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """The weights where kernels can read them."""
@@ -51,20 +78,38 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Memory of the host: inputs are used in place if they are contiguous and aligned.
+    """Memory of the host: inputs are used in place if they are contiguous.
 
     Parameters
     ----------
-    specs : sequence of TensorSpec
-        The inputs.
+    specs, outputs : sequence of TensorSpec
+        The inputs and the outputs.
+    lifted : sequence of bool
+        For each output, whether the program takes the tensor to write it to; nothing if none is.
+    alignment : int
+        Bytes at a multiple of which kernels expect data to begin.
+    threads : int
+        Threads that copy an input.
     """
 
     arrays = staticmethod(results)
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec] = (),
+        lifted: Sequence[bool] = (),
+        alignment: int = 1,
+        threads: int = 1,
+    ) -> None:
         self.device = tvm_ffi.device("cpu", 0)
         self._specs = specs
-        self._stage = InputBuffers(specs)
+        self._stage = InputBuffers(specs, alignment, threads)
+        chosen = lifted or [False] * len(outputs)
+        self.pools = [
+            OutputPool(spec) if is_lifted else None
+            for spec, is_lifted in zip(outputs, chosen, strict=True)
+        ]
 
     def check(self, values: Sequence[Any]) -> list[np.ndarray]:
         """As :meth:`Memory.check`; nothing is copied."""
@@ -73,6 +118,25 @@ class HostMemory:
     def place(self, values: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
         """As :meth:`Memory.place`; copies values that cannot be used in place."""
         return self._stage.tensors(values)
+
+    def receive(
+        self, out: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray | None], list[Any]]:
+        """As :meth:`Memory.receive`; the memory of inputs is not written to."""
+        arrays: list[np.ndarray | None] = []
+        tensors = []
+        for array, pool in zip(out, self.pools, strict=True):
+            tensor = None
+            if pool is None:
+                arrays.append(None)
+                continue
+            if array is not None and not overlaps(array, inputs):
+                tensor = in_place(array, pool.spec.dtype)
+            if tensor is None:
+                array, tensor = pool.take()
+            arrays.append(array)
+            tensors.append(tensor)
+        return arrays, tensors
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """The weights as they are."""
@@ -120,8 +184,19 @@ class DeviceMemory:
             tensors = [self._placed(index, value) for index, value in enumerate(values)]
         return tensors, tensors
 
+    def receive(
+        self, out: Sequence[np.ndarray | None], inputs: Sequence[Any]
+    ) -> tuple[list[np.ndarray | None], list[Any]]:
+        """As :meth:`Memory.receive`; programs take no tensors to write to."""
+        contiguous = [each if each is not None and each.flags.carray else None for each in out]
+        return contiguous, []
+
     def arrays(
-        self, outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]
+        self,
+        outputs: Sequence[Any],
+        fresh: Sequence[bool],
+        inputs: Sequence[Any],
+        places: Sequence[np.ndarray | None],
     ) -> list[np.ndarray]:
         """As :meth:`Memory.arrays`; waits for the kernels.
 
@@ -131,7 +206,7 @@ class DeviceMemory:
             If a kernel failed.
         """
         with _own_errors(self.device):
-            return [download(tensor) for tensor in outputs]
+            return [download(*pair) for pair in zip(outputs, places, strict=True)]
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """Copies of the weights on the device."""
@@ -248,9 +323,13 @@ def upload(value: np.ndarray, place: Any) -> None:
     get_function("runtime.TVMTensorCopyFromBytes")(place, pointer, data.nbytes)
 
 
-def download(tensor: Any) -> np.ndarray:
-    """Copy a tensor of a device to a new array, after all launches of its stream."""
-    array = np.empty(tuple(tensor.shape), numpy_dtype(str(tensor.dtype)))
+def download(tensor: Any, array: np.ndarray | None = None) -> np.ndarray:
+    """Copy a tensor of a device to an array, a new one if None, after all launches of its stream.
+
+    An array of another shape stays as it is, and a new one is returned.
+    """
+    if array is None or array.shape != tuple(tensor.shape):
+        array = np.empty(tuple(tensor.shape), numpy_dtype(str(tensor.dtype)))
     if array.size:
         pointer = array.ctypes.data_as(ctypes.c_void_p)
         get_function("runtime.TVMTensorCopyToBytes")(tensor, pointer, array.nbytes)
