@@ -78,7 +78,8 @@ def main() -> int:
         name: functools.partial(build, arguments.batch, arguments.image_size)
         for name, build in networks.items()
     }
-    engines = [EngineSpec(name) for name in ("tvm-fusion", *arguments.against)]
+    aligned = EngineSpec("tvm-fusion", "aligned inputs", aligned=True)
+    engines = [EngineSpec("tvm-fusion"), aligned, *map(EngineSpec, arguments.against)]
     results = run_races(models, engines, PLAN, arguments, fresh=True)
     return finish(networks_table(results), results, arguments)
 

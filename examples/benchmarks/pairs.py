@@ -37,6 +37,7 @@ ENGINES = (
     EngineSpec("tvm-fusion"),
     EngineSpec("tvm-fusion", "fused", {"fuse": "all"}),
     EngineSpec("tvm-fusion", "unfused", {"fuse": "none"}),
+    EngineSpec("tvm-fusion", "aligned inputs", aligned=True),
     EngineSpec("onnxruntime"),
     EngineSpec("openvino"),
 )

@@ -76,7 +76,7 @@ class LiftOutputs:
             type(block)([binding for binding in block.bindings if binding.var not in lifted])
             for block in main.body.blocks
         ]
-        body = relax.SeqExpr(blocks, main.body.body)
+        body = relax.BlockBuilder(mod).normalize(relax.SeqExpr(blocks, main.body.body))
         func = relax.Function(
             [*main.params, *lifted], body, main.ret_ty, main.is_pure, main.attrs
         ).with_attr(LIFTED, is_lifted)

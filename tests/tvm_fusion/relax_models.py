@@ -84,8 +84,16 @@ class Identity:
 
 def dense(target: Any = "native", threads: int = 1) -> CompiledModel:
     """relu(x @ WEIGHT), with the weight as a constant of the model."""
-    mod = relax.transform.BindParams("main", {"w": tvm.runtime.tensor(WEIGHT)})(Dense)
-    return compiled(mod, ["x"], ["y"], target, threads)
+    return compiled(_bound_dense(), ["x"], ["y"], target, threads)
+
+
+def lifted_dense() -> CompiledModel:
+    """The same of our own lowering, which writes the output where it is told."""
+    return lifted(_bound_dense(), ["x"], ["y"])
+
+
+def _bound_dense() -> tvm.IRModule:
+    return relax.transform.BindParams("main", {"w": tvm.runtime.tensor(WEIGHT)})(Dense)
 
 
 def dense_reference(x: np.ndarray) -> np.ndarray:
@@ -126,9 +134,15 @@ def lifted(mod: tvm.IRModule, inputs: list[str], outputs: list[str]) -> Compiled
     """Build with the weights apart, for one thread of this machine."""
     resolved = resolve("native")
     mod, about = _described(mod, inputs, outputs, resolved)
-    executable, weights, kernel = build_apart(mod, resolved)
-    about = replace(about, weights=weight_specs(weights), kernel=kernel)
-    return CompiledModel(executable, about, 1, weights)
+    built = build_apart(mod, resolved)
+    about = replace(
+        about,
+        weights=weight_specs(built.weights),
+        kernel=built.kernel,
+        lifted=built.lifted,
+        alignment=built.alignment,
+    )
+    return CompiledModel(built.executable, about, 1, built.weights)
 
 
 def _described(

@@ -272,11 +272,13 @@ class Service:
         feed = self._engine.feed(random_inputs(self._engine.inputs, seed))
         return [np.array(output) for output in self._engine.run(feed)]
 
-    def turn(self, seed: Sequence[int], runs: int, seconds: float) -> list[float]:
+    def turn(
+        self, seed: Sequence[int], runs: int, seconds: float, aligned: bool = False
+    ) -> list[float]:
         """Seconds of each of up to ``runs`` runs; after ``seconds`` no further one begins."""
         engine = self._engine
         feeds = [
-            engine.feed(random_inputs(engine.inputs, [*seed, index]))
+            engine.feed(random_inputs(engine.inputs, [*seed, index], aligned=aligned))
             for index in range(min(runs, INPUT_SETS))
         ]
         clock = time.perf_counter

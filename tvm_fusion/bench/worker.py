@@ -43,11 +43,14 @@ class EngineSpec:
         For ``tvm-fusion`` the arguments ``target``, ``fuse`` and ``winograd`` of ``compile``, or
         ``artifact``, the path of a compiled model to load; for ``tvm`` the ``target``; for
         ``onnxruntime`` the ``provider``, ``CPU`` or ``CUDA``.
+    aligned : bool
+        Whether its inputs begin at multiples of 64 bytes, instead of where numpy puts them.
     """
 
     engine: str
     title: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    aligned: bool = False
 
     def __post_init__(self) -> None:
         """Check the name and fill in the title."""

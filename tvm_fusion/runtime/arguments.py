@@ -297,7 +297,7 @@ def in_place(array: np.ndarray, dtype: str, alignment: int = 1) -> Any:
     """A tensor of type ``dtype`` in an array's own memory; None if kernels cannot use it there."""
     if not array.size:
         return None
-    is_numpys_own = array.dtype.isbuiltin == 1
+    is_numpys_own = numpy_dtype(dtype).isbuiltin == 1  # an unpickled type of numpy's is not
     try:
         carrier = array if is_numpys_own else array.view(_CARRIERS[array.itemsize])
         tensor = export(carrier, max(alignment, array.itemsize))

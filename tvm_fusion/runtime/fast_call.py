@@ -114,7 +114,7 @@ def make_fast_call(
             return None
         taken = list(args)
         for value, (place, _, dtype, shape) in zip(given, targets):  # noqa: B905
-            if type(value) is not np.ndarray or value.dtype is not dtype or value.shape != shape:
+            if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
                 return None
             if not value.flags.writeable or overlaps(value, taken):
                 return None
@@ -129,9 +129,9 @@ def make_fast_call(
         try:
             arguments = template.copy()
             for value, (place, dtype, shape) in zip(args, places):  # noqa: B905  they are as many
-                if type(value) is not np.ndarray or value.dtype is not dtype:
+                if type(value) is not np.ndarray or value.shape != shape:
                     return None
-                if value.shape != shape:
+                if value.dtype is not dtype and value.dtype != dtype:  # as an unpickled one
                     return None
                 arguments[place] = export(value, dtype.itemsize)
             if out is None:

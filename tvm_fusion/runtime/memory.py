@@ -63,11 +63,11 @@ class Memory(Protocol):
         outputs: Sequence[Any],
         fresh: Sequence[bool],
         inputs: Sequence[Any],
-        places: Sequence[np.ndarray | None],
+        places: Sequence[np.ndarray | None] | None = None,
     ) -> list[np.ndarray]:
         """Results as numpy arrays that the caller may keep and change.
 
-        ``places`` are the arrays of :meth:`receive`.
+        ``places`` are the arrays of :meth:`receive`, if that was called.
         """
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
@@ -196,7 +196,7 @@ class DeviceMemory:
         outputs: Sequence[Any],
         fresh: Sequence[bool],
         inputs: Sequence[Any],
-        places: Sequence[np.ndarray | None],
+        places: Sequence[np.ndarray | None] | None = None,
     ) -> list[np.ndarray]:
         """As :meth:`Memory.arrays`; waits for the kernels.
 
@@ -206,7 +206,8 @@ class DeviceMemory:
             If a kernel failed.
         """
         with _own_errors(self.device):
-            return [download(*pair) for pair in zip(outputs, places, strict=True)]
+            targets = places or [None] * len(outputs)
+            return [download(*pair) for pair in zip(outputs, targets, strict=True)]
 
     def upload(self, weights: Sequence[Any]) -> list[Any]:
         """Copies of the weights on the device."""

@@ -13,7 +13,7 @@ from tvm.target import Target
 
 from relay_passes import LiftWeights
 from relay_passes.program.lift_weights import LEAST_BYTES, WEIGHTS
-from relay_passes.program.sole_kernel import sole_kernel
+from relay_passes.program.lift_outputs import sole_kernel
 from tvm_fusion.compiler.pipeline import lower_to_vm
 
 op = relax.op

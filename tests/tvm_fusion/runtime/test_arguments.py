@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tvm_fusion.errors import InvalidInputError
-from tvm_fusion.runtime.arguments import InputBuffers, bind, check, numpy_dtype, results
+from tvm_fusion.runtime.arguments import (
+    InputBuffers,
+    bind,
+    check,
+    check_outputs,
+    numpy_dtype,
+    results,
+)
 from tvm_fusion.runtime.host_arrays import ALIGNMENT, aligned_empty
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 
@@ -199,9 +206,13 @@ ARRAYS = hnp.arrays(
 )
 
 
-@given(array=ARRAYS, data=st.data())
-def test_any_layout_arrives_aligned_and_equal(array: np.ndarray, data: st.DataObject) -> None:
-    layout = data.draw(st.sampled_from(["as is", "reversed", "transposed", "shifted", "frozen"]))
+@given(array=ARRAYS, alignment=st.sampled_from([1, ALIGNMENT]), data=st.data())
+def test_any_layout_arrives_equal_and_as_aligned_as_kernels_expect(
+    array: np.ndarray, alignment: int, data: st.DataObject
+) -> None:
+    layout = data.draw(
+        st.sampled_from(["as is", "reversed", "transposed", "shifted", "between", "frozen"])
+    )
     if layout == "reversed" and array.ndim:
         array = array[::-1]
     elif layout == "transposed":
@@ -210,28 +221,82 @@ def test_any_layout_arrives_aligned_and_equal(array: np.ndarray, data: st.DataOb
         memory = np.empty(array.size + 1, array.dtype)
         memory[1:] = array.ravel()
         array = memory[1:].reshape(array.shape)
+    elif layout == "between":
+        memory = np.empty(array.nbytes + 1, np.uint8)
+        memory[1:] = np.frombuffer(array.tobytes(), np.uint8)
+        array = memory[1:].view(array.dtype).reshape(array.shape)
     elif layout == "frozen":
         array.flags.writeable = False
-    stage = InputBuffers([TensorSpec("x", array.shape, str(array.dtype))])
+    stage = InputBuffers([TensorSpec("x", array.shape, str(array.dtype))], alignment)
     for _ in range(2):
         (tensor,), (memory,) = stage.tensors([array])
         np.testing.assert_array_equal(tensor.numpy(), array)
-        assert array.size == 0 or memory.ctypes.data % ALIGNMENT == 0
+        is_in_place = memory is array
+        assert array.size == 0 or memory.ctypes.data % max(alignment, array.itemsize) == 0
+        flags, place = array.flags, array.ctypes.data
+        usable = flags.c_contiguous and place % max(alignment, array.itemsize) == 0 and array.size
+        assert is_in_place == bool(usable)
 
 
-def test_an_aligned_array_is_used_where_it_lies_and_any_other_one_is_not() -> None:
-    array = aligned_empty((2, 3))
-    array[...] = 1
-    frozen = aligned_empty((2, 3))
-    frozen.flags.writeable = False
-    apart = np.empty(32, np.float32)
-    start = -apart.ctypes.data % ALIGNMENT // 4 + 1
-    shifted = apart[start : start + 6].reshape(2, 3)
-    for value, shared in [(array, True), (frozen, False), (array.T.copy().T, False)]:
-        _, (memory,) = InputBuffers([A]).tensors([value])
-        assert np.shares_memory(memory, value) == shared
-    _, (memory,) = InputBuffers([A]).tensors([shifted])
-    assert not np.shares_memory(memory, shifted)
+def test_arrays_of_types_that_numpy_lacks_are_used_where_they_lie() -> None:
+    array = np.arange(7).astype(ml_dtypes.bfloat16)[1:].reshape(2, 3)
+    array.flags.writeable = False
+    spec = TensorSpec("x", (2, 3), "bfloat16")
+    (tensor,), (memory,) = InputBuffers([spec]).tensors([array])
+    assert memory is array and tensor.data_ptr() == array.ctypes.data
+    assert str(tensor.dtype) == "bfloat16"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_large_inputs_are_copied_by_threads(threads: int) -> None:
+    array = np.random.default_rng(0).random((700, 2, 601), dtype=np.float32).transpose(1, 2, 0)
+    assert array.nbytes > 1 << 20
+    stage = InputBuffers([TensorSpec("x", array.shape, "float32")], threads=threads)
+    (tensor,), (memory,) = stage.tensors([array])
+    assert not np.shares_memory(memory, array)
+    np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+Y, Z = TensorSpec("y", (2, 3), "float32"), TensorSpec("z", ("n",), "int64")
+
+
+def test_arrays_that_are_given_for_outputs() -> None:
+    y, z = ones(2, 3), np.ones(5, np.int64)
+    assert check_outputs([Y], y) == (y,)
+    for out in ((y, z), [y, z], {"z": z, "y": y}):
+        found = check_outputs([Y, Z], out)
+        assert found[0] is y and found[1] is z
+    for out in ((None, z), {"z": z}):
+        found = check_outputs([Y, Z], out)
+        assert found[0] is None and found[1] is z
+
+
+FROZEN = ones(2, 3)
+FROZEN.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (ones(2, 3), r"out has 1 arrays; expected 2, for 'y', 'z'"),
+        ((), "out has 0 arrays"),
+        ({"w": ones(2, 3)}, "no output is called 'w'; the outputs are 'y', 'z'"),
+        ((ones(3, 2), None), r"output 'y' has the shape \(3, 2\); expected \(2, 3\)"),
+        ((None, ones(3)), "output 'z' has the element type float32; expected int64"),
+        (([[1.0]], None), "output 'y' is a list; expected a numpy array"),
+        ((FROZEN, None), "output 'y' is read-only"),
+    ],
+)
+def test_arrays_that_fit_no_output_are_refused(out: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        check_outputs([Y, Z], out)
+
+
+def test_outputs_that_share_memory_are_refused() -> None:
+    memory = np.empty(10, np.float32)
+    both = memory[:6].reshape(2, 3), memory[4:].reshape(2, 3)
+    with pytest.raises(InvalidInputError, match="'y2' shares memory with that of another output"):
+        check_outputs([Y, TensorSpec("y2", (2, 3), "float32")], both)
 
 
 def test_memory_of_our_own_is_used_again_until_the_shape_changes() -> None:

@@ -100,17 +100,36 @@ def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "lacks"),
     [
-        (1, ("weights", "device", "kernel", "fast_math", "records")),
-        (2, ("device", "kernel", "fast_math", "records")),
-        (3, ("kernel", "fast_math", "records")),
-        (4, ("fast_math", "records")),
-        (5, ("records",)),
+        (1, ("weights", "device", "kernel", "fast_math", "records", "lifted", "alignment")),
+        (2, ("device", "kernel", "fast_math", "records", "lifted", "alignment")),
+        (3, ("kernel", "fast_math", "records", "lifted", "alignment")),
+        (4, ("fast_math", "records", "lifted", "alignment")),
+        (5, ("records", "lifted", "alignment")),
+        (10, ("lifted", "alignment")),
     ],
 )
 def test_earlier_formats_are_still_read(altered, version: int, lacks: tuple[str, ...]) -> None:
-    x = np.random.default_rng(5).standard_normal((4, 8), dtype=np.float32)
+    """Their kernels read aligned inputs only, and allocate their outputs."""
+    memory = np.random.default_rng(5).standard_normal(48, dtype=np.float32)
     path = altered(lambda about: [about.pop(name) for name in lacks], version=version)
-    assert_dense(load(path, threads=1)(x), x)
+    model = load(path, threads=1)
+    for start in range(16):
+        x = memory[start : start + 32].reshape(4, 8)
+        y = np.full((4, 6), np.nan, np.float32)
+        assert model(x, out=y) is y
+        assert_dense(y, x)
+
+
+@pytest.mark.parametrize(
+    ("lifted", "sizes"), [([True, True], [4, 6]), ([1], [4, 6]), ([True], ["n", 6])]
+)
+def test_outputs_that_cannot_be_arguments(altered, lifted: list, sizes: list) -> None:
+    def alter(about: dict[str, Any]) -> None:
+        about["lifted"] = lifted
+        about["outputs"][0]["shape"] = sizes
+
+    with pytest.raises(ArtifactError, match="is not valid"):
+        load(altered(alter))
 
 
 def large(tmp_path: Path) -> tuple[CompiledModel, CompiledModel]:
@@ -163,13 +182,15 @@ def test_a_weight_that_is_a_result_is_the_callers_copy(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one(x)[0], y)
 
 
-def test_tvm_alone_takes_the_weights_as_arguments(tmp_path: Path) -> None:
+def test_tvm_alone_takes_outputs_and_weights_as_arguments(tmp_path: Path) -> None:
     model, _ = large(tmp_path)
     x = np.random.default_rng(8).standard_normal((3, 70), dtype=np.float32)
     library = tvm.runtime.load_module(str(tmp_path / "large.so"))
     machine = relax.VirtualMachine(library, tvm.cpu())
-    y = machine["main"](tvm.runtime.tensor(x), *model._weights)[0].numpy()
-    np.testing.assert_array_equal(y, model(x)[0])
+    assert model._about.lifted == (True, False)
+    y = tvm.runtime.empty(model.outputs[0].shape, "float32")
+    machine["main"](tvm.runtime.tensor(x), y, *model._weights)
+    np.testing.assert_array_equal(y.numpy(), model(x)[0])
 
 
 def test_a_file_that_shrinks_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
@@ -384,7 +405,7 @@ def test_any_wrong_bit_is_found(
         (join(b"", b"{}"), r"is not valid \(KeyError"),
         (join(b"", b"[]"), r"is not valid \(TypeError"),
         (join(b"", b"{}", version=0), "is damaged: its checksum does not fit; save again"),
-        (join(b"", b"{}", version=11), r"has format 11, .* reads up to 10; install a newer"),
+        (join(b"", b"{}", version=12), r"has format 12, .* reads up to 11; install a newer"),
     ],
 )
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -79,7 +79,8 @@ class RankModel:
             for number, each in enumerate(about.ranks.exchanges)
         ]
         taken = zip(about.inputs, self._part.inputs, strict=True)
-        self._buffers = InputBuffers([spec for spec, rows in taken if rows is not None])
+        own = [spec for spec, rows in taken if rows is not None]
+        self._buffers = InputBuffers(own, about.alignment, world.threads)
         self._table = [self._fill_table()] if about.ranks.takes_table else []
         self._machine = start_machine(library)
         self._crew = Crew(world.threads)
