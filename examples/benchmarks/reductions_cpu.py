@@ -171,7 +171,9 @@ class TVMEngine:
 
         host = target.resolve("native", self.crew.threads)
         mod = relax_module(case, self.ours)
-        if self.ours:  # reads arrays of numpy where they lie, and writes its result where it is told
+        if (
+            self.ours
+        ):  # reads arrays of numpy where they lie, and writes its result where it is told
             built = pipeline.build_apart(pipeline.optimize(mod, host), host)
             executable = built.executable
             result = mod["main"].ret_ty

@@ -352,7 +352,8 @@ def build_apart(
 ) -> Built:
     """Generate code as :func:`build` does, with separate weights.
 
-    So code and weights can be saved and loaded separately. ``fast_math`` and ``cuda_graph`` are
+    So code and weights can be saved and loaded separately. On a CPU ``main`` also takes tensors
+    that it writes its results to, between the inputs and the weights. ``fast_math`` and ``cuda_graph`` are
     those of the options; ``functions`` are the programs of the module, each of which takes all
     weights.
 

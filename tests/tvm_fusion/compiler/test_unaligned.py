@@ -79,8 +79,7 @@ def test_arrays_that_begin_at_any_element(proto: onnx.ModelProto, fuse: str) -> 
     model = tvm_fusion.compile(proto, threads=2, fuse=fuse)
     rng = np.random.default_rng()
     feed = {
-        spec.name: (4 * rng.standard_normal(spec.shape)).astype(spec.dtype)
-        for spec in model.inputs
+        spec.name: (4 * rng.standard_normal(spec.shape)).astype(spec.dtype) for spec in model.inputs
     }
     feed |= {"i": rng.integers(0, 64, 5), "u": rng.integers(0, 255, (4, 70), "uint8")}
     session = onnxruntime.InferenceSession(proto.SerializeToString())
