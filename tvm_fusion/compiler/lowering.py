@@ -81,7 +81,8 @@ class LowerKernels:
     def transform_module(self, mod: tvm.IRModule, _: PassContext) -> tvm.IRModule:
         """Return the lowered module."""
         checked = {var.name_hint for var, func in mod.functions_items() if _checks(func)}
-        lowered = AssumeElementAlignment()(tvm.transform.Sequential(lowering_passes())(mod))
+        passes = [*lowering_passes(), AssumeElementAlignment()]
+        lowered = tvm.transform.Sequential(passes)(mod)
         functions = dict(tirx.transform.SkipAssert()(lowered).functions_items())
         functions |= {var: lowered[var] for var in functions if var.name_hint in checked}
         return tvm.IRModule(functions, attrs=lowered.attrs)

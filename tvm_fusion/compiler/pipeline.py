@@ -353,9 +353,9 @@ def build_apart(
     """Generate code as :func:`build` does, with separate weights.
 
     So code and weights can be saved and loaded separately. On a CPU ``main`` also takes tensors
-    that it writes its results to, between the inputs and the weights. ``fast_math`` and ``cuda_graph`` are
-    those of the options; ``functions`` are the programs of the module, each of which takes all
-    weights.
+    that it writes its results to, between the inputs and the weights. ``fast_math`` and
+    ``cuda_graph`` are those of the options; ``functions`` are the programs of the module, each of
+    which takes all weights.
 
     Raises
     ------

@@ -250,7 +250,7 @@ class CompiledModel(DescribedModel):
     def _run_on_device(self, values: Sequence[Any]) -> list[Any]:
         tensors, _ = self._place(values)
         lifted = itertools.compress(self.outputs, self._about.lifted)
-        targets = [empty(spec.shape, spec.dtype, self.device) for spec in lifted]
+        targets = [empty([int(n) for n in s.shape], s.dtype, self.device) for s in lifted]
         outputs = self._execute([*tensors, *targets])
         return own_tensors(outputs, self._about.fresh, tensors)
 

@@ -68,5 +68,5 @@ class OutputPool:
         shape = [int(size) for size in self.spec.shape]
         tensor = empty(shape, self.spec.dtype, tvm_ffi.device("cpu", 0))
         array = as_numpy(tensor)
-        is_view = isinstance(array.base, np.ndarray)  # of a type that numpy lacks
-        return array.base if is_view else array, array.dtype, tensor
+        base = array.base  # an array if numpy lacks the type
+        return base if isinstance(base, np.ndarray) else array, array.dtype, tensor

@@ -50,7 +50,8 @@ def quantized(model: onnx.ModelProto, folder, form: QuantFormat, kind: QuantType
     # Weights of 7 bits: without VNNI, sums of two products saturate in ONNX Runtime.
     quantize_static(
         given, made, Images(model), form, activation_type=kind, weight_type=QuantType.QInt8,
-        per_channel=True, reduce_range=True, extra_options={"ActivationSymmetric": kind == QuantType.QInt8},
+        per_channel=True, reduce_range=True,
+        extra_options={"ActivationSymmetric": kind == QuantType.QInt8},
     )  # fmt: skip
     return onnx.load(made)
 
