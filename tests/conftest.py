@@ -6,7 +6,10 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Iterator
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +21,20 @@ os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 # A schedule rule that fails is an error, in processes that the tests start, too.
 os.environ["TVM_FUSION_STRICT"] = "1"
 
+RENAMED = str(Path(__file__).with_name("renamed_cpu"))
+if "TVM_FUSION_TEST_CPU" in os.environ and RENAMED not in sys.path:  # that of a parent process
+    paths = [RENAMED, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    runpy.run_path(os.path.join(RENAMED, "sitecustomize.py"))
+
 import pytest
 import tvm
 from hypothesis import HealthCheck, settings
 from tvm.ir.transform import PassInfo
-from tvm.target import Target
+from tvm.target import Target, codegen
 
 import relay_passes
+from schedules.cpu.core import machine
 from tvm_fusion.compiler import pipeline
 
 _getmodule = inspect.getmodule
@@ -89,6 +99,17 @@ def _well_formed_modules() -> Iterator[None]:
     context.override_instruments([*before, WellFormed()])
     yield
     context.override_instruments(before)
+
+
+@pytest.fixture
+def rename_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Give this CPU the name of another one; it keeps its instructions."""
+
+    def rename(name: str) -> None:
+        monkeypatch.setattr(codegen, "llvm_get_system_cpu", lambda: name)
+
+    yield rename
+    machine._from_text.cache_clear()  # which holds the caches of a CPU of this name
 
 
 @pytest.fixture
