@@ -88,14 +88,14 @@ def _native(threads: int | None) -> Machine:
 
 
 def _estimated(cpu: CPUInfo, known: Machine) -> Machine:
-    """This CPU by the figures of another one with as many threads, but for its own caches."""
+    """The native CPU by the figures of another one with as many threads, but for its caches."""
     figures = {
         name: Figure(figure.value, f"estimated, of {known.name}: {figure.origin}")
         for name, figure in known.figures.items()
     }
-    per_cycle = 2 * cpu.lanes("float32") * cpu.fma_per_cycle * cpu.num_cores
+    flops = 2 * cpu.lanes("float32") * cpu.fma_per_cycle * cpu.num_cores * known["clock"]
     own = {
-        "peak_flops.float32": (per_cycle * known["clock"], f"estimated, at the clock of {known.name}"),
+        "peak_flops.float32": (flops, f"estimated, at the clock of {known.name}"),
         "capacity.L1": (cpu.l1d_bytes * cpu.num_cores, _SYSTEM),
         "capacity.L2": (cpu.l2_bytes * cpu.num_cores, _SYSTEM),
         "capacity.L3": (cpu.l3_bytes, _SYSTEM),
