@@ -63,7 +63,8 @@ def reference(data: Array, gamma: Array, beta: Array) -> tuple[Array, Array]:
     data = data.astype("float64")
     centred = data - data.mean(1, keepdims=True)
     scale = gamma[:, None, None] / np.sqrt((centred**2).mean(1, keepdims=True) + EPSILON)
-    return centred * scale + beta[:, None, None], np.abs(data).mean(1, keepdims=True) * np.abs(scale)
+    moved = np.abs(data).mean(1, keepdims=True) * np.abs(scale)
+    return centred * scale + beta[:, None, None], moved
 
 
 def check(
