@@ -74,7 +74,7 @@ def fault(record: Record) -> str:
     try:
         machine: CPUInfo | GPUInfo
         if record.kind == CPU_KIND:
-            machine = _machine(record)
+            machine = cpu_of(record)
             if machine.vector_bits != record.vector_bits:
                 return f"{record.cpu} has vectors of {machine.vector_bits} bits"
         else:
@@ -91,7 +91,7 @@ def fault(record: Record) -> str:
     return "" if legal else "its knobs are not in the space of its workload on this CPU"
 
 
-def _machine(record: Record) -> CPUInfo:
+def cpu_of(record: Record) -> CPUInfo:
     """The CPU of a record, with the vectors that its system let it use."""
     target = resolve(record.cpu, cores=min(record.threads, _MOST_THREADS))
     machine = CPUInfo.from_target(target)
