@@ -6,7 +6,8 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,10 +23,17 @@ import pytest
 import tvm
 from hypothesis import HealthCheck, settings
 from tvm.ir.transform import PassInfo
-from tvm.target import Target
+from tvm.target import Target, codegen
 
 import relay_passes
+from schedules.cpu.core import machine
 from tvm_fusion.compiler import pipeline
+
+# LLVM's name of the CPU that this one is to pass for; it keeps its instructions.
+if _name := os.environ.get("TVM_FUSION_TEST_CPU"):
+    codegen.llvm_get_system_cpu = lambda: _name
+    _paths = [str(Path(__file__).with_name("renamed_cpu")), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))  # of processes that it starts
 
 _getmodule = inspect.getmodule
 
@@ -89,6 +97,17 @@ def _well_formed_modules() -> Iterator[None]:
     context.override_instruments([*before, WellFormed()])
     yield
     context.override_instruments(before)
+
+
+@pytest.fixture
+def rename_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Give this CPU the name of another one; it keeps its instructions."""
+
+    def rename(name: str) -> None:
+        monkeypatch.setattr(codegen, "llvm_get_system_cpu", lambda: name)
+
+    yield rename
+    machine._from_text.cache_clear()  # which holds the caches of a CPU of this name
 
 
 @pytest.fixture

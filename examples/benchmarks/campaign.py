@@ -75,7 +75,8 @@ def run_races(
                     report = _prefixed(progress, f"{name} ({number} of {len(missing)})")
                     result = arena.race(models[name](), name, plan=plan, progress=report)
                     results[name] = json.loads(json_text(result.to_json()))
-                    _save(options.output, settings, {**stored, section: results})
+                    saved = {"settings": settings, **stored, section: results}
+                    save(options.output, saved)
     return {name: results[name] for name in models if name in results}
 
 
@@ -149,8 +150,9 @@ def _load(path: Path, settings: dict[str, Any]) -> dict[str, Results]:
     return stored if same else {}
 
 
-def _save(path: Path, settings: dict[str, Any], sections: dict[str, Results]) -> None:
+def save(path: Path, record: Mapping[str, Any] | str) -> None:
+    """Write a record as JSON, or as text; a CPU that ran no benchmark before has no folder yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json_text({"settings": settings, **sections}) + "\n"
+    text = record if isinstance(record, str) else json_text(dict(record)) + "\n"
     with written_aside(path) as aside:
         aside.write_text(text)

@@ -33,17 +33,15 @@ from rich.table import Table
 
 from schedules.distribute.cost import sharing_seconds, work_of
 from tvm_fusion import distributed
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.distributed import Device
 from tvm_fusion.distributed.local_program import LocalProgram
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine.host_info import host_info
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.distributed import run_rates  # noqa: E402
 from examples.stencils import STENCILS  # noqa: E402
 
@@ -310,9 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if bandwidth is not None:
                 console.print(error_of(splits))
             results[name] = {"size": [rows, cols], "device": where, "splits": splits}
-            given.output.parent.mkdir(parents=True, exist_ok=True)
-            with written_aside(given.output) as aside:
-                aside.write_text(json_text({"machine": host_info(), "results": results}))
+            save(given.output, {"machine": host_info(), "results": results})
     return 0
 
 

@@ -37,7 +37,6 @@ from tvm import tirx
 from schedules.cost.machine import Figure, Machine
 from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion import distributed
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.distributed.calibrate import processor_of
@@ -46,12 +45,11 @@ from tvm_fusion.distributed.rank_rates import rank_rates
 from tvm_fusion.distributed.simulate import simulate
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import stencil_peers  # noqa: E402
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.stencils import STENCILS  # noqa: E402
 
 
@@ -427,15 +425,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve_rates()
         return 0
     peers = engines_of(given.peers) if given.peers else []
-    given.output.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
     results = kept.get("results", {})
     for name in given.only:
         results[name] = measure(name, given.rounds, peers, given.peers or "")
         ordered = {case: results[case] for case in CASES if case in results}
-        text = json_text({"machine": host_info(), "results": ordered})
-        with written_aside(given.output) as aside:
-            aside.write_text(text)
+        save(given.output, {"machine": host_info(), "results": ordered})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     if any("peers" in result for result in ordered.values()):

@@ -30,14 +30,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion import distributed
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.machine.host_info import host_info
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.distributed import (  # noqa: E402
     CASES,
     REPEATED,
@@ -191,7 +189,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.job:
         serve(given.job, given.rounds, given.compiled, given.network)
         return 0
-    given.output.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
     results = kept.get("results", {})
     with tempfile.TemporaryDirectory() as temporary:
@@ -200,9 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for job in [*jobs, halos] if halos else jobs:
             folder = given.files or Path(temporary)
             results |= measure(job, given.rounds, folder, given.network)
-            text = json_text({"machine": host_info(), "results": results})
-            with written_aside(given.output) as aside:
-                aside.write_text(text)
+            save(given.output, {"machine": host_info(), "results": results})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of({name: results[name] for name in given.only}))
     return 0

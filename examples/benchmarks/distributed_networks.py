@@ -27,17 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion import distributed
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.distributed.network.compile_network import read_network, resolve_ranks
 from tvm_fusion.distributed.network.simulate_network import simulate_network
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.distributed import JOBS, launch  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
@@ -165,7 +163,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--files", type=Path, help="folder of the compiled models")
     options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed_networks.json")
     given = options.parse_args(arguments)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
     results = kept.get("results", {})
     with tempfile.TemporaryDirectory() as temporary:
@@ -173,9 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = given.files or Path(temporary)
             results[name] = measure(name, given.rounds, given.repeat, folder)
             ordered = {case: results[case] for case in CASES if case in results}
-            text = json_text({"machine": host_info(), "results": ordered})
-            with written_aside(given.output) as aside:
-                aside.write_text(text)
+            save(given.output, {"machine": host_info(), "results": ordered})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     return 0

@@ -40,16 +40,14 @@ from schedules.distribute.exchange import (
     segment_size,
 )
 from tvm_fusion import distributed
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.distributed.rank_timing import renewed_seconds
 from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, always
 from tvm_fusion.machine.host_info import host_info
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.distributed import launch  # noqa: E402
 
 
@@ -371,10 +369,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     job = ["--job", "--rounds", str(given.rounds), "--only", *given.only]
     results = json.loads(launch(2, [__file__, *job], "the job of exchanges").splitlines()[-1])
-    given.output.parent.mkdir(parents=True, exist_ok=True)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with written_aside(given.output) as aside:
-        aside.write_text(json_text({"machine": host_info(), "date": date, "results": results}))
+    save(given.output, {"machine": host_info(), "date": date, "results": results})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(results))
     for key, what in (("bare_us", "bare"), ("hand_us", "by hand")):

@@ -51,11 +51,10 @@ from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.runtime.thread_pool import Crew
 from tvm_fusion.tuning.measure import planes, writer
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 
 FIRST_ROUNDS = 5
@@ -257,11 +256,6 @@ def text_of(machine: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
     return row.sub(lambda found: "\n        [" + " ".join(found[1].split()) + "]", text) + "\n"
 
 
-def _save(path: Path, text: str) -> None:
-    with written_aside(path) as aside:
-        aside.write_text(text)
-
-
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's correlation."""
     first, second = (np.argsort(np.argsort(values)).astype(float) for values in (left, right))
@@ -322,7 +316,7 @@ def main() -> int:
         for done, (name, threads) in enumerate(todo):
             progress(f"{name}, {threads} threads", done, len(todo))
             results[f"{name}, {threads}"] = race(name, threads, chosen)
-            _save(chosen.output, text_of(machine, results))
+            save(chosen.output, text_of(machine, results))
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(table(results))

@@ -29,11 +29,10 @@ from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.prediction.machines import find_machine
 from tvm_fusion.prediction.model.check import CheckedModel, check_model, geometric_error, mean_error
 from tvm_fusion.runtime.thread_pool import choose_threads
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
@@ -133,8 +132,7 @@ def main() -> int:
             checked = check_model(model, threads=threads, runs=chosen.runs, rounds=chosen.rounds)
             results[name] = summary(checked)
             data = {"settings": settings, "totals": totals(results), "results": results}
-            with written_aside(chosen.output) as aside:
-                aside.write_text(json_text(data))
+            save(chosen.output, data)
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(results_table({name: results[name] for name in NAMES if name in results}))

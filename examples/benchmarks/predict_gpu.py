@@ -29,7 +29,7 @@ from tvm.target import Target
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import reduction_cases  # noqa: E402
-from examples.benchmarks.campaign import FOLDER  # noqa: E402
+from examples.benchmarks.campaign import FOLDER, save  # noqa: E402
 from examples.benchmarks.gpu import command_line, sass  # noqa: E402
 from examples.benchmarks.gpu.relax_build import our_passes, our_reduce, relax_module  # noqa: E402
 from examples.benchmarks.gpu.warp_paths import block_cycles  # noqa: E402
@@ -44,7 +44,6 @@ from schedules.cost.memory_bound import (  # noqa: E402
 from tvm_fusion.cli.output import progress_bar  # noqa: E402
 from tvm_fusion.codegen.nvrtc import Resources, compile_cuda, resources  # noqa: E402
 from tvm_fusion.errors import EngineError  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 # Architectures of the schedule and of the machine code: NVRTC 13 knows none before sm_75.
 MACHINES = {
@@ -202,8 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command_line.NO_GPU
     found = predictions(cases, chosen.machine)
     command_line.make_console().print(table(found, chosen.machine))
-    with written_aside(chosen.output) as aside:
-        aside.write_text(json.dumps(found, indent=1) + "\n")
+    save(chosen.output, json.dumps(found, indent=1) + "\n")
     return 0
 
 

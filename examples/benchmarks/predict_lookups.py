@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.prediction.data import errors  # noqa: E402
 from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
     RANGES,
@@ -50,7 +50,6 @@ from schedules.cost.learned import find_model
 from schedules.cost.machine import Figure, Machine, load_machine  # noqa: E402
 from schedules.cost.table_lookups import TableLookups  # noqa: E402
 from tvm_fusion.bench.exchange_probe import exchange_seconds  # noqa: E402
-from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.machine.host import host_cpu  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
@@ -474,14 +473,13 @@ def main() -> int:
     chosen = options.parse_args()
     file = chosen.launches
     launches: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    is_known = chosen.train or chosen.check
+    machine = load_machine(host_cpu()) if is_known else None  # an error before minutes are spent
     if chosen.seconds:
         measure_more(launches, chosen.seconds)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(file) as aside:
-            aside.write_text(json.dumps(launches))
+        save(file, json.dumps(launches))
     print(f"{len(launches)} launches of {BATCHES} batches in {file}")
-    if chosen.train or chosen.check:
-        machine = load_machine(host_cpu())
+    if machine is not None:
         rows, results = rows_of(launches, machine), {}
         for direction in DIRECTIONS:
             if chosen.train:
@@ -492,8 +490,7 @@ def main() -> int:
             results[direction] = found["errors"]
         settings = {"machine": host_info(), "torch": torch.__version__, "threads": THREADS}
         settings |= {"launches": len(launches), "batches": BATCHES}
-        with written_aside(chosen.output) as aside:
-            aside.write_text(json_text({"settings": settings, "results": results}))
+        save(chosen.output, {"settings": settings, "results": results})
         Console(width=100).print(table_of(results))
     return 0
 

@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.predict_lookups import Launch, keep_freed_memory  # noqa: E402
 from examples.benchmarks.predict_sharding import draw_task, splits  # noqa: E402
 from examples.benchmarks.predict_traces import errors  # noqa: E402
@@ -43,13 +43,11 @@ from examples.benchmarks.prediction.gloo_ranks import (  # noqa: E402
     start_ranks,
 )
 from examples.benchmarks.prediction.rank_trainings import record_rank  # noqa: E402
-from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.distributed.collective_curves import measure_collectives  # noqa: E402
 from tvm_fusion.distributed.process_group import KINDS, ProcessGroup  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
 from tvm_fusion.prediction.api import load_traces, predict_traces  # noqa: E402
 from tvm_fusion.prediction.sharding import EmbeddingTable, assignments  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 MODULE = "examples.benchmarks.predict_resharding"
 TRACED = "naive"
@@ -208,10 +206,7 @@ def main() -> int:
         results, tasks = compared(folder)
     settings = {"machine": host_info(), "torch": torch.__version__}
     settings |= {"ranks": RANKS, "threads": THREADS, "rounds": chosen.rounds}
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(chosen.output) as aside:
-        text = json_text({"settings": settings, "results": results, "tasks": tasks})
-        aside.write_text(text + "\n")
+    save(chosen.output, {"settings": settings, "results": results, "tasks": tasks})
     Console(width=100).print(table_of(results))
     direction = results["direction"]
     print(

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.predict_lookups import (  # noqa: E402
     BATCHES,
     WIDTHS,
@@ -50,7 +50,6 @@ from examples.benchmarks.prediction.gloo_ranks import (  # noqa: E402
     start_ranks,
 )
 from schedules.cost.machine import load_machine  # noqa: E402
-from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.distributed.collective_curves import measure_collectives  # noqa: E402
 from tvm_fusion.distributed.process_group import KINDS, ProcessGroup  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
@@ -62,7 +61,6 @@ from tvm_fusion.prediction.sharding import (  # noqa: E402
     ShardingTask,
     shard,
 )
-from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 MODULE = "examples.benchmarks.predict_sharding"
 TABLES = 13 * RANKS
@@ -296,10 +294,7 @@ def main() -> int:
     found = summary(tasks)
     settings = {"machine": host_info(), "torch": torch.__version__}
     settings |= {"ranks": RANKS, "threads": THREADS, "rounds": TURNS * chosen.rounds}
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(chosen.output) as aside:
-        text = json_text({"settings": settings, "results": found, "tasks": tasks})
-        aside.write_text(text + "\n")
+    save(chosen.output, {"settings": settings, "results": found, "tasks": tasks})
     Console(width=100).print(table_of(found))
     print(f"predicted iterations: MAPE {found['mape_percent']:.1f} %")
     print(f"even and odd rounds differ by {found['repeat_percent']:.1f} % in the median")

@@ -33,17 +33,15 @@ from rich.table import Table
 
 import tvm_fusion
 from schedules.cost.machine import Machine
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.prediction.calibrate.library_timing import keep_freed_memory
 from tvm_fusion.prediction.machines import find_machine
 from tvm_fusion.prediction.model.check import mean_error
 from tvm_fusion.runtime.thread_pool import choose_threads
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.torch_zoo import TORCH_ZOO, Sample  # noqa: E402
 
 NAMES = ("resnet18", "resnet50", "mobilenet_v2", "vgg11", "densenet121", "bert_eager")
@@ -196,8 +194,7 @@ def main() -> int:
     results: dict[str, dict[str, Any]] = {}
     for name in chosen.only:
         results[name] = check(name, machine, threads, chosen.rounds, chosen.runs)
-        with written_aside(chosen.output) as aside:
-            aside.write_text(json_text({"settings": settings, "results": results}))
+        save(chosen.output, {"settings": settings, "results": results})
     Console().print(results_table(results))
     return 0
 

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.benchmarks.predict_traces import errors  # noqa: E402
 from examples.benchmarks.prediction.timed_steps import (  # noqa: E402
     TRACED,
@@ -45,7 +45,6 @@ from examples.benchmarks.prediction.trainings import (  # noqa: E402
     Step,
     training_step,
 )
-from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
 from tvm_fusion.prediction.api import TracedRun, load_traces  # noqa: E402
 from tvm_fusion.prediction.timeline.edits import map_kernels  # noqa: E402
@@ -57,7 +56,6 @@ from tvm_fusion.prediction.timeline.execution_graph import (  # noqa: E402
 )
 from tvm_fusion.prediction.timeline.ranks import simulate  # noqa: E402
 from tvm_fusion.prediction.traces.overheads import Overheads, ProfilerCost  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 THREADS = 2
 TURNS = 3  # of all trainings
@@ -352,10 +350,7 @@ def main() -> int:
     settings = {"machine": host_info(), "torch": torch.__version__}
     settings |= {"threads": THREADS // chosen.ranks, "ranks": chosen.ranks}
     name = "predict_training.json" if chosen.ranks == 1 else "predict_training_ranks.json"
-    output = chosen.output or CPU_FOLDER / name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(output) as aside:
-        aside.write_text(json_text({"settings": settings, "results": results}) + "\n")
+    save(chosen.output or CPU_FOLDER / name, {"settings": settings, "results": results})
     Console(width=100).print(table_of(results))
     return 0
 

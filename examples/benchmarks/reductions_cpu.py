@@ -30,14 +30,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion.bench.race_result import TOLERANCE, Plan, relative_error
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.machine.host_info import host_info
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the module beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, save  # noqa: E402
 
 PLAN = Plan(rounds=5, runs=100, turn_seconds=0.04, budget_seconds=0.5)
 WARM_SECONDS = 0.02  # an idle processor takes milliseconds to speed up
@@ -380,10 +378,7 @@ def main() -> int:
         limits = before.mean(racers[0].call("limits"))
     settings = {"machine": machine, "threads": threads, "plan": asdict(plan)}
     settings["limits"] = asdict(limits)
-    text = json_text({"settings": settings, "results": results}) + "\n"
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(options.output) as aside:
-        aside.write_text(text)
+    save(options.output, {"settings": settings, "results": results})
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     console.print(reductions_table(results, limits.levels[-1].bandwidth))

@@ -27,14 +27,13 @@ from rich.table import Table  # noqa: E402
 
 from tvm_fusion.bench.machine_limits import MachineLimits  # noqa: E402
 from tvm_fusion.bench.profiler import Profile, profile  # noqa: E402
-from tvm_fusion.cli.json_text import json_text  # noqa: E402
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar  # noqa: E402
 from tvm_fusion.runtime.thread_pool import choose_threads  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 
@@ -161,12 +160,10 @@ def main() -> int:
                 title: profile(MODELS[name](), fuse=fuse, threads=threads, runs=arguments.runs)
                 for title, fuse in (("fused", "auto"), ("unfused", "none"))
             }
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     record = {
         name: {key: p.to_json() for key, p in both.items()} for name, both in profiles.items()
     }
-    with written_aside(arguments.folder / "rooflines.json") as aside:
-        aside.write_text(json_text(record) + "\n")
+    save(arguments.folder / "rooflines.json", record)
     points = [
         point
         for title in ("fused", "unfused")

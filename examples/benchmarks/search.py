@@ -29,14 +29,13 @@ from rich.table import Table
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import from_json
-from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.tuning.search import Search
 from tvm_fusion.tuning.tasks import table_of_features
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
+from examples.benchmarks.campaign import save  # noqa: E402
 from examples.benchmarks.knobs import rank_correlation  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -239,8 +238,7 @@ def main() -> int:
         kernels = len(results[name]["ours"])
         figures[name] = {"kernels": kernels, "searches": summary(results[name])}
         console.print(table(name, kernels, figures[name]["searches"]))
-    with written_aside(chosen.output) as aside:
-        aside.write_text(json_text(figures) + "\n")
+    save(chosen.output, figures)
     plot(chosen.output.with_suffix(".png"), results)
     console.print(f"Written to {chosen.output}, with a plot beside it")
     return 0

@@ -56,11 +56,10 @@ from tvm_fusion.tuning.meta_schedule import (
 from tvm_fusion.tuning.meta_schedule_records import import_records
 from tvm_fusion.tuning.tasks import extract_tasks, import_model
 from tvm_fusion.tuning.worker import WEIGHT_BYTES
-from tvm_fusion.written_aside import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, save  # noqa: E402
 from examples.benchmarks.tuning_engines import TUNED, separate_functions  # noqa: E402
 from examples.layers import DEPTHWISE_PAIRS, build_pair  # noqa: E402
 
@@ -272,10 +271,7 @@ def _stored(options: argparse.Namespace) -> dict[str, dict[str, Result]]:
 
 
 def _save(options: argparse.Namespace, results: dict[str, dict[str, Result]]) -> None:
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    text = json_text({"settings": _settings(options), "results": results}) + "\n"
-    with written_aside(options.output) as aside:
-        aside.write_text(text)
+    save(options.output, {"settings": _settings(options), "results": results})
 
 
 def tuning_table(results: dict[str, dict[str, Result]]) -> Table:

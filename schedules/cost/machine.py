@@ -62,12 +62,15 @@ class Machine:
         CPU), ``clock`` (Hz), ``launch_floor`` (seconds of an empty kernel), ``latency.memory``,
         ``latency.L2`` (seconds), ``share.read`` (of the memory's bandwidth that reads reach) and
         what single models fit.
+    note : str
+        What to know about the figures; empty if they are the machine's own.
     """
 
     name: str
     kind: str
     title: str
     figures: Mapping[str, Figure]
+    note: str = ""
 
     def __getitem__(self, figure: str) -> float:
         """Value of a figure.
@@ -111,7 +114,16 @@ class Machine:
             name: {"value": figure.value, "origin": figure.origin}
             for name, figure in self.figures.items()
         }
-        return {"name": self.name, "kind": self.kind, "title": self.title, "figures": figures}
+        data = {"name": self.name, "kind": self.kind, "title": self.title, "figures": figures}
+        return data | ({"note": self.note} if self.note else {})
+
+
+def estimate_note(cpu: str, known: str) -> str:
+    """Say that the figures of a CPU are those of another one; both are LLVM's names."""
+    return (
+        f"nothing was measured on a CPU {cpu!r}: times are estimated from the figures of {known!r};"
+        " run `tvm-fusion calibrate` on it"
+    )
 
 
 def known_machines() -> tuple[str, ...]:
@@ -156,8 +168,10 @@ def machine_from_json(data: Any) -> Machine:
             raise PredictionError(f"expected a {kind.__name__} {name!r}")
     if data["kind"] not in KINDS:
         raise PredictionError(f"kind is {data['kind']!r}; expected one of {', '.join(KINDS)}")
+    if not isinstance(note := data.get("note", ""), str):
+        raise PredictionError(f"note is {note!r:.60}; expected a str")
     figures = {name: _figure(name, entry) for name, entry in data["figures"].items()}
-    return Machine(data["name"], data["kind"], data["title"], figures)
+    return Machine(data["name"], data["kind"], data["title"], figures, note)
 
 
 def _figure(name: str, entry: Any) -> Figure:

@@ -94,6 +94,8 @@ class Processor:
         Ranks of a node.
     busy : int
         Those of them that compute at once: see :meth:`beside`.
+    note : str
+        What to know about the figures, which predictions tell; empty if they are its own.
 
     Raises
     ------
@@ -107,6 +109,7 @@ class Processor:
     node_bandwidth: float | None = None
     node_ranks: int = 1
     busy: int = 1
+    note: str = ""
 
     def __post_init__(self) -> None:
         """Refuse figures that no processor has."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from without_torch import python
+from without_torch import importing_from, python
 
 ROOT = Path(__file__).resolve().parents[2]
 _BESIDE = Path(sys.executable).with_name("mpiexec")
@@ -44,14 +43,13 @@ class Outcome:
 def run_ranks(ranks: int, program: Path | str, *arguments: str) -> Outcome:
     """Run a file or a module of the checkout on some ranks, without PyTorch."""
     assert MPIEXEC is not None
-    paths = map(str, (ROOT, Path(__file__).parent, ROOT / "tests" / "schedules"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
+    environment = importing_from(ROOT, Path(__file__).parent, ROOT / "tests" / "schedules")
     begin = time.monotonic()
     done = subprocess.run(
         [MPIEXEC, "-n", str(ranks), *python(str(program), *arguments)],
         capture_output=True,
         text=True,
         timeout=120,
-        env=environment,
+        env=environment | {"TVM_NUM_THREADS": "1"},
     )
     return Outcome(done.returncode, time.monotonic() - begin, done.stdout, done.stderr)

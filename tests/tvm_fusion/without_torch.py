@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 """First line of programs that the tests run."""
@@ -22,3 +24,10 @@ else:
 def python(program: str, *arguments: str) -> list[str]:
     """Command line of a file or a module."""
     return [sys.executable, "-c", START, program, *arguments]
+
+
+def importing_from(*folders: Path) -> dict[str, str]:
+    """Environment of a process that also imports from some folders, and from them first."""
+    before = os.environ.get("PYTHONPATH")
+    paths = [*map(str, folders), *([before] if before else [])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

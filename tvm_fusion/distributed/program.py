@@ -18,8 +18,10 @@ from tvm import s_tir, tirx
 from tvm.s_tir.schedule import LoopRV
 from tvm.target import Target
 
+from schedules.cost.machine import estimate_note
 from schedules.cpu import RULES
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.machine_costs import measured_family
 from schedules.cpu.nests.stencils.streaming_stores import CACHED
 from schedules.distribute.cost import Network, Processor, overlap_gain_of
 from schedules.distribute.distribute import Distribution, distribute
@@ -40,7 +42,7 @@ from ..compiler.launches import launches
 from ..compiler.targets.target import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
 from ..machine.host import host_cpu
-from ..prediction.machines import NATIVE, calibrations, find_machine
+from ..prediction.machines import NATIVE, calibrated, find_machine
 from .device.device import Device, ResolvedDevice, resolve_devices
 from .device.device_run import DeviceRun
 from .device.driver import open_driver
@@ -481,21 +483,26 @@ def _check_outputs(plan: Distribution) -> None:
 
 def default_processor(target: Target) -> Processor:
     """Figures of this CPU as ``tvm-fusion calibrate`` has measured them, else estimates."""
-    name = str(target.attrs["mcpu"])
-    if name != host_cpu() or not any(calibrations().glob(f"{name}-*.json")):
+    cpu = CPUInfo.from_target(target)
+    if cpu.family != host_cpu() or not calibrated():
         return estimated_processor(target)
-    machine = find_machine(NATIVE, CPUInfo.from_target(target).num_cores)
+    machine = find_machine(NATIVE, cpu.num_cores)
     return Processor(machine.peak_flops("float32"), machine["bandwidth.memory"])
 
 
 def estimated_processor(target: Target) -> Processor:
-    """Figures of a CPU that has not been measured, from its cost tables."""
+    """Figures of a CPU that has not been measured, from its cost tables or the most similar ones.
+
+    The latter are told by its ``note``.
+    """
     cpu = CPUInfo.from_target(target)
+    known = measured_family(cpu.family, cpu.vector_bits)
     lanes = cpu.lanes("float32")
     return Processor(
         2 * lanes * cpu.fma_per_cycle * cpu.num_cores * _CLOCK,
         cpu.costs.bytes_per_cycle[-1] * cpu.num_cores * _CLOCK,
         cpu.costs.weight_bytes_per_cycle * min(cpu.num_cores, cpu.costs.weight_cores) * _CLOCK,
+        note="" if known == cpu.family else estimate_note(cpu.family, known),
     )
 
 

@@ -77,10 +77,13 @@ class Scaling:
         ``strong``: the same function for all numbers of ranks; ``weak``: one that grows with them.
     points : tuple[ScalingPoint, ...]
         One for each number of ranks.
+    notes : tuple[str, ...]
+        What to know about the figures of the processor.
     """
 
     kind: Literal["strong", "weak"]
     points: tuple[ScalingPoint, ...]
+    notes: tuple[str, ...] = ()
 
     def table(self) -> str:
         """The points as text; times are predicted."""
@@ -95,7 +98,7 @@ class Scaling:
                 f"{p.ranks:>6}{p.messages:>10}{p.bytes:>14}{times}{100 * p.efficiency:>10.1f} %"
                 + ("" if p.beyond else "  network measured")
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
     def draw(self, path: str | Path) -> None:
         """Draw the predicted times over the ranks, to a file whose suffix names its format.
@@ -201,7 +204,7 @@ def simulate(
     kind: Literal["strong", "weak"] = "strong" if isinstance(source, tirx.PrimFunc) else "weak"
     net = network or Network()
     points = [_point(plan(n), net, processor.beside(n), cache_bytes) for n in ranks]
-    return scaling_of(kind, points)
+    return scaling_of(kind, points, processor)
 
 
 def check_ranks(ranks: Sequence[int]) -> None:
@@ -219,14 +222,16 @@ def check_ranks(ranks: Sequence[int]) -> None:
         )
 
 
-def scaling_of(kind: Literal["strong", "weak"], points: Sequence[ScalingPoint]) -> Scaling:
+def scaling_of(
+    kind: Literal["strong", "weak"], points: Sequence[ScalingPoint], processor: Processor
+) -> Scaling:
     """Scaling of points whose efficiency is still to be computed."""
     first = points[0]
     found = []
     for point in points:
         ideal = first.seconds * (first.ranks / point.ranks if kind == "strong" else 1)
         found.append(replace(point, efficiency=ideal / point.seconds))
-    return Scaling(kind, tuple(found))
+    return Scaling(kind, tuple(found), (processor.note,) if processor.note else ())
 
 
 def _point(

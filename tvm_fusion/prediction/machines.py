@@ -9,17 +9,20 @@ from pathlib import Path
 
 from tvm.target import Target
 
-from schedules.cost.machine import Figure, Machine, load_machine
+from schedules.cost.machine import Figure, Machine, estimate_note, load_machine
 from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
+from schedules.cpu.core.machine_costs import measured_family
 
 from ..compiler.targets.target import resolve
 from ..errors import PredictionError
 from ..machine.host import host_cpu
+from ..machine.host_info import cpu_name
 from ..runtime.thread_pool import choose_threads
 
 NATIVE = "native"
 _MEASURED = "znver4"
 """The family whose networks were predicted before they ran."""
+_SYSTEM = "as the system describes this CPU, else typical"
 _OF_ALL_THREADS = ("peak_flops.", "capacity.L1", "capacity.L2", "bandwidth.L2", "bandwidth.L3")
 
 
@@ -34,20 +37,28 @@ def calibration_path(threads: int) -> Path:
     return calibrations() / f"{host_cpu()}-{threads}.json"
 
 
+def calibrated() -> list[Path]:
+    """Such files of this CPU, not those of one whose name goes on, such as ``skylake-avx512``."""
+    cpu = host_cpu()
+    files = calibrations().glob(f"{cpu}-*.json")
+    return [path for path in files if path.stem.removeprefix(f"{cpu}-").isdecimal()]
+
+
 def find_machine(name: str | os.PathLike[str], threads: int | None = None) -> Machine:
     """Read a machine: ``native``, the name of a known one, or a file.
 
     Parameters
     ----------
     name : str or path
-        ``native`` is this CPU: its newest calibration, else the data of its family.
+        ``native`` is this CPU: its newest calibration, else the data of its family, else those of
+        the most similar one, which the machine's ``note`` says.
     threads : int, optional
         Threads of a CPU; by default those of the file, of ``native`` one a physical core.
 
     Raises
     ------
     PredictionError
-        If there is no such machine, or ``native`` is of an unknown family and was not calibrated.
+        If there is no such machine.
     """
     machine = _native(threads) if name == NATIVE else load_machine(name)
     if machine.kind != "cpu":
@@ -66,17 +77,32 @@ def _with_spread(machine: Machine) -> Machine:
 
 def _native(threads: int | None) -> Machine:
     count = choose_threads(threads)
-    files = list(calibrations().glob(f"{host_cpu()}-*.json"))
-    if files:
+    if files := calibrated():
         exact = calibration_path(count)
         newest = max(files, key=lambda path: path.stat().st_mtime)
         return _with_threads(load_machine(exact if exact in files else newest), count)
-    try:
-        return _with_threads(load_machine(host_cpu()), count)
-    except PredictionError:
-        raise PredictionError(
-            f"nothing is known about this CPU, {host_cpu()!r}: run `tvm-fusion calibrate` first"
-        ) from None
+    cpu = CPUInfo.from_target(resolve(NATIVE, count))
+    known = load_machine(measured_family(cpu.family, cpu.vector_bits))
+    machine = _with_threads(known, count)
+    return machine if known.name == cpu.family else _estimated(cpu, machine)
+
+
+def _estimated(cpu: CPUInfo, known: Machine) -> Machine:
+    """The native CPU by the figures of another one with as many threads, but for its caches."""
+    figures = {
+        name: Figure(figure.value, f"estimated, of {known.name}: {figure.origin}")
+        for name, figure in known.figures.items()
+    }
+    flops = 2 * cpu.lanes("float32") * cpu.fma_per_cycle * cpu.num_cores * known["clock"]
+    own = {
+        "peak_flops.float32": (flops, f"estimated, at the clock of {known.name}"),
+        "capacity.L1": (cpu.l1d_bytes * cpu.num_cores, _SYSTEM),
+        "capacity.L2": (cpu.l2_bytes * cpu.num_cores, _SYSTEM),
+        "capacity.L3": (cpu.l3_bytes, _SYSTEM),
+    }
+    figures |= {name: Figure(float(value), origin) for name, (value, origin) in own.items()}
+    title = f"{cpu_name()} ({cpu.family}), estimated from {known.title}"
+    return Machine(cpu.family, "cpu", title, figures, estimate_note(cpu.family, known.name))
 
 
 def _with_threads(machine: Machine, threads: int) -> Machine:

@@ -108,7 +108,7 @@ def _machine(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine
         return kernel.seconds * _ratio(kernel.call, new, kernel.call, old, models)
 
     moved = tuple(retime(graph, seconds) for graph in graphs)
-    return ChangedRun(moved, (f"{new.name} over {old.name}: {_counted(models)}",))
+    return ChangedRun(moved, (f"{new.name} over {old.name}: {_counted(models)}", *_notes(old)))
 
 
 def _batch(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) -> ChangedRun:
@@ -132,7 +132,8 @@ def _batch(graphs: Sequence[ExecutionGraph], value: str, device: str | Machine) 
         return replace(kernel, collective=replace(part, bytes=part.bytes * factor))
 
     found = tuple(map_kernels(retime(graph, seconds), grown) for graph in graphs)
-    return ChangedRun(found, (f"{factor:g} times the batch: {_counted(models)}",))
+    notes = (f"{factor:g} times the batch: {_counted(models)}", *_notes(machine))
+    return ChangedRun(found, notes)
 
 
 def scaled(call: KernelCall | None, factor: float) -> KernelCall | None:
@@ -174,6 +175,10 @@ def _ratio(
             pass  # a machine without the figure, or a kernel without work
     models["bandwidth"] += 1
     return factor * old_machine["bandwidth.memory"] / new_machine["bandwidth.memory"]
+
+
+def _notes(machine: Machine) -> tuple[str, ...]:
+    return (machine.note,) if machine.note else ()
 
 
 def _counted(models: Counter[str]) -> str:

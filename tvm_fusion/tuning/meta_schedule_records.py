@@ -33,7 +33,7 @@ from ..compiler.record_reader import bounded_lines
 from ..compiler.targets.target import resolve
 from ..errors import RecordWarning, TuningError, TVMFusionError
 from .database import LOCKS, Database, require_extra
-from .record_files import all_records, fault
+from .record_files import all_records, cpu_of, fault
 from .tasks import Task
 
 WORKLOADS, MEASUREMENTS = "database_workload.json", "database_tuning_record.json"
@@ -225,6 +225,5 @@ def _winners(measured: Iterable[Record]) -> list[Record]:
 
 def _is_default(record: Record) -> bool:
     template = cpu.TEMPLATES[record.template]
-    machine = CPUInfo.from_target(resolve(record.cpu, cores=record.threads))
     workload = template.read_workload(canonical(record.workload))
-    return template.read_knobs(record.knobs) == template.default(workload, machine)
+    return template.read_knobs(record.knobs) == template.default(workload, cpu_of(record))

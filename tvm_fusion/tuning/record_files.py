@@ -12,13 +12,17 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import CPU_KIND, Key, Record, canonical
 
 from ..compiler.record_reader import read_lines, read_records, record_files
-from ..compiler.targets.target import resolve
+from ..compiler.targets.target import arch_of, resolve
 from ..compiler.tuned import SPACES
 from ..errors import TuningError, TVMFusionError
 from ..written_aside import written_aside
 from .database import LOCKS, Database, lock_of, require_extra
 
 _MOST_THREADS = 1 << 20
+_VECTORS = {512: ["+avx512f"], 256: ["+avx2", "+fma", "-avx512f"], 128: ["-avx2"]}
+"""Features of x86-64 by bits of its vectors."""
+_NAMELESS = ("generic", "x86-64")
+"""What LLVM calls a CPU that it does not know, whatever it can."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,7 @@ def fault(record: Record) -> str:
     try:
         machine: CPUInfo | GPUInfo
         if record.kind == CPU_KIND:
-            machine = CPUInfo.from_target(
-                resolve(record.cpu, cores=min(record.threads, _MOST_THREADS))
-            )
+            machine = cpu_of(record)
             if machine.vector_bits != record.vector_bits:
                 return f"{record.cpu} has vectors of {machine.vector_bits} bits"
         else:
@@ -87,6 +89,17 @@ def fault(record: Record) -> str:
     except ValueError as error:
         return str(error)
     return "" if legal else "its knobs are not in the space of its workload on this CPU"
+
+
+def cpu_of(record: Record) -> CPUInfo:
+    """The CPU of a record, with the vectors that its system let it use."""
+    target = resolve(record.cpu, cores=min(record.threads, _MOST_THREADS))
+    machine = CPUInfo.from_target(target)
+    is_possible = record.vector_bits < machine.vector_bits or record.cpu in _NAMELESS
+    if record.vector_bits == machine.vector_bits or not is_possible or arch_of(target) != "x86_64":
+        return machine
+    features = _VECTORS.get(record.vector_bits, [])
+    return CPUInfo.from_target(resolve({**target.export(), "mattr": features}))
 
 
 def _integers(value: object) -> Iterator[int | float]:

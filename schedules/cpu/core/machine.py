@@ -17,8 +17,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from tvm import DataType
-from tvm.target import Target
-from tvm.target.codegen import llvm_get_cpu_features, llvm_get_system_cpu
+from tvm.target import Target, codegen
 
 from schedules.cost.decisions import machine_in_use
 from schedules.cost.kernels.cpu_kernels import FORK, weights_level
@@ -211,7 +210,7 @@ class MeasuredCPU(CPUInfo):
 @lru_cache(maxsize=64)
 def _from_text(text: str) -> CPUInfo:
     target = Target(text)
-    features = llvm_get_cpu_features(target)
+    features = codegen.llvm_get_cpu_features(target)
     bits, registers, fma = _vector_unit(features, _is_aarch64(target))
     l1d, l2, l3 = _caches(target)
     family = str(target.attrs.get("mcpu", ""))
@@ -251,7 +250,7 @@ def _num_cores(target: Target) -> int:
 
 def _caches(target: Target) -> tuple[int, int, int]:
     """L1 data, L2 and L3 bytes: of this machine if the target names its CPU, else defaults."""
-    if str(target.attrs.get("mcpu", "")) != str(llvm_get_system_cpu()):
+    if str(target.attrs.get("mcpu", "")) != str(codegen.llvm_get_system_cpu()):
         return _DEFAULT_CACHES
     found = _read_sysfs_caches(_SYSFS_CACHE)
     l1d, l2, l3 = (

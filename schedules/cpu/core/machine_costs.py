@@ -157,9 +157,16 @@ ZEN_5 = MachineCosts(
 FAMILIES = {"znver3": ZEN_3, "znver4": ZEN_4, "znver5": ZEN_5}
 
 
-def costs_of(family: str, vector_bits: int) -> MachineCosts:
-    """Table of a CPU by LLVM's name for it; of the most similar measured family, if unknown.
+def measured_family(family: str, vector_bits: int) -> str:
+    """LLVM's name of the CPU whose measured figures hold for one: its own, or the most similar.
 
     Like Zen 5, Intel's servers start two multiply-adds of 512 bits a cycle.
     """
-    return FAMILIES.get(family) or (ZEN_5 if vector_bits == 512 else ZEN_3)
+    if family in FAMILIES:
+        return family
+    return "znver5" if vector_bits == 512 else "znver3"
+
+
+def costs_of(family: str, vector_bits: int) -> MachineCosts:
+    """Table of a CPU by LLVM's name for it; of the most similar measured family, if unknown."""
+    return FAMILIES[measured_family(family, vector_bits)]

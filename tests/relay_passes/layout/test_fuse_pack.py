@@ -16,15 +16,15 @@ from tvm.relax.backend.cpu_generic import pipeline as cpu_generic
 from tvm.s_tir import dlight
 from tvm.script.parser import relax as R
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_system_cpu
 
 from relay_passes import FuseConv2D, FuseEpilogue, FusePack, PackLayout
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Activation, ConvLayer
+from tvm_fusion.compiler.targets.target import resolve
 
 TARGET = Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
-HOST = Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu()), "num-cores": 2})
+HOST = resolve("native", 2)
 
 
 def depthwise(channels=16, kernel=3, stride=1):

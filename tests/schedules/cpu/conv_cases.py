@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tvm import te, tirx
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_system_cpu
 
 from schedules.compute.conv2d import conv2d, fused_conv2d
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
+from tvm_fusion.compiler.targets.target import resolve
 
 Array = NDArray[np.float64]
 
-HOST = {"kind": "llvm", "mcpu": str(llvm_get_system_cpu()), "num-cores": 2}
-TARGET = Target(HOST)
+TARGET = resolve("native", 2)
+HOST = dict(TARGET.export())
 
 
 @dataclass(frozen=True)

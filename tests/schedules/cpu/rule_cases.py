@@ -13,13 +13,13 @@ from tvm import s_tir, te, tirx
 from tvm.ir import IRModule
 from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
-from tvm.target.codegen import llvm_get_system_cpu
 
 from schedules.cpu import RULES
+from tvm_fusion.compiler.targets.target import resolve
 
 Array = NDArray[np.generic]
 
-HOST = Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu()), "num-cores": 2})
+HOST = resolve("native", 2)
 AVX2 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "num-cores": 2})
 AVX512 = Target(
     {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "num-cores": 8}

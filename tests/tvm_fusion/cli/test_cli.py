@@ -20,7 +20,7 @@ import onnx
 import onnxruntime
 import pytest
 from small_onnx import small_model
-from without_torch import python
+from without_torch import importing_from, python
 
 import tvm_fusion
 from tvm_fusion.cli import command_line as cli
@@ -186,7 +186,7 @@ def test_run_counts_the_calls_of_several_streams(run: Run, library: Path) -> Non
 
 def test_a_model_from_standard_input(model_path: Path, library: Path, tmp_path: Path) -> None:
     command = command_line("compile", "-", "--threads", 1)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = importing_from(ROOT)
     with model_path.open("rb") as file:
         subprocess.run(command, stdin=file, cwd=tmp_path, env=environment, check=True)
     x = np.random.default_rng(6).standard_normal((1, 3, 12, 12), dtype=np.float32)

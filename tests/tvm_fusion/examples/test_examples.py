@@ -125,6 +125,13 @@ def test_fresh_processes_are_made_for_each_model(races: list[str], tmp_path: Pat
     assert races == ["new", "one 1", "new", "two 1"]
 
 
+def test_the_first_file_of_a_cpu_makes_its_folder(tmp_path: Path) -> None:
+    for record in ({"a": 1}, '{"a": 1}'):
+        path = tmp_path / type(record).__name__ / "some.json"
+        campaign.save(path, record)
+        assert json.loads(path.read_text()) == {"a": 1}
+
+
 def test_campaign_keeps_what_was_done_before_a_failure(races: list[str], tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     asked = options(path)

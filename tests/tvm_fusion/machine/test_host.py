@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from without_torch import WITHOUT_TORCH, importing_from
 
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine import host
@@ -113,3 +116,19 @@ def test_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "host_arch", lambda: "x86_64")
     with pytest.raises(TargetError, match="compiled for aarch64 and this machine is x86_64"):
         host.check_host([], "aarch64")
+
+
+def test_processes_of_tests_have_the_name_that_is_asked_for() -> None:
+    root = Path(__file__).parents[3]
+    environment = importing_from(root / "tests" / "renamed_cpu", root)
+    code = "from schedules.cpu.core.machine import CPUInfo\n"
+    code += "from tvm_fusion.compiler.targets.target import resolve\n"
+    code += "print(CPUInfo.from_target(resolve()).family)"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH + code],
+        env=environment | {"TVM_FUSION_TEST_CPU": "diamondrapids"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "diamondrapids\n"

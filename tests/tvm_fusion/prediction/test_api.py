@@ -217,6 +217,14 @@ def test_machine_of_a_device() -> None:
         device_machine("Radeon")
 
 
+def test_traces_of_a_cpu_are_scaled_as_of_this_one(tmp_path, monkeypatch, rename_cpu) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rename_cpu("diamondrapids")
+    for what in ("batch=2", "machine=znver4"):
+        notes = change([], what, "").notes
+        assert any("'diamondrapids': times are estimated from" in note for note in notes), what
+
+
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
 def test_chrome_trace(tmp_path, run, name: str) -> None:
     timeline = predict_traces(run).timeline

@@ -28,6 +28,7 @@ from tvm_fusion.tuning import job
 from tvm_fusion.tuning.database import append_line
 from tvm_fusion.tuning.forms import FormTask, find_forms, form_record
 from tvm_fusion.tuning.measure import Outcome, Session
+from tvm_fusion.tuning.record_files import fault
 from tvm_fusion.tuning.tasks import import_model
 
 TARGET = resolve("native", cores=2)
@@ -138,6 +139,25 @@ def test_damaged_times_are_no_record(tmp_path: Path, times: str) -> None:
         compiled = tvm_fusion.explain(depthwise_model(), TARGET, records=path)
     assert len(told) == 1
     assert not compiled["pairs"][0]["reason"].startswith("by record")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "reason"),
+    [
+        ("emeraldrapids", "-avx512f", ""),  # as virtual machines show it
+        ("generic", "+avx2,+fma", ""),  # which LLVM does not know
+        ("znver3", "+avx512f", "znver3 has vectors of 256 bits"),
+    ],
+)
+def test_records_count_with_the_vectors_of_their_machine(
+    cpu: str, features: str, reason: str
+) -> None:
+    options = f"-mtriple=x86_64-linux-gnu -mcpu={cpu} -mattr={features} -num-cores=2"
+    (task,) = find_forms(
+        import_model(depthwise_model()), resolve(f"llvm {options}"), pipeline.Options()
+    )
+    for form in task.forms:
+        assert fault(form_record(task.workload, form, task.machine)) == reason
 
 
 class Believed:

@@ -106,14 +106,14 @@ def simulate_command(
     from ...distributed.network.compile_network import read_network, resolve_ranks
     from ...distributed.network.simulate_network import simulate_network
     from ...distributed.network_figures import read_figures
-    from ...distributed.program import estimated_processor
+    from ...distributed.program import default_processor
 
     target = resolve_ranks(1, options.pop("target"), threads or 1)
     figures, measured = read_figures(network)
     stages = read_network(model, target, **options)
     scaling = simulate_network(
         stages,
-        estimated_processor(target),
+        default_processor(target),
         ranks,
         network=figures,
         kind="weak" if weak else "strong",

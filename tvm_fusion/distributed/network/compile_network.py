@@ -35,7 +35,7 @@ from ...compiler.tuned import choose_records
 from ...errors import InvalidInputError, TargetError
 from ...machine.host import physical_cores
 from ..network_figures import check_figures
-from ..program import estimated_processor
+from ..program import default_processor
 from .model import DistributedModel
 
 _LAYOUTS = "pack"  # the phase that chooses kernels and layouts of the whole model
@@ -75,7 +75,8 @@ def compile_network(
         of their neighbours instead, and from where the first rank goes on alone; ``"always"``
         exchanges wherever rows of neighbours are read, ``"once"`` only at the end.
     network, processor : Network, Processor, optional
-        Figures of these predictions, by default estimates.
+        Figures of these predictions, by default estimates; of a processor that ``tvm-fusion
+        calibrate`` has measured, its own.
 
     Returns
     -------
@@ -210,7 +211,7 @@ def explain_network(
     """
     resolved = resolve_ranks(ranks, target, threads)
     stages = read_network(model, resolved, shapes, fuse, winograd, ranks)
-    figures = network or Network(), processor or estimated_processor(resolved)
+    figures = network or Network(), processor or default_processor(resolved)
     placement = choose_exchanges(stages, ranks, *figures, exchange)
     return segments(stages, placement, row_cost(stages, placement, *figures))
 
@@ -227,7 +228,7 @@ def rank_phases(
 
     Parameters are those of :func:`compile_network`, with a result of :func:`resolve_ranks`.
     """
-    figures = network or Network(), processor or estimated_processor(target)
+    figures = network or Network(), processor or default_processor(target)
     whole, rest = _phases(target, options, ranks)
     return {**whole, "distribute": [DistributeRows(ranks, *figures, exchange)], **rest}
 

@@ -71,7 +71,7 @@ def simulate_network(
         placement = choose_exchanges(own, number, connection, processor, exchange)
         cost = row_cost(own, placement, connection, processor)
         points.append(_point(own, placement, cost, correction, number > measured))
-    return scaling_of(kind, points)
+    return scaling_of(kind, points, processor)
 
 
 def _point(

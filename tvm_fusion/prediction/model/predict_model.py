@@ -176,6 +176,8 @@ def _assemble(
     costs: HostCosts = known
     if overheads is not None:
         costs, notes = overheads, ("host overheads as given",)
+    if machine.note:
+        notes = (machine.note, *notes)
     graph, *ends = (
         _graph(ops, [getattr(row, bound) for row in rows], machine)
         for bound in ("seconds", "low", "high")

@@ -43,6 +43,21 @@ def test_json_is_one_entry_a_machine(run, model):
     assert first["seconds"] > second["seconds"] and first["kernels"][0]["model"]
 
 
+def test_a_cpu_that_nobody_measured(run, model, rename_cpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rename_cpu("diamondrapids")
+    options = ("--batch", 1, "--what-if", "batch=2", "--json")
+    [found] = json.loads(run("predict", model, *options)[1])
+    notes = found["notes"], found["answers"][0]["notes"]
+    assert all(any("run `tvm-fusion calibrate`" in note for note in each) for each in notes)
+    code, out, _ = run("predict", model, "--batch", 1)
+    shown = " ".join(out.split())
+    assert code == 0 and "(diamondrapids), estimated from AMD EPYC, Zen" in shown
+    assert "'diamondrapids': times are estimated from the figures of 'znver" in shown
+    code, _, error = run("predict", model, "--batch", 1, "--machine", "diamondrapids")
+    assert code != 0 and "no machine 'diamondrapids'; expected a100" in error
+
+
 def test_what_if_of_a_model(run, model):
     changes = ("--what-if", "graph", "--what-if", "machine=p4 and graph")
     options = (

@@ -21,6 +21,7 @@ from tvm_fusion.distributed.network_figures import read_figures
 from tvm_fusion.distributed.world.numa_placement import NUMA
 from tvm_fusion.errors import InvalidInputError
 from tvm_fusion.machine.numa import numa_nodes
+from tvm_fusion.prediction.machines import calibration_path
 
 COMMAND = "tvm_fusion.cli"
 ONE_NODE = pytest.mark.skipif(len(numa_nodes()) != 1, reason="the machine has several NUMA nodes")
@@ -165,8 +166,30 @@ def test_simulate(run: Any, folder: Path) -> None:
     assert len({(point["messages"], point["bytes"]) for point in auto}) == 1  # those compiled
     drawing = folder / "weak.svg"
     weak = run("simulate", "m.onnx", "--ranks", "1,2,64", "--weak", "--draw", drawing, *network)[1]
-    assert weak.startswith("weak scaling, predicted") and len(weak.splitlines()) == 5
+    assert weak.startswith("weak scaling, predicted")
+    assert [line.split()[0] for line in weak.splitlines()[2:5]] == ["1", "2", "64"]
     assert "weak scaling, predicted" in drawing.read_text()
+
+
+def test_simulate_on_a_cpu_that_nobody_measured_says_so(
+    run: Any, rename_cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rename_cpu("diamondrapids")
+    code, text, _ = run("simulate", "m.onnx", "--ranks", "1,2")
+    [note] = json.loads(run("simulate", "m.onnx", "--ranks", "1,2", "--json")[1])["notes"]
+    assert code == 0 and text.splitlines()[-1] == note
+    assert "'diamondrapids': times are estimated from the figures of 'znver" in note
+    assert "run `tvm-fusion calibrate`" in note
+    known = run("simulate", "m.onnx", "--ranks", "1,2", "--target", "znver3", "--json")[1]
+    assert json.loads(known)["notes"] == []
+    figures = {"peak_flops.float32": 3e10, "bandwidth.memory": 7e9, "multiprocessors": 1}
+    measured = {name: Figure(value, "measured") for name, value in figures.items()}
+    path = calibration_path(1)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(Machine("diamondrapids", "cpu", "this", measured).to_json()))
+    own = json.loads(run("simulate", "m.onnx", "--ranks", "1,2", "--json")[1])
+    assert own["notes"] == [] and own["points"][0]["compute"] > 0
 
 
 @pytest.mark.parametrize("ranks", ["0", "1,...", "...,4", "one", "4,2"])

@@ -10,9 +10,11 @@ from small_onnx import dense_model, small_model
 
 import tvm_fusion
 from examples.wide_and_deep import wide_and_deep
-from schedules.cost.machine import Figure
+from schedules.cost.machine import Figure, load_machine, machine_from_json
+from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.compiler.explain.explain_gpu import explain_kernels
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidModelError, PredictionError, TargetError
 from tvm_fusion.prediction.machines import cpu_target, find_machine
 from tvm_fusion.prediction.model.predict_model import SESSIONS
@@ -156,20 +158,45 @@ def test_unknown_machines_and_engines_are_refused():
         predict("p100")
 
 
-def test_native_is_the_newest_calibration_or_the_family(tmp_path, monkeypatch):
+def test_native_is_the_newest_calibration_or_the_family(tmp_path, monkeypatch, rename_cpu):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("tvm_fusion.prediction.machines.host_cpu", lambda: "znver3")
+    rename_cpu("znver3")
     family = find_machine("native", 2)
-    assert family.name == "znver3" and family["multiprocessors"] == 2
+    assert (family.name, family["multiprocessors"], family.note) == ("znver3", 2, "")
     folder = tmp_path / "tvm-fusion" / "machines"
     folder.mkdir(parents=True)
     own = changed(family, clock=1e9).to_json()
     (folder / "znver3-2.json").write_text(json.dumps(own))
     assert find_machine("native", 2)["clock"] == 1e9
     assert find_machine("native", 1)["peak_flops.float32"] == family["peak_flops.float32"] / 2
-    monkeypatch.setattr("tvm_fusion.prediction.machines.host_cpu", lambda: "abacus")
-    with pytest.raises(PredictionError, match="'abacus': run `tvm-fusion calibrate` first"):
-        find_machine("native", 2)
+
+
+@pytest.mark.parametrize("cpu", ["emeraldrapids", "generic"])
+def test_a_cpu_that_nobody_measured_is_estimated_and_says_so(
+    tmp_path, monkeypatch, rename_cpu, cpu
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rename_cpu(cpu)
+    own = CPUInfo.from_target(resolve("native", 2))
+    known = load_machine("znver5" if own.vector_bits == 512 else "znver3")
+    found = predict("native", threads=2)
+    assert found.machine == cpu and f"({cpu}), estimated from {known.title}" in found.title
+    text = f"on a CPU '{cpu}': times are estimated from the figures of '{known.name}'; run "
+    assert text + "`tvm-fusion calibrate` on it" in found.notes[0]
+    assert found.seconds > 0 and found.figures["bandwidth.memory"]["origin"].startswith("estimated")
+    machine = find_machine("native", 2)
+    assert machine["bandwidth.memory"] == known["bandwidth.memory"]
+    assert machine["capacity.L2"] == 2 * own.l2_bytes
+    if own.vector_bits >= 256:
+        assert machine["peak_flops.float32"] == pytest.approx(known["peak_flops.float32"], rel=0.01)
+    assert machine_from_json(machine.to_json()) == machine
+    (tmp_path / "own.json").write_text(json.dumps(replace(machine, note="").to_json()))
+    folder = tmp_path / "tvm-fusion" / "machines"
+    folder.mkdir(parents=True)
+    (tmp_path / "own.json").replace(folder / f"{cpu}-d-2.json")  # of a CPU whose name goes on
+    assert predict("native", threads=2).notes[0] == machine.note
+    (folder / f"{cpu}-d-2.json").replace(folder / f"{cpu}-2.json")
+    assert not any("estimated from" in note for note in predict("native", threads=2).notes)
 
 
 def test_the_code_of_a_known_cpu_can_be_planned_anywhere():
