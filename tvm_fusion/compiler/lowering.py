@@ -41,7 +41,6 @@ def lowering_passes() -> list[Pass]:
         nests.RenormalizeSplitPattern(),
         code.StmtSimplify(),
         nests.RewriteUnsafeSelect(),
-        code.CommonSubexprElim(),
         code.FP8ComputeLegalize(),
         code.VerifyMemory(),
         code.AnnotateEntryFunc(),

@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ..errors import TargetError
 from .cpu_flags import flagged_features
@@ -89,22 +89,22 @@ def usable_processors() -> int:
     return len(_affinity())
 
 
-def physical_cores(root: Path = Path("/sys")) -> int:
+def physical_cores(root: Path = Path("/")) -> int:
     """Number of physical cores that this process may use.
 
     Hyper-threads of one core count once, processors outside the process's affinity mask do not
-    count, and the CPU quota of a control group bounds the number.
+    count, and the quota of processor time (:func:`time_limit`) bounds the number.
 
     Parameters
     ----------
     root : Path
-        The system's description of the processors; tests use another folder than ``/sys``.
+        The folder with the system's ``sys`` and ``proc``; tests use another one than ``/``.
     """
     affinity = _affinity()
-    topology = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     siblings = [_read(root / topology.format(cpu)) for cpu in affinity]
     cores = len(set(siblings)) if all(siblings) else len(affinity)
-    return max(1, min(cores, _time_limit(root / "fs/cgroup") or cores))
+    return max(1, min(cores, time_limit(root) or cores))
 
 
 def _affinity() -> list[int]:
@@ -113,15 +113,34 @@ def _affinity() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _time_limit(root: Path) -> int | None:
-    """Number of processors of the control group's CPU quota, rounded up; None if unlimited."""
-    quota, _, period = _read(root / "cpu.max").partition(" ")
-    if not quota:
-        quota = _read(root / "cpu/cpu.cfs_quota_us")
-        period = _read(root / "cpu/cpu.cfs_period_us")
+def time_limit(root: Path = Path("/")) -> int | None:
+    """Number of processors whose time this process may use, rounded up; None if unlimited.
+
+    The least quota of its control groups and of those that hold them, of either version. A
+    container that sees the names of its host, but not the folders, has its own quota at the top.
+    """
+    mounted = root / "sys/fs/cgroup"
+    quotas = []
+    for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/", "1:cpu:/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        own = PurePosixPath(path.strip("/"))
+        groups = [PurePosixPath()] if ".." in own.parts else [own, *own.parents]
+        for mount in {controllers, "cpu"} if controllers else ("", "unified"):
+            quotas += [_quota(mounted / mount / group, not controllers) for group in groups]
+    return min((math.ceil(quota) for quota in quotas if quota is not None), default=None)
+
+
+def _quota(group: Path, is_unified: bool) -> float | None:
+    """Processors whose time a control group may use; None where it has no limit."""
+    if is_unified:
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+    else:
+        quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     with contextlib.suppress(ValueError, ZeroDivisionError):
         share = int(quota) / int(period)
-        return math.ceil(share) if share > 0 else None
+        return share if share > 0 else None
     return None
 
 

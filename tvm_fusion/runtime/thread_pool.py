@@ -31,6 +31,7 @@ from ..machine.host import physical_cores, usable_processors
 from .tvm_runtime import get_function
 
 _SHARE_PROCESSORS = -3
+_SPINS = "TVM_THREAD_POOL_SPIN_COUNT", "1000"
 _DEAD = -1  # threads of a pool in a process that was forked after the thread's first call
 _this_thread = threading.local()
 _starting = threading.Lock()
@@ -156,6 +157,7 @@ def _set_threads(threads: int) -> None:
     """Set the number of threads in this thread's pool."""
     if getattr(_this_thread, "threads", 0) == threads:
         return
+    os.environ.setdefault(*_SPINS)
     processors = [str(cpu) for cpu in _processors()]
     largest = max(len(processors), threads)
     configure = get_function("runtime.config_threadpool")

@@ -37,6 +37,7 @@ from ..codegen.nvrtc import tvm_compiler
 from ..compiler.targets.target import host_of, is_gpu
 from ..errors import TuningError
 from ..machine.ended_process import how_it_ended
+from ..machine.host import physical_cores
 from ..machine.host_info import cpu_name
 from ..runtime.device import DeviceInfo
 from .database import measuring
@@ -366,7 +367,7 @@ class Session:
     def build(self, numbers: Sequence[int]) -> None:
         """Build settings into libraries, two or more at a time; failures are outcomes."""
         todo = [number for number in dict.fromkeys(numbers) if number not in self._built]
-        pool = ThreadPoolExecutor(os.cpu_count())
+        pool = ThreadPoolExecutor(physical_cores())
         try:
             built = pool.map(self._build_one, todo)
             self._built |= dict(zip(todo, built, strict=True))

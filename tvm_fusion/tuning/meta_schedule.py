@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from schedules.tuning.tunable import PREFIX, TEMPLATE, decisions_of, read_settin
 from schedules.tuning.tunable_rule import AnyTemplate, TunableRule, tunable_rule_of
 
 from ..errors import OpError, TuningError
+from ..machine.host import physical_cores
 from .measure import library
 
 
@@ -177,7 +177,7 @@ class _LinkedBuilder(ms.builder.PyBuilder):
         self.written = written
 
     def build(self, build_inputs: Sequence[Any]) -> list[Any]:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(physical_cores()) as pool:
             return list(pool.map(lambda given: _build(given, self.written), build_inputs))
 
 

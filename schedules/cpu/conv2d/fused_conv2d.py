@@ -87,7 +87,7 @@ class PlanarTemplate(PackedTemplate[PlanarKnobs]):
     """The nest of :mod:`.planar_nest`."""
 
     name = "cpu.planar_conv2d"
-    version = 1
+    version = 2
     knobs = PlanarKnobs
 
     def default(self, workload: Conv2DKernel, machine: CPUInfo) -> PlanarKnobs:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 
 import tvm
 from cpu.conv_cases import Case
@@ -16,6 +18,8 @@ from examples.benchmarks.assembly import Loop, loops
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.core.tiles import row_runs, split_evenly, tile_counts
 from schedules.workload.conv2d import Conv2DKernel
+from tvm_fusion.codegen.elf_object import read_object
+from tvm_fusion.compiler.lowering import NAME as LOWERING
 
 AARCH64 = ("cortex-a76", "neoverse-v2")
 CPUS = ("x86-64-v3", "znver4", "znver5", "skylake-avx512", "sapphirerapids", *AARCH64)
@@ -62,6 +66,17 @@ def loops_of(functions: Mapping[str, tirx.PrimFunc], cpu: str) -> dict[str, list
         if loop.function in found:
             found[loop.function].append(loop)
     return found
+
+
+def code_bytes(func: tirx.PrimFunc, cpu: str) -> int:
+    """Bytes of the machine code of a function, compiled as the pipeline does."""
+    target = target_of(cpu)
+    with target, tempfile.TemporaryDirectory() as folder:
+        mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+        path = Path(folder, "code.o")
+        tvm.tirx.build(mod, target=target, pipeline=LOWERING).write_to_file(str(path))
+        sections = read_object(path.read_bytes()).sections
+    return sum(len(section.data) for section in sections if section.executable)
 
 
 def defects(forms: Mapping[str, Form], cpu: str) -> list[str]:

@@ -16,13 +16,13 @@ from tvm_fusion.machine import host
 
 
 def system(root: Path, siblings: dict[int, str], files: dict[str, str] | None = None) -> Path:
-    """A folder like /sys with processors and the limits of a control group."""
+    """A folder like / with processors, the limits of control groups, and the process's group."""
     for cpu, text in siblings.items():
-        folder = root / f"devices/system/cpu/cpu{cpu}/topology"
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(text + "\n")
     for name, text in (files or {}).items():
-        path = root / "fs/cgroup" / name
+        path = root / ("proc/self/cgroup" if name == "own" else f"sys/fs/cgroup/{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     return root
@@ -54,6 +54,9 @@ def test_processors_without_topology_count_each(tmp_path: Path, affinity) -> Non
     assert host.physical_cores(tmp_path / "nothing") == 3
 
 
+UNIFIED, OF_TIME = "0::/user.slice/job", "3:memory:/other\n2:cpu,cpuacct:/batch/job"
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
@@ -65,14 +68,39 @@ def test_processors_without_topology_count_each(tmp_path: Path, affinity) -> Non
         ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
         ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "0"}, 4),
+        # The own group, the one that holds it, and the stricter one of both.
+        ({"own": UNIFIED, "user.slice/job/cpu.max": "200000 100000"}, 2),
+        ({"own": UNIFIED, "user.slice/cpu.max": "100000 100000"}, 1),
+        ({"own": UNIFIED, "user.slice/cpu.max": "300000 100000",
+          "user.slice/job/cpu.max": "max 100000"}, 3),
+        ({"own": UNIFIED, "user.slice/cpu.max": "300000 100000",
+          "user.slice/job/cpu.max": "120000 100000"}, 2),
+        ({"own": UNIFIED, "unified/user.slice/job/cpu.max": "200000 100000"}, 2),
+        # Groups of others, and a container that has its host's names but not its folders.
+        ({"own": UNIFIED, "user.slice/other/cpu.max": "100000 100000"}, 4),
+        ({"own": UNIFIED, "cpu.max": "200000 100000"}, 2),
+        ({"own": "0::/../../outside", "cpu.max": "200000 100000",
+          "outside/cpu.max": "100000 100000"}, 2),
+        ({"own": OF_TIME, "cpu,cpuacct/batch/job/cpu.cfs_quota_us": "250000",
+          "cpu,cpuacct/batch/job/cpu.cfs_period_us": "100000"}, 3),
+        ({"own": OF_TIME, "cpu/batch/cpu.cfs_quota_us": "100000",
+          "cpu/batch/cpu.cfs_period_us": "50000"}, 2),
+        ({"own": OF_TIME, "cpu/other/cpu.cfs_quota_us": "50000",
+          "cpu/other/cpu.cfs_period_us": "100000"}, 4),
     ],
-)
+)  # fmt: skip
 def test_a_limit_of_processor_time_bounds_the_cores(
     tmp_path: Path, affinity, files: dict[str, str], cores: int
 ) -> None:
     affinity(0, 1, 2, 3)
     alone = {cpu: str(cpu) for cpu in range(4)}
     assert host.physical_cores(system(tmp_path, alone, files)) == cores
+
+
+def test_a_wide_limit_gives_no_more_cores_than_the_affinity_mask(tmp_path: Path, affinity) -> None:
+    affinity(2)
+    limited = system(tmp_path, {2: "2-3"}, {"cpu.max": "300000 100000"})
+    assert (host.time_limit(limited), host.physical_cores(limited)) == (3, 1)
 
 
 def test_this_machine_has_cores_within_its_processors() -> None:

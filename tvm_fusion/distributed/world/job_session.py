@@ -19,6 +19,7 @@ import numpy as np
 from schedules.cost.machine import Machine, load_machine, machine_from_json
 
 from ...errors import InvalidInputError, TargetError, TVMFusionError
+from ...machine.host import time_limit
 from ...machine.numa import numa_nodes
 from ...runtime.thread_pool import choose_threads
 from ...version import __version__
@@ -57,7 +58,8 @@ def session(
     timeout : float
         Seconds for which a rank waits for another before it ends the job.
     threads : int | None
-        Threads of each rank's kernels; by default its share of the node's processors.
+        Threads of each rank's kernels; by default its share of the node's processors, or of the
+        processor time that the job's control group may use.
     numa : str | None
         Spreads the ranks of a machine over its NUMA nodes, for example one a socket, and binds the
         memory of each to the ``"same"`` node as its processors, to the next (``"other"``) one, or
@@ -260,14 +262,16 @@ def _processors(
     mine = siblings[[sibling.rank for sibling in siblings].index(world.rank)].processors
     same = [sibling.rank for sibling in siblings if sibling.processors == mine]
     share = place.processors if place else part(mine, same.index(world.rank), len(same))
-    wanted = threads if threads is not None else max(1, len(share))
+    limit = time_limit()
+    fair = len(share) if limit is None else min(len(share), limit // len(siblings))
+    wanted = threads if threads is not None else max(1, fair)
     is_enough = len(same) <= len(mine) and wanted <= len(share) < len(mine)
     bind = place is not None or (bind and is_enough)
     if bind:
         os.sched_setaffinity(0, share)
     world.threads = choose_threads(wanted)
     usable = {processor for sibling in siblings for processor in sibling.processors}
-    world.is_crowded = len(siblings) * world.threads > len(usable)
+    world.is_crowded = len(siblings) * world.threads > min(len(usable), limit or len(usable))
     try:
         yield
     finally:

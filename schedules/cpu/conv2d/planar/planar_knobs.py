@@ -30,7 +30,7 @@ from math import gcd
 from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
 
 from ...core.machine import CPUInfo
-from .planar_nest import PlanarKnobs, takes_planar
+from .planar_nest import PlanarKnobs, takes_planar, vector_instructions
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class _Unit:
         Register tile of layer two.
     ahead : bool
         Whether layer two prefetches what layer one will read in the next step.
+    instruction_bytes : float
+        Most bytes of machine code for each of :func:`.planar_nest.vector_instructions`.
     """
 
     wide_row: int
@@ -61,12 +63,16 @@ class _Unit:
     outputs: int
     vectors: int
     ahead: bool
+    instruction_bytes: float
 
 
 _UNITS = {
-    256: _Unit(56, {1: 7, 2: 4}, 0, {1: 4, 2: 3}, 4, 3, False),
-    512: _Unit(28, {1: 7, 2: 4}, 14, {1: 7, 2: 7}, 6, 4, True),
+    256: _Unit(56, {1: 7, 2: 4}, 0, {1: 4, 2: 3}, 4, 3, False, 11.4),
+    512: _Unit(28, {1: 7, 2: 4}, 14, {1: 7, 2: 7}, 6, 4, True, 8.2),
 }
+MOST_CODE_BYTES = 32 * 1024
+"""Of a kernel: every step runs through all of its code, which the L1 instruction cache of most x86
+cores then holds. LLVM and TVM take two to three seconds for as much."""
 _MOST_ROWS = 28  # of a step
 _TILE_ROWS = (1, 2, 3, 4, 5, 7)
 _SHORTEST = 8  # lanes of a vector of layer one
@@ -81,7 +87,8 @@ def can_be_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
 def planar_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[PlanarKnobs]:
     """All settings of a kernel that :func:`can_be_planar`: rows of a step, register tiles.
 
-    Tiles of layer two need a register for each sum and each vector, and one for a weight.
+    Tiles of layer two need a register for each sum and each vector, and one for a weight. Code that
+    is too large is left out.
     """
     default = default_planar_knobs(kernel, cpu)
     height, width = _out_size(kernel)
@@ -102,7 +109,14 @@ def planar_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[PlanarKnobs]:
         for rows, (outputs, vectors), ahead in product(_TILE_ROWS, tiles, (False, True)):
             if rows <= h:
                 tile = {"rows": rows, "outputs": outputs, "vectors": vectors}
-                yield replace(default, h=h, lanes2=lanes2, ahead=ahead, **tile)
+                knobs = replace(default, h=h, lanes2=lanes2, ahead=ahead, **tile)
+                if has_little_code(kernel, knobs, cpu):
+                    yield knobs
+
+
+def has_little_code(kernel: Conv2DKernel, knobs: PlanarKnobs, cpu: CPUInfo) -> bool:
+    """Return whether the machine code of a setting is small enough."""
+    return _unit(cpu).instruction_bytes * vector_instructions(kernel, knobs) <= MOST_CODE_BYTES
 
 
 def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
@@ -120,17 +134,20 @@ def prefers_planar(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     if height // _pieces(kernel, cpu) * width < unit.vectors * kernel.lanes:
         return False
     weights = kernel.layers[1].weight_elements() * ITEM_BYTES[kernel.dtype]
-    return weights <= cpu.l2_bytes / 2
+    if weights > cpu.l2_bytes / 2:
+        return False
+    return has_little_code(kernel, default_planar_knobs(kernel, cpu), cpu)
 
 
 def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
     """Return the knobs for a kernel that :func:`prefers_planar` takes.
 
     Each core gets a piece. Steps have the number of rows with the least wasted multiplications; of
-    equals, the largest whose intermediate fits the L2 beside the weights.
+    equals, the largest whose intermediate fits the L2 beside the weights. Where that is too much
+    code, depthwise tiles or steps have fewer rows.
     """
     layer1, layer2 = kernel.layers
-    unit, stride = _UNITS.get(cpu.vector_bits, _UNITS[256]), layer1.strides[1]
+    unit, stride = _unit(cpu), layer1.strides[1]
     height, width = _out_size(kernel)
     h_t = _pieces(kernel, cpu)
     item = ITEM_BYTES[kernel.dtype]
@@ -155,9 +172,9 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
 
     # One row reuses too little of what it loads.
     sizes = [*range(most, min(most, 2) - 1, -1), *range(most + 1, min(largest, unit.longest) + 1)]
-    return PlanarKnobs(
+    widest = PlanarKnobs(
         h_t=h_t,
-        h=min(sizes, key=multiplied),
+        h=1,
         rows=unit.tile_rows[stride],
         outputs=unit.outputs,
         vectors=unit.vectors,
@@ -165,6 +182,18 @@ def default_planar_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> PlanarKnobs:
         lanes2=lanes2,
         ahead=unit.ahead,
     )
+    tiles = [rows for rows in reversed(_TILE_ROWS) if rows <= widest.rows]
+    settings = [
+        replace(widest, h=h, rows=rows)
+        for h, rows in product(sorted(sizes, key=multiplied), tiles)
+        if rows == widest.rows or rows < h
+    ]
+    fitting_code = (knobs for knobs in settings if has_little_code(kernel, knobs, cpu))
+    return next(fitting_code, settings[-1])
+
+
+def _unit(cpu: CPUInfo) -> _Unit:
+    return _UNITS.get(cpu.vector_bits, _UNITS[256])
 
 
 def _out_size(kernel: Conv2DKernel) -> tuple[int, int]:

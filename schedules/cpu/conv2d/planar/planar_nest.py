@@ -20,18 +20,20 @@ layer one's vectors must fit the rows, layer two's run over all pixels of a step
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.errors import OpError
 from schedules.tir.branch import when
-from schedules.workload.conv2d import Conv2DKernel
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
 from ...core.kernel_builder import KernelBuilder
-from ...core.micro_kernel import Index, loop
+from ...core.micro_kernel import UNROLLED_STEPS, Index, loop
 from ...core.prefetch import line_elements
 from ...core.tiles import Span, chunk, split_evenly
 from .planar_tile import (
@@ -106,6 +108,128 @@ def takes_planar(kernel: Conv2DKernel, lanes: int | None = None) -> bool:
     return top <= stride and (out_h - 2) * stride - top + reach < height
 
 
+def visible_rows(
+    layer: ConvLayer, height: int, out_height: int, step: int, first: int, size: int
+) -> dict[str, tuple[int, int]]:
+    """Existing input rows of a tile in steps at the top, at the bottom, and between or everywhere.
+
+    The tile holds the rows ``[first, first + size)`` of a step. Steps in which it reads no padding
+    are no case of their own.
+    """
+    stride, top = layer.strides[0], layer.padding[0]
+    reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
+    below = (out_height - 1) * stride - top + reach - height
+    rows = (size - 1) * stride + reach
+    above = top if first == 0 else 0
+    below = max(0, below) if first + size == step else 0
+    if step == out_height:
+        return {"everywhere": (above, rows - below)}
+    cases = {"top": (above, rows)} if above else {}
+    if below:
+        cases["bottom"] = 0, rows - below
+    return {**cases, "between": (0, rows)}
+
+
+def vector_runs(
+    layer: ConvLayer, width: int, out_width: int, lanes: int
+) -> list[tuple[bool, list[int]]]:
+    """First pixels of the vectors of a row, neighbours that read no padding together.
+
+    With each run, whether its vectors read no padding.
+    """
+    runs: list[tuple[bool, list[int]]] = []
+    for index, start in enumerate(vector_starts(out_width, lanes)):
+        inside = reads_whole_vectors(layer, width, start, lanes)
+        if runs and runs[-1][0] and inside and start == index * lanes:
+            runs[-1][1].append(start)
+        else:
+            runs.append((inside, [start]))
+    return runs
+
+
+def tile_runs(pixels: int, lanes: int, vectors: int) -> list[list[list[int]]]:
+    """First pixels of the vectors of layer two, by tiles; those that differ in place together."""
+    starts, runs, done = vector_starts(pixels, lanes), list[list[list[int]]](), 0
+    for size in split_evenly(len(starts), vectors):
+        tile = starts[done : done + size]
+        whole = tile[-1] % lanes == 0
+        if runs and whole and len(runs[-1][-1]) == size:
+            runs[-1].append(tile)
+        else:
+            runs.append([tile])
+        done += size
+    return runs
+
+
+def output_runs(channels: int, outputs: int, prefetching: int) -> list[tuple[int, int]]:
+    """Sizes of tiles of a block's channels, and the numbers of equal ones that follow each other.
+
+    The first tiles, as many as are ``prefetching``, are not equal to the others.
+    """
+    sizes = enumerate(split_evenly(channels, outputs))
+    runs = itertools.groupby(sizes, lambda tile: (tile[1], tile[0] < prefetching))
+    return [(size, len(list(tiles))) for (size, _), tiles in runs]
+
+
+class Turns(NamedTuple):
+    """Lines of memory that layer two prefetches, divided among its tiles.
+
+    Parameters
+    ----------
+    lines : int
+        Number of lines of each channel.
+    pixel_tiles, blocks, tiles : int
+        Tiles of the pixels, blocks of output channels, and the first tiles of a block, which are
+        those that prefetch: one where there are few lines.
+    """
+
+    lines: int
+    pixel_tiles: int
+    blocks: int
+    tiles: int
+
+    @classmethod
+    def of(cls, kernel: Conv2DKernel, knobs: PlanarKnobs, pixel_tiles: int) -> Turns:
+        """Those of the input rows that a step is the first to read."""
+        rows = knobs.h * kernel.layers[0].strides[0]
+        lines = -(-rows * int(kernel.width or 1) // line_elements(kernel.dtype))
+        blocks = -(-kernel.layers[1].out_channels // kernel.lanes)
+        all_tiles = len(split_evenly(kernel.lanes, knobs.outputs))
+        return cls(lines, pixel_tiles, blocks, all_tiles if lines > pixel_tiles * blocks else 1)
+
+    def first(self, pixel_tile: Index, block: Index, tile: Index) -> tuple[Index, int]:
+        """The first line of a tile, and their number."""
+        turns = self.pixel_tiles * self.blocks * self.tiles
+        turn = (pixel_tile * self.blocks + block) * self.tiles + tile
+        first = tirx.floordiv(turn * self.lines, turns) if turns > 1 else 0
+        return first, -(-self.lines // turns)
+
+
+def vector_instructions(kernel: Conv2DKernel, knobs: PlanarKnobs) -> int:
+    """Instructions on vectors in the code of the nest, about."""
+    (layer1, layer2), (height, width) = kernel.layers, (kernel.height or 1, kernel.width or 1)
+    out_h, out_w = layer1.output_size(height, width)
+    lanes1, lanes2 = knobs.lanes1 or kernel.lanes, knobs.lanes2 or kernel.lanes
+    stride, groups, first, rows = layer1.strides[1], len(column_groups(layer1)), 0, 0
+    for size in split_evenly(knobs.h, knobs.rows):
+        for low, high in visible_rows(layer1, height, out_h, knobs.h, first, size).values():
+            sums = size * layer1.kernel[0] * groups * stride
+            rows += sums + (high - low) * (groups + 1) * stride + 2 * size * stride
+        first += size
+    blocks = {min(kernel.lanes, layer2.out_channels), layer2.out_channels % kernel.lanes} - {0}
+    pixels = tile_runs(knobs.h * out_w, lanes2, knobs.vectors)
+    turns = Turns.of(kernel, knobs, sum(map(len, pixels)))
+    tiles = turns.tiles if knobs.ahead else 0
+    runs = [output_runs(block, knobs.outputs, tiles) for block in blocks]
+    outputs = [size for size, _ in itertools.chain(*runs)]
+    whole = layer2.in_channels % kernel.lanes == 0
+    steps = UNROLLED_STEPS + (0 if whole else layer2.in_channels % UNROLLED_STEPS)
+    sums = 0
+    for count in (len(run[0]) for run in pixels):
+        sums += sum(steps * (out * count + out + count + 1) + 4 * out * count for out in outputs)
+    return rows * len(vector_runs(layer1, width, out_w, lanes1)) + sums
+
+
 def planar_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: PlanarKnobs
 ) -> s_tir.Schedule:
@@ -145,7 +269,7 @@ class _Piece:
     def __init__(
         self, builder: KernelBuilder, kernel: Conv2DKernel, knobs: PlanarKnobs, image: Index
     ):
-        self.layer1, self.layer2 = kernel.layers
+        self.kernel, (self.layer1, self.layer2) = kernel, kernel.layers
         self.lanes1, self.lanes2 = knobs.lanes1 or kernel.lanes, knobs.lanes2 or kernel.lanes
         self.block, self.knobs, self.flat = kernel.lanes, knobs, builder.flat
         size = int(kernel.height or 1), int(kernel.width or 1)
@@ -170,19 +294,19 @@ class _Piece:
             row = row if even else tirx.min(row, stop - step)
             for block, lane in self._channels():
                 self._depthwise(block, lane, row)
-            turns = None
+            ahead = None
             if self.knobs.ahead and trips != 1:
-                turns = self._turns(tirx.min(row + step, stop - step))
-            self._pointwise(row, turns)
+                ahead = self._ahead(tirx.min(row + step, stop - step))
+            self._pointwise(row, ahead)
 
     def _channels(self) -> Iterator[tuple[Index, Index]]:
         full, rest = divmod(self.layer1.in_channels, self.block)
-        if full:
+        if rest:  # of both kinds of blocks, the body stands in the code once
+            with loop(0, self.layer1.in_channels) as channel:
+                yield tirx.floordiv(channel, self.block), tirx.floormod(channel, self.block)
+        else:
             with loop(0, full) as block, loop(0, self.block) as lane:
                 yield block, lane
-        if rest:
-            with loop(0, rest) as lane:
-                yield full, lane
 
     def _depthwise(self, block: Index, lane: Index, row: Index) -> None:
         """Layer one of a channel: the rows of a step, from output row ``row`` on."""
@@ -203,7 +327,7 @@ class _Piece:
         first = 0
         for size in split_evenly(self.knobs.h, self.knobs.rows):
             part = replace(part, rows=size, output_row=first)
-            for condition, visible in self._visible(row, first, size):
+            for condition, visible in self._visible_rows(row, first, size):
                 with when(condition):
                     source_row = (row + first) * layer.strides[0] - layer.padding[0] + visible[0]
                     source = self.source.seen_from(channel, source_row)
@@ -231,75 +355,37 @@ class _Piece:
         whole = self.mid.width % self.lanes1 == 0 and self.lanes1 == self.lanes2
         return self.layer1.strides[1] == 2 and whole
 
-    def _visible(
+    def _visible_rows(
         self, row: Index, first: int, size: int
-    ) -> list[tuple[tirx.Expr | None, tuple[int, int]]]:
-        """Existing input rows of a tile, by condition: at the top, at the bottom, between.
-
-        The tile holds the rows ``[first, first + size)`` of the step that begins with ``row``.
-        """
-        layer, out_h, step = self.layer1, self.output.height, self.knobs.h
-        stride, top = layer.strides[0], layer.padding[0]
-        reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
-        below = (out_h - 1) * stride - top + reach - self.source.height
-        rows = (size - 1) * stride + reach
-        above = top if first == 0 else 0
-        below = max(0, below) if first + size == step else 0
-        if step == out_h:
-            return [(None, (above, rows - below))]
-        cases: list[tuple[tirx.Expr | None, tuple[int, int]]] = []
-        at_top, at_bottom = tirx.convert(row) == 0, tirx.convert(row) == out_h - step
-        if above:
-            cases.append((at_top, (above, rows)))
-        if below:
-            cases.append((at_bottom, (0, rows - below)))
-        others = [tirx.Not(condition) for condition, _ in cases if condition is not None]
-        between = None if not others else tirx.all(*others) if len(others) > 1 else others[0]
-        return [*cases, (between, (0, rows))]
+    ) -> Iterator[tuple[tirx.Expr | None, tuple[int, int]]]:
+        """Existing input rows of a tile, by condition on the first row of its step."""
+        layer, step, height = self.layer1, self.knobs.h, self.source.height
+        spans = visible_rows(layer, height, self.output.height, step, first, size)
+        ends = {
+            "top": tirx.convert(row) == 0,
+            "bottom": tirx.convert(row) == self.output.height - step,
+        }
+        others = [tirx.Not(ends[name]) for name in spans if name in ends]
+        for name, span in spans.items():
+            between = None if not others else tirx.all(*others) if len(others) > 1 else others[0]
+            yield ends.get(name, between), span
 
     def _row_tile(self, part: DepthwiseRows) -> None:
-        """All vectors of a row; neighbours that read no padding are a loop."""
-        starts = vector_starts(self.mid.width, self.lanes1)
-        inside = [
-            reads_whole_vectors(self.layer1, self.source.width, start, self.lanes1)
-            for start in starts
-        ]
-        run: list[int] = []
-        for index, start in enumerate(starts):
-            if inside[index] and start == index * self.lanes1:
-                run.append(start)
-                continue
-            self._inside(part, run)
-            run = []
-            depthwise_vector(part, start, inside[index])
-        self._inside(part, run)
-
-    def _inside(self, part: DepthwiseRows, starts: Sequence[int]) -> None:
-        if starts:
+        """All vectors of a row."""
+        width = self.source.width
+        for inside, starts in vector_runs(self.layer1, width, self.mid.width, self.lanes1):
             with loop(0, len(starts)) as vector:
-                depthwise_vector(part, starts[0] + vector * self.lanes1, True)
+                depthwise_vector(part, starts[0] + vector * self.lanes1, inside)
 
-    def _turns(self, row: Index) -> _Turns:
-        """Lines of the rows that layer one reads in the step from ``row`` on, but not earlier."""
-        layer, step, block = self.layer1, self.knobs.h, self.block
+    def _ahead(self, row: Index) -> Index:
+        """First element of the rows that the step from ``row`` on is the first to read."""
+        layer, step = self.layer1, self.knobs.h
         reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
         end = (row + step - 1) * layer.strides[0] - layer.padding[0] + reach
-        rows = step * layer.strides[0]
-        return _Turns(
-            source=self.source,
-            start=self.source.at(0, end - rows, 0),
-            lines=-(-rows * self.source.width // line_elements(self.source.buffer.dtype)),
-            pixel_tiles=len(self._pixel_tiles()),
-            blocks=-(-self.layer2.out_channels // block),
-            tiles=len(split_evenly(block, self.knobs.outputs)),
-        )
+        return self.source.at(0, end - step * layer.strides[0], 0)
 
-    def _pixel_tiles(self) -> list[int]:
-        """Vectors of pixels of the tiles of layer two."""
-        return split_evenly(-(-self.pixels // self.lanes2), self.knobs.vectors)
-
-    def _pointwise(self, row: Index, turns: _Turns | None) -> None:
-        """Layer two of the rows of a step; ``turns`` are the lines that its tiles prefetch."""
+    def _pointwise(self, row: Index, ahead: Index | None) -> None:
+        """Layer two of the rows of a step; its tiles prefetch the rows from ``ahead`` on."""
         ops = PointwiseOperands(
             layer=self.layer2,
             source=self.mid,
@@ -310,82 +396,44 @@ class _Piece:
             block=self.block,
             paired=self._is_paired(),
         )
-        starts = vector_starts(self.pixels, self.lanes2)
-        runs: list[list[list[int]]] = []  # tiles that differ only in their place
-        done = 0
-        for size in self._pixel_tiles():
-            tile = starts[done : done + size]
-            whole = tile[-1] % self.lanes2 == 0
-            if runs and whole and len(runs[-1][-1]) == size:
-                runs[-1].append(tile)
-            else:
-                runs.append([tile])
-            done += size
-        done = 0
+        runs, done = tile_runs(self.pixels, self.lanes2, self.knobs.vectors), 0
+        turns = Turns.of(self.kernel, self.knobs, sum(map(len, runs)))
         for run in runs:
             with loop(0, len(run)) as index:
                 offset = index * (len(run[0]) * self.lanes2)
                 tile = [offset + start for start in run[0]]
-                self._outputs(ops, tile, turns, done + index)
+                self._outputs(ops, tile, turns, done + index, ahead)
             done += len(run)
 
     def _outputs(
         self,
         ops: PointwiseOperands,
         starts: Sequence[Index],
-        turns: _Turns | None,
+        turns: Turns,
         pixel_tile: Index,
+        ahead: Index | None,
     ) -> None:
         """All output channels of some vectors of pixels, which are one tile."""
         full, rest = divmod(self.layer2.out_channels, self.block)
 
         def one_block(block: Index, channels: int) -> None:
-            lane = 0
-            for number, size in enumerate(split_evenly(channels, self.knobs.outputs)):
-                ahead = turns.ahead(pixel_tile, block, number) if turns else None
-                pointwise_tile(ops, block, lane, size, starts, ahead)
-                lane += size
+            first = lane = 0
+            prefetching = 0 if ahead is None else turns.tiles
+            for size, count in output_runs(channels, self.knobs.outputs, prefetching):
+                with loop(0, count) as index:
+                    lines = None
+                    if ahead is not None and first < prefetching:
+                        line, number = turns.first(pixel_tile, block, first + index)
+                        start = ahead + line * line_elements(self.source.buffer.dtype)
+                        lines = Ahead(self.source, start, number)
+                    pointwise_tile(ops, block, lane + index * size, size, starts, lines)
+                first, lane = first + count, lane + count * size
 
         if full:
             with loop(0, full) as block:
                 one_block(block, self.block)
         if rest:
             one_block(full, rest)
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """Lines of memory to prefetch, divided among the tiles of layer two.
-
-    Parameters
-    ----------
-    source : PlanarImage
-        Image with the lines.
-    start : Index
-        Element of channel 0 from which they are counted.
-    lines : int
-        Number of lines of each channel.
-    pixel_tiles, blocks, tiles : int
-        Tiles of the pixels, blocks of output channels, and tiles of a block.
-    """
-
-    source: PlanarImage
-    start: Index
-    lines: int
-    pixel_tiles: int
-    blocks: int
-    tiles: int
-
-    def ahead(self, pixel_tile: Index, block: Index, tile: int) -> Ahead | None:
-        """Share of a tile; where there are few lines, only the first tile of a block prefetches."""
-        tiles = self.tiles if self.lines > self.pixel_tiles * self.blocks else 1
-        if tile >= tiles:
-            return None
-        turns = self.pixel_tiles * self.blocks * tiles
-        turn = (pixel_tile * self.blocks + block) * tiles + tile
-        first = tirx.floordiv(turn * self.lines, turns) if turns > 1 else 0
-        start = self.start + first * line_elements(self.source.buffer.dtype)
-        return Ahead(self.source, start, -(-self.lines // turns))
 
 
 def _repeated(values: Sequence[tirx.Expr], lanes: int) -> tirx.Expr:

@@ -13,6 +13,7 @@ The functions here may only be called between the ``with`` statements of an open
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -277,7 +278,7 @@ class PointwiseOperands:
 def pointwise_tile(
     ops: PointwiseOperands,
     block: Index,
-    lane: int,
+    lane: Index,
     outputs: int,
     starts: Sequence[Index],
     ahead: Ahead | None = None,
@@ -288,7 +289,7 @@ def pointwise_tile(
     ----------
     ops : PointwiseOperands
         The layer.
-    block, lane, outputs : Index, int, int
+    block, lane, outputs : Index, Index, int
         Channels ``[lane, lane + outputs)`` of a block.
     starts : Sequence[Index]
         First pixels of the vectors.
@@ -337,21 +338,19 @@ def _input_channels(ops: PointwiseOperands, block: Index) -> Iterator[tuple[Inde
 
     Yields a channel, and the offset of its weights for the channels of an output block.
     """
-    size = ops.block
-    full, rest = divmod(ops.layer.in_channels, size)
-    blocks = full + (rest > 0)
+    size, channels = ops.block, ops.layer.in_channels
+    blocks, steps = -(-channels // size), math.gcd(size, UNROLLED_STEPS)
 
-    def some(in_block: Index, first: Index, count: int) -> Iterator[tuple[Index, Index]]:
-        for i in range(count):
-            lane = first + i
-            yield in_block * size + lane, ((block * blocks + in_block) * size + lane) * size
+    def some(first: Index, count: int) -> Iterator[tuple[Index, Index]]:
+        for channel in (first + i for i in range(count)):
+            yield channel, (block * (blocks * size) + channel) * size
 
-    if full:
-        with loop(0, full) as in_block:
-            if size % UNROLLED_STEPS:
-                yield from some(in_block, 0, size)
-            else:
-                with loop(0, size // UNROLLED_STEPS) as part:
-                    yield from some(in_block, part * UNROLLED_STEPS, UNROLLED_STEPS)
-    if rest:
-        yield from some(full, 0, rest)
+    if channels % size == 0:
+        with loop(0, blocks) as in_block, loop(0, size // steps) as part:
+            yield from some(in_block * size + part * steps, steps)
+        return
+    whole, rest = divmod(channels, steps)
+    if whole:
+        with loop(0, whole) as part:
+            yield from some(part * steps, steps)
+    yield from some(channels - rest, rest)

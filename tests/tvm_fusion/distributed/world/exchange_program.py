@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import time
+from unittest import mock
 
 import numpy as np
 from mpi4py import MPI
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message, messages_of
 from tvm_fusion import distributed
+from tvm_fusion.distributed.world import job_session
 from tvm_fusion.distributed.world.packing import LONG_REGION
 from tvm_fusion.distributed.world.parcel import PreparedExchange
 from tvm_fusion.errors import DistributedError
@@ -266,6 +268,11 @@ CASES = [
 ALLOWED = sorted(os.sched_getaffinity(0))
 with distributed.session(timeout=30, bind=False):
     assert sorted(os.sched_getaffinity(0)) == ALLOWED
+with (
+    mock.patch.object(job_session, "time_limit", return_value=1),  # of a container
+    distributed.session(timeout=30) as world,
+):
+    assert (world.threads, world.is_crowded) == (1, world.size > 1)
 with distributed.session(timeout=30) as world:
     check_processors(world, ALLOWED)
     check_exchanges(world, CASES)
