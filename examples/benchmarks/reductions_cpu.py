@@ -29,7 +29,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.bench.race_result import TOLERANCE, Plan, relative_error
+from tvm_fusion.bench.race_result import TOLERANCE, Plan
+from tvm_fusion.runtime.host_arrays import relative_error
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.machine.host_info import host_info

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.ao.quantization.fx._decomposed  # registers ops
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch.nn import functional
 
 from .fast_paths import scaled_dot_product_attention
@@ -188,6 +189,56 @@ _NONE, _SUM = 0, 2
 """PyTorch's numbers of two reductions of a loss; 1 is the mean."""
 
 
+def antialiased(reach: int, weigh: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Function that resizes images as PyTorch does with ``antialias=True``.
+
+    Parameters
+    ----------
+    reach : int
+        Distance in pixels from which on a weight is 0.
+    weigh : callable
+        Function from distances within reach to weights.
+    """
+
+    def matrix(size: int, wanted: int, align_corners: bool, scale: float | None) -> Tensor:
+        """Weights of the pixels of a line for each wanted one, [wanted, size]."""
+        if align_corners:
+            step = (size - 1) / (wanted - 1) if wanted > 1 else 0.0
+        else:
+            step = 1 / scale if scale else size / wanted
+        centers = (torch.arange(wanted, dtype=torch.float32) + 0.5) * step
+        places = torch.arange(size, dtype=torch.float32) + 0.5
+        distances = (places - centers[:, None]).abs() / max(step, 1.0)
+        weights = torch.where(distances < reach, weigh(distances), 0)
+        return weights / weights.sum(1, keepdim=True)
+
+    def resize(
+        x: Tensor,
+        output_size: Sequence[int],
+        align_corners: bool,
+        scales_h: float | None = None,
+        scales_w: float | None = None,
+    ) -> Tensor:
+        rows = matrix(x.shape[-2], output_size[0], align_corners, scales_h)
+        columns = matrix(x.shape[-1], output_size[1], align_corners, scales_w)
+        result = rows @ x.float() @ columns.T
+        if not x.dtype.is_floating_point:
+            result = result.round().clamp(0, torch.iinfo(x.dtype).max)
+        return result.to(x.dtype)
+
+    return resize
+
+
+def _cubic(x: Tensor) -> Tensor:
+    """Weights of the cubic kernel of Keys with -1/2, by distances."""
+    near = (1.5 * x - 2.5) * x * x + 1
+    return torch.where(x < 1, near, ((-0.5 * x + 2.5) * x - 4) * x + 2)
+
+
+def _is_aligned_or_scaled(given: Mapping[str, Any]) -> bool:
+    return given["align_corners"] or (given["scales_h"], given["scales_w"]) != (None, None)
+
+
 def _is_narrowed(given: Mapping[str, Any]) -> bool:
     """Return whether a quantisation is not to all values of an 8-bit type."""
     limits = torch.iinfo(given["dtype"])
@@ -210,7 +261,27 @@ def _is_not_plain(given: Mapping[str, Any]) -> bool:
 
 _POOL = Form(("divisor_override",), average_pool)
 
+_RESIZED = ("align_corners", "scales_h", "scales_w")
+
+_SCALED = {
+    op: tuple(argument.name for argument in op._schema.arguments if "scales" in argument.name)
+    for op in (
+        _ATEN.upsample_linear1d.default,
+        _ATEN.upsample_bilinear2d.default,
+        _ATEN.upsample_trilinear3d.default,
+        _ATEN.upsample_bicubic2d.default,
+    )
+}
+"""Ops that resize, and the names of scales that are not the quotients of the sizes."""
+
 FORMS: dict[Any, Form] = {
+    **{op: Form(_SCALED[op], form) for op, form in get_decompositions(list(_SCALED)).items()},
+    _ATEN._upsample_bilinear2d_aa.default: Form(
+        _RESIZED, antialiased(1, lambda distances: 1 - distances), _is_aligned_or_scaled
+    ),
+    _ATEN._upsample_bicubic2d_aa.default: Form(
+        _RESIZED, antialiased(2, _cubic), _is_aligned_or_scaled
+    ),
     _ATEN.avg_pool2d.default: _POOL,
     _ATEN.avg_pool3d.default: _POOL,
     _ATEN.scatter_reduce.two: Form(("reduce", "include_self"), scatter_reduce, _is_reduced_apart),
