@@ -227,7 +227,7 @@ def _targets(text: str) -> list[str]:
 
 def _ops_in_message(model: onnx.ModelProto, message: str) -> Iterator[str]:
     """Names of the ops whose ONNX nodes an error message names."""
-    named = set(re.findall(r"'([^']+)'", message))
+    named = {name for pair in re.findall(r"'([^']+)'|node name: (\w+)\)", message) for name in pair}
     for node in model.graph.node:
         if node.name in named:
             for prop in node.metadata_props:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of ops that PyTorch's exporter to ONNX does not heed, and what is computed instead.
 
-The exporter translates such an op as if the argument had its default, without a word. An op with
-another value is written out by ops that are translated in full, or refused.
+The exporter translates such an op as if the argument had its default, without a word, or into ONNX
+that is not valid. With other arguments the op is written out by ops that are translated in full.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ class Form:
     ----------
     arguments : tuple of str
         Names of the arguments that the exporter does not heed.
-    compute : callable or None
-        Function of the op's arguments that computes the same by other ops; None if the op is to be
-        refused.
+    compute : callable
+        Function of the op's arguments that computes the same by other ops.
     is_lost : callable, optional
         Function from all arguments by their names that returns whether the exporter would compute
         something else; by default, whether one of ``arguments`` differs from its default.
     """
 
     arguments: tuple[str, ...]
-    compute: Callable[..., Any] | None
+    compute: Callable[..., Any]
     is_lost: Callable[[Mapping[str, Any]], bool] | None = None
 
 
@@ -78,6 +77,18 @@ def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     names = [argument.name for argument in op._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {a.name: a.default_value for a in op._schema.arguments} | given
+
+
+def _of_type(op: torch._ops.OpOverload) -> Form:
+    """Form of an op that is to convert its input first: the exporter converts the result."""
+
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        given = _named(op, args, kwargs)
+        return op(given.pop("self").to(given["dtype"]), **given)
+
+    return Form(
+        ("dtype",), compute, lambda given: given["dtype"] not in (None, given["self"].dtype)
+    )
 
 
 def average_pool(
@@ -152,8 +163,7 @@ def dequantize(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The reverse of ``quantize``."""
-    out_dtype = out_dtype or torch.float32
-    return (x.to(out_dtype) - zero_point) * scale
+    return ((x.float() - zero_point) * scale).to(out_dtype or torch.float32)
 
 
 def cross_entropy(
@@ -242,7 +252,18 @@ def _is_aligned_or_scaled(given: Mapping[str, Any]) -> bool:
 def _is_narrowed(given: Mapping[str, Any]) -> bool:
     """Return whether a quantisation is not to all values of an 8-bit type."""
     limits = torch.iinfo(given["dtype"])
-    return limits.bits != 8 or (given["quant_min"], given["quant_max"]) != (limits.min, limits.max)
+    is_whole = (given["quant_min"], given["quant_max"]) == (limits.min, limits.max)
+    return _is_wide(given) or not is_whole
+
+
+def _is_wide(given: Mapping[str, Any]) -> bool:
+    """Return whether a quantised type is one that ONNX has only from opset 21 on, or not at all."""
+    return torch.iinfo(given["dtype"]).bits != 8
+
+
+def _always(_: Mapping[str, Any]) -> bool:
+    """True: ONNX has constants where such an op has tensors."""
+    return True
 
 
 def _is_reduced_apart(given: Mapping[str, Any]) -> bool:
@@ -261,6 +282,7 @@ def _is_not_plain(given: Mapping[str, Any]) -> bool:
 
 _POOL = Form(("divisor_override",), average_pool)
 
+_LIMITS = ("quant_min", "quant_max")
 _RESIZED = ("align_corners", "scales_h", "scales_w")
 
 _SCALED = {
@@ -274,8 +296,24 @@ _SCALED = {
 }
 """Ops that resize, and the names of scales that are not the quotients of the sizes."""
 
+_TYPED = (
+    _ATEN.cumsum.default,
+    _ATEN.linalg_vector_norm.default,
+    _ATEN.log_softmax.int,
+    _ATEN.mean.default,
+    _ATEN.mean.dim,
+    _ATEN.nansum.default,
+    _ATEN.prod.default,
+    _ATEN.prod.dim_int,
+    _ATEN.softmax.int,
+    _ATEN.sum.default,
+    _ATEN.sum.dim_IntList,
+)
+
 FORMS: dict[Any, Form] = {
+    **{op: _of_type(op) for op in _TYPED},
     **{op: Form(_SCALED[op], form) for op, form in get_decompositions(list(_SCALED)).items()},
+    _ATEN.elu.default: Form(("input_scale",), get_decompositions([_ATEN.elu])[_ATEN.elu.default]),
     _ATEN._upsample_bilinear2d_aa.default: Form(
         _RESIZED, antialiased(1, lambda distances: 1 - distances), _is_aligned_or_scaled
     ),
@@ -291,10 +329,10 @@ FORMS: dict[Any, Form] = {
     _ATEN.scaled_dot_product_attention.default: Form(
         ("attn_mask", "dropout_p", "scale"), scaled_dot_product_attention, _is_not_plain
     ),
-    _QUANTIZED.quantize_per_tensor.default: Form(
-        ("quant_min", "quant_max"), quantize, _is_narrowed
-    ),
-    _QUANTIZED.dequantize_per_tensor.default: Form(
-        ("dtype",), dequantize, lambda given: torch.iinfo(given["dtype"]).bits != 8
-    ),
+    _QUANTIZED.quantize_per_tensor.default: Form(_LIMITS, quantize, _is_narrowed),
+    _QUANTIZED.quantize_per_tensor.tensor: Form(_LIMITS, quantize, _always),
+    _QUANTIZED.quantize_per_tensor.tensor2: Form(_LIMITS, quantize, _always),
+    _QUANTIZED.dequantize_per_tensor.default: Form(_LIMITS, dequantize, _is_wide),
+    _QUANTIZED.dequantize_per_tensor.tensor: Form(_LIMITS, dequantize, _always),
+    _QUANTIZED.dequantize_per_tensor.tensor2: Form(_LIMITS, dequantize, _always),
 }
