@@ -29,9 +29,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.bench.race_result import TOLERANCE, Plan, relative_error
+from tvm_fusion.bench.race_result import TOLERANCE, Plan
 from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
 from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.runtime.host_arrays import relative_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the module beside this one.

@@ -27,9 +27,10 @@ import numpy as np
 
 from ..errors import EngineError, InvalidModelError
 from ..machine.host_info import host_info
+from ..runtime.host_arrays import relative_error
 from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
 from .engines import ENGINES, EngineKind
-from .race_result import EngineResult, Plan, RaceResult, relative_error
+from .race_result import EngineResult, Plan, RaceResult
 from .worker import EngineSpec, EngineWorker
 
 REFERENCE = "onnxruntime"

@@ -84,30 +84,6 @@ class RaceResult:
         return asdict(self)
 
 
-def relative_error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
-    """Return the largest ``max|got - want| / max|want|`` of all outputs, infinity if they disagree.
-
-    Outputs disagree when their number, a shape, or the place of a NaN or an infinity differs.
-    """
-    if [x.shape for x in got] != [x.shape for x in want]:
-        return float("inf")
-    return max((_output_error(x, y) for x, y in zip(got, want, strict=True)), default=0.0)
-
-
-def _output_error(got: np.ndarray, want: np.ndarray) -> float:
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    finite = np.isfinite(want)
-    if not np.array_equal(got[~finite], want[~finite], equal_nan=True):
-        return float("inf")
-    if not finite.any():
-        return 0.0
-    difference = np.abs(got[finite] - want[finite]).max()
-    if not np.isfinite(difference):
-        return float("inf")
-    largest = np.abs(want[finite]).max()
-    return float(difference / largest) if largest else float(difference and np.inf)
-
-
 def race_table(result: RaceResult) -> Table:
     """Return the result as a table with one row an engine."""
     base = result.engines[0]

@@ -25,6 +25,7 @@ from ..runtime.thread_pool import choose_threads
 from ..runtime.weights import weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
+from .check_numbers import check_numbers
 from .interrupts import interrupts_kept
 from .targets.target import arch_of, device_needs, required_features, resolve
 from .tuned import choose_records, used_records
@@ -53,6 +54,7 @@ def compile(
     machine: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     ranks: int | None = None,
+    check: bool = False,
 ) -> CompiledModel:
     """Compile an ONNX model, or an exported program of PyTorch, for a CPU or a GPU.
 
@@ -112,6 +114,14 @@ def compile(
         Processes of MPI that compute the model together, each some rows of every image
         (:func:`tvm_fusion.distributed.compile_network` has more options); on CPUs. ``threads`` are
         those of each rank, by default its share of this machine's cores.
+    check : bool
+        Whether the compiled model is called once or twice on this machine, and its outputs compared
+        with those of PyTorch's eager mode, or of ONNX Runtime on an ONNX model. A program is called
+        on its example inputs, if it carries such of these shapes, and on random floats beside their
+        integers; else floats are random, and integers 0 or 1, always the same ones. The largest
+        error in parts of an output's largest magnitude may be 1e-3 in models of float32, 2e-2 with
+        float16 and 5e-2 with bfloat16 or quantised values; 1% of the elements of an integer output
+        may differ, as where two scores are nearly equal.
 
     Returns
     -------
@@ -123,13 +133,16 @@ def compile(
     InvalidModelError, UnsupportedOperatorError
         If the model cannot be read, or holds operators that cannot be compiled.
     CompilationError
-        If TVM fails in a later stage; the message names the stage.
+        If TVM fails in a later stage; the message names the stage. With ``check``, if an output
+        differs; the message names it, its error and the tolerance.
+    EngineError
+        With ``check``, if ONNX Runtime is not installed, or does not run the model.
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
         algorithm is requested for a GPU, approximations of functions or graphs elsewhere than on
         CUDA, or float16 on a CPU; or if the machine is another device than the target.
     InvalidInputError
-        If ``threads`` is not possible.
+        If ``threads`` is not possible. With ``check``, if sizes of inputs are not known.
     TuningError
         If there are no such records.
     PredictionError
@@ -141,6 +154,8 @@ def compile(
     >>> y = compiled(np.zeros((1, 3, 224, 224), "float32"))    # doctest: +SKIP
     """
     if ranks is not None:
+        if check:
+            raise InvalidInputError("check=True has no effect with ranks: leave it out")
         compile_network = _for_ranks(fast_math, precision, cuda_graph, machine)
         return compile_network(
             model,
@@ -166,7 +181,10 @@ def compile(
         machine=measured,
     )
     about, built = _compile(model, shapes, resolved, options, progress)
-    return CompiledModel(built.executable, about, count, built.weights)
+    compiled = CompiledModel(built.executable, about, count, built.weights)
+    if check:
+        check_numbers(model, compiled, fast_math or precision != "fp32")
+    return compiled
 
 
 def _for_ranks(

@@ -40,8 +40,9 @@ def tvm_fusion(
     example_inputs : sequence
         Its arguments, of which only device and need of gradients count.
     options : mapping, optional
-        ``fuse``, ``target``, ``threads`` and ``winograd`` of :func:`tvm_fusion.compile`. There
-        are as many threads as PyTorch has, ``torch.get_num_threads()``, by default.
+        ``check``, ``fuse``, ``target``, ``threads`` and ``winograd`` of
+        :func:`tvm_fusion.compile`. There are as many threads as PyTorch has,
+        ``torch.get_num_threads()``, by default. A graph that fails its check runs in eager mode.
     mode : str, optional
         Only ``"default"``: the others of ``torch.compile`` are sets of options of Inductor.
 

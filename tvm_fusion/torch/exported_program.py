@@ -25,14 +25,18 @@ from ..onnx.frontend import ImportedModel, import_onnx
 from ..onnx.model.weights import SMALL_ELEMENTS
 from ..warning_filters import warnings_ignored
 from .fast_paths import FAST_PATHS
+from .lost_arguments import FORMS, decomposition, lost_arguments
 
 FX_NODE = "pkg.torch.onnx.fx_node"
 """Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
 
-_DECOMPOSITIONS = {
+_WRITTEN_OUT = {
     **FAST_PATHS,
     torch.ops.aten._assert_tensor_metadata.default: lambda *arguments, **options: None,
 }
+"""Ops, and what computes the same, whatever the arguments."""
+
+_DECOMPOSITIONS = _WRITTEN_OUT | {op: decomposition(op, form) for op, form in FORMS.items()}
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
 """Loggers of PyTorch's exporter and of the libraries that it calls."""
@@ -112,16 +116,24 @@ def as_onnx(program: ExportedProgram) -> onnx.ModelProto:
 def functional(program: ExportedProgram) -> ExportedProgram:
     """The program with changes in place as additional outputs, which its signature lists.
 
-    The ops of ``FAST_PATHS`` are written out, and what the tracer asserts of types is left out.
+    Ops that the exporter cannot or would not translate in full are written out, and what the
+    tracer asserts of types is left out.
     """
-    is_ready = not any(map(_needs_decomposition, program.graph.nodes))
+    is_ready = not any(map(_needs_decomposition, _nodes(program)))
     return program if is_ready else program.run_decompositions(dict(_DECOMPOSITIONS))
+
+
+def _nodes(program: ExportedProgram) -> Iterator[fx.Node]:
+    """The nodes of a program, and of the branches and bodies in it."""
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
 
 
 def _needs_decomposition(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target in _DECOMPOSITIONS:
+    if node.target in _WRITTEN_OUT or lost_arguments(node):
         return True
     # Normalisation in training mode updates its running statistics; its schema conceals that.
     is_training = node.target in _NORMS and len(node.args) > 5 and node.args[5] is True
@@ -155,6 +167,9 @@ def _exported(program: ExportedProgram) -> onnx_ir.Model:
             f"PyTorch cannot export the program to ONNX{named}: {reason}", ops
         ) from error
     assert exported is not None, "an exporter without a file returns its result"
+    # The exporter's own decompositions may have made ops with arguments that it loses.
+    if any(map(lost_arguments, _nodes(exported.exported_program))):
+        return _exported(functional(exported.exported_program))
     return exported.model
 
 
@@ -212,7 +227,7 @@ def _targets(text: str) -> list[str]:
 
 def _ops_in_message(model: onnx.ModelProto, message: str) -> Iterator[str]:
     """Names of the ops whose ONNX nodes an error message names."""
-    named = set(re.findall(r"'([^']+)'", message))
+    named = {name for pair in re.findall(r"'([^']+)'|node name: (\w+)\)", message) for name in pair}
     for node in model.graph.node:
         if node.name in named:
             for prop in node.metadata_props:

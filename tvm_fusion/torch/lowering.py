@@ -24,7 +24,7 @@ from .exported_program import UnsupportedTorchOpError, changed_in_place, functio
 Run = Callable[..., Sequence[Any]]
 """Function from the tensors of a call to all outputs of a graph."""
 
-_KNOWN = ("fuse", "target", "threads", "winograd")
+_KNOWN = ("check", "fuse", "target", "threads", "winograd")
 _COPY = "aten.copy_.default"
 _CHEAP = frozenset(
     """_unsafe_view alias clone contiguous detach expand permute reshape select
@@ -88,7 +88,8 @@ def export(
     UnsupportedTorchOpError
         If PyTorch cannot export it.
     """
-    examples = tuple(torch.empty(value.shape, dtype=value.dtype) for value in arguments)
+    # Zeros, since a check would call the program on them: they are valid indices.
+    examples = tuple(torch.zeros(value.shape, dtype=value.dtype) for value in arguments)
     try:
         with torch.inference_mode(False), torch.no_grad(), warnings_ignored():
             program = torch.export.export(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rich.console import Console
 
-from tvm_fusion.bench.race_result import EngineResult, Plan, RaceResult, race_table, relative_error
+from tvm_fusion.bench.race_result import EngineResult, Plan, RaceResult, race_table
+from tvm_fusion.runtime.host_arrays import relative_error
 from tvm_fusion.cli.json_text import json_text
 
 FLOATS = arrays.arrays(

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check of a compiled model's numbers against PyTorch or ONNX Runtime."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+
+from ..errors import CompilationError, EngineError, InvalidInputError
+from ..onnx.model.loader import parse_model, read_model
+from ..runtime.host_arrays import random_inputs, relative_error
+from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
+
+if TYPE_CHECKING:
+    from ..runtime.compiled_model import CompiledModel
+
+TOLERANCES = {
+    "float64": 1e-4,
+    "float32": 1e-3,
+    "float16": 2e-2,
+    "bfloat16": 5e-2,
+    "int8": 5e-2,
+    "uint8": 5e-2,
+}
+"""Largest error in parts of an output's largest magnitude, by the coarsest type in the model.
+
+Constants of float64 are rounded to float32 by PyTorch's exporter. A value that is halfway between
+two levels of a quantised type may be rounded to either.
+"""
+
+_MOST_DIFFERENT = 0.01
+"""Largest share of the elements of an integer output that differ, as where two scores are equal."""
+
+_SEED = 0
+
+OPEN_SHAPE = "check=True needs its size: give it in shapes"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a compiled model should compute.
+
+    Parameters
+    ----------
+    name : str
+        Where the outputs are from.
+    dtypes : set of str
+        Element types in the model.
+    trials : iterator of (list, list of numpy.ndarray)
+        Inputs, in the order of the compiled model's, and the outputs of them.
+    """
+
+    name: str
+    dtypes: set[str]
+    trials: Iterator[tuple[list[Any], list[np.ndarray]]]
+
+
+def check_numbers(model: Any, compiled: CompiledModel, is_coarse: bool) -> None:
+    """Call a compiled model on random inputs, and compare with the model that it was made of.
+
+    Parameters
+    ----------
+    model : path, bytes, onnx.ModelProto or torch.export.ExportedProgram
+        The model.
+    compiled : CompiledModel
+        Its compiled form.
+    is_coarse : bool
+        Whether the user chose to compute with less than the model's precision.
+
+    Raises
+    ------
+    CompilationError
+        If an output differs.
+    EngineError
+        If there is nothing to compare with.
+    InvalidInputError
+        If sizes of the inputs are not known.
+    TargetError
+        If this machine cannot run the compiled model.
+    """
+    if type(model).__module__.startswith("torch.export"):
+        # By name: that family stands above this one, and needs PyTorch.
+        family = importlib.import_module("tvm_fusion.torch.tensors")
+        reference = family.reference(model, compiled.inputs, _SEED)
+    else:
+        reference = _onnx_reference(model, compiled.inputs)
+    dtypes = reference.dtypes | ({"float16"} if is_coarse else set())
+    tolerance = max(TOLERANCES[dtype] for dtype in {"float64"} | dtypes & TOLERANCES.keys())
+    for inputs, wanted in reference.trials:
+        found = compiled(*inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        for spec, one, other in zip(compiled.outputs, found, wanted, strict=True):
+            _compare(spec, one, other, tolerance, reference.name)
+
+
+def _compare(
+    spec: TensorSpec, found: np.ndarray, wanted: np.ndarray, tolerance: float, name: str
+) -> None:
+    """Refuse an output that differs from the right one."""
+    if found.shape != wanted.shape:
+        what = f"the shape is {found.shape} instead of {wanted.shape}"
+    elif wanted.dtype.kind in "iub":
+        share = float(np.mean(found != wanted)) if wanted.size else 0.0
+        if share <= _MOST_DIFFERENT:
+            return
+        what = f"{share:.1%} of the elements differ; the tolerance is {_MOST_DIFFERENT:.0%}"
+    else:
+        error = relative_error([found], [wanted])
+        if error <= tolerance:
+            return
+        what = f"the largest error is {error:.2g} of its largest magnitude; the tolerance is "
+        what += f"{tolerance:g}"
+        if error == np.inf:
+            what = "a NaN or an infinity is in another place, or a number where all are 0"
+    raise CompilationError(
+        f"check=True: output {str(spec)!r} differs from that of {name} on the same inputs: {what}. "
+        "This is a defect of tvm-fusion or of an exporter: do not use the compiled model"
+    )
+
+
+def _onnx_reference(model: Any, inputs: Sequence[TensorSpec]) -> Reference:
+    """Outputs of ONNX Runtime on random inputs."""
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError as error:
+        raise EngineError(
+            "check=True compares an ONNX model with ONNX Runtime, which is not installed; install "
+            "it with: pip install onnxruntime"
+        ) from error
+    refuse_open_shapes(inputs, InvalidInputError, OPEN_SHAPE)
+    data = read_model(model)
+    graph = parse_model(data).graph
+    names = (onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer)
+    dtypes = {_DTYPES.get(name, name.lower()) for name in names} | {spec.dtype for spec in inputs}
+
+    def trials() -> Iterator[tuple[list[Any], list[np.ndarray]]]:
+        settings = runtime.SessionOptions()
+        settings.log_severity_level = 4
+        source = os.fspath(model) if isinstance(model, str | os.PathLike) else data
+        try:
+            feed = random_inputs(inputs, _SEED, normal=True)
+            session = runtime.InferenceSession(source, settings, ["CPUExecutionProvider"])
+            outputs = session.run(None, feed)
+        except Exception as error:  # ONNX Runtime has no common class
+            reason = str(error).strip().splitlines()[0]
+            raise EngineError(
+                f"check=True: ONNX Runtime does not run the model, so that there is nothing to "
+                f"compare with: {reason}"
+            ) from error
+        yield list(feed.values()), outputs
+
+    return Reference("ONNX Runtime", dtypes, trials())
+
+
+_DTYPES = {"FLOAT": "float32", "DOUBLE": "float64"}
