@@ -31,7 +31,9 @@ from relay_passes import (
     PackLayout,
     ShortenNames,
     SimplifyInference,
+    WidenSums,
 )
+from relay_passes.program.widen_sums import SUMS
 from schedules import gpu
 from schedules.tuning.records import Records
 
@@ -90,7 +92,7 @@ def gpu_phases(
             FuseEpilogue(),
         ],
         "pack": [PackLayout(target=target, tf32=is_tf32)],
-        "reduce": [CoalesceReduction()],
+        "reduce": [CoalesceReduction(), WidenSums(SUMS)],
         "lower": [
             *gpu_generic.library_dispatch_passes(target),
             LegalizeCalls(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``WidenProducts``: before and after."""
+"""Pass ``WidenSums``: before and after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relay_passes import WidenProducts
+from relay_passes import WidenSums
 
 
 @I.ir_module
@@ -57,10 +57,10 @@ class Left:
 
 
 def test_before_and_after() -> None:
-    once = WidenProducts()(Before)
+    once = WidenSums()(Before)
     tvm.ir.assert_structural_equal(once, After)
-    tvm.ir.assert_structural_equal(WidenProducts()(once), After)
+    tvm.ir.assert_structural_equal(WidenSums()(once), After)
 
 
 def test_what_stays() -> None:
-    tvm.ir.assert_structural_equal(WidenProducts()(Left), Left)
+    tvm.ir.assert_structural_equal(WidenSums()(Left), Left)
