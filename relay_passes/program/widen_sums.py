@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Sequence
 
 import tvm
 from tvm import IRModule, relax
 from tvm.ir import GenericConst
-from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.expr_functor import PyExprMutator, PyExprVisitor, mutator, visitor
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import op_name
@@ -19,13 +20,16 @@ PRODUCTS = frozenset(
     ["relax.matmul"]
     + [f"relax.nn.conv{rank}d{kind}" for rank in (1, 2, 3) for kind in ("", "_transpose")]
 )
-"""Products and convolutions, whose kernels for GPUs sum in float32 themselves."""
 
-SCANS = {"relax.cumsum": relax.op.cumsum, "relax.cumprod": relax.op.cumprod}
+REDUCTIONS = frozenset(
+    f"relax.{name}" for name in "collapse_sum_to mean prod std sum variance".split()
+)
+"""Ops that ``CoalesceReduction`` replaces, with sums of float32, where it knows the shapes."""
+
+SCANS = {"relax.cumprod": relax.op.cumprod, "relax.cumsum": relax.op.cumsum}
 
 SUMS = frozenset(
-    [f"relax.{name}" for name in "collapse_sum_to einsum mean outer prod std sum variance".split()]
-    + [f"relax.{name}" for name in "scatter_elements scatter_nd".split()]
+    [f"relax.{name}" for name in "einsum outer scatter_elements scatter_nd".split()]
     + [f"relax.grad.{name}_backward" for name in "avg_pool2d max_pool2d nll_loss take".split()]
     + [f"relax.image.{name}" for name in "grid_sample resize2d resize3d".split()]
     + [f"relax.nn.{kind}avg_pool{rank}d" for kind in ("", "adaptive_") for rank in (1, 2, 3)]
@@ -35,6 +39,14 @@ SUMS = frozenset(
     + ["relax.vision.roi_align", *SCANS]
 )
 """All other ops that accumulate or interpolate."""
+
+_CONV = ("strides", "padding", "output_padding", "dilation", "groups")
+_CONV += ("data_layout", "kernel_layout", "out_layout")
+
+FOLLOWERS = frozenset(
+    ["relax.nn.relu"] + [f"relax.{name}" for name in "add divide multiply subtract".split()]
+)
+"""Ops that take a product as it was before it was rounded."""
 
 
 @tvm.transform.module_pass(opt_level=0, name="WidenSums")
@@ -52,59 +64,103 @@ class WidenSums:
         y = R.astype(R.add(lv, R.astype(b, "float32")), "float16")
 
     The kernels of these ops sum in the type of their operands: in float16, 2048 and 1 are 2048.
-    What is added to a product or a convolution is added before the result is rounded. Ops that name
-    the type of their sums, scatters that do not combine, and other element types stay. The pass is
-    idempotent.
+    What alone reads a product or a convolution, to add to it, to multiply it or to take its
+    positive part, reads it before it is rounded. Ops that name the type of their sums, scatters
+    that do not combine, and other element types stay. The pass is idempotent.
 
     Parameters
     ----------
-    ops : Collection[str]
-        Names of ops: :data:`PRODUCTS` for CPUs, before their layouts are chosen, and :data:`SUMS`
-        for what ``CoalesceReduction`` leaves, which keeps its operands and sums in float32.
+    reductions : bool
+        Whether to rewrite plain reductions, too: those that ``CoalesceReduction`` left.
+    products : str
+        ``"cast"``: operands of products are cast, as CPUs compute them. ``"name"``: they stay, and
+        the product has ``out_dtype="float32"``, as GPUs compute it.
     """
 
-    def __init__(self, ops: Collection[str] = PRODUCTS | SUMS) -> None:
-        self.ops = ops
+    def __init__(self, *, reductions: bool = True, products: str = "cast") -> None:
+        self.reductions, self.products = reductions, products
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite all functions of Relax."""
-        rewriter = _Rewriter(mod, self.ops)
+        rewriter = _Rewriter(mod, self.reductions, self.products == "name")
         for var, function in mod.functions_items():
             if isinstance(function, relax.Function):
-                rewriter.builder_.update_func(var, rewriter.visit_expr(function))
+                rewriter.uses.visit_expr(function)
+                rewritten = rewriter.visit_expr(function)
+                if not rewritten.same_as(function):  # what was followed is no longer rounded
+                    rewritten = relax.analysis.remove_all_unused(rewritten)
+                rewriter.builder_.update_func(var, rewritten)
         return rewriter.builder_.get()
+
+
+@visitor
+class _Uses(PyExprVisitor):
+    """Counts the uses of variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[relax.Expr] = Counter()
+
+    def visit_var_(self, var: relax.Var) -> None:
+        """Count one use."""
+        self.count[var] += 1
+
+    visit_dataflow_var_ = visit_var_
 
 
 @mutator
 class _Rewriter(PyExprMutator):
-    def __init__(self, mod: IRModule, ops: Collection[str]) -> None:
+    def __init__(self, mod: IRModule, reductions: bool, names_types: bool) -> None:
         super().__init__(mod)
-        self.ops = ops
+        self.ops = SUMS | REDUCTIONS if reductions else SUMS
+        self.names_types = names_types
         self.products: set[relax.Var] = set()
+        self.uses = _Uses()
 
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
+    def visit_call_(self, given: relax.Call) -> relax.Expr:
         """Rewrite one call."""
-        call = self.visit_expr_post_order(call)
+        call = self.visit_expr_post_order(given)
         name = op_name(call)
-        if name == "relax.add":
-            return self._added(call)
-        if name not in self.ops or _keeps_types(call) or not any(map(_is_narrow, call.args)):
+        if name in FOLLOWERS:
+            return self._follow(call, [self.uses.count[operand] == 1 for operand in given.args])
+        if name not in self.ops | PRODUCTS or not any(map(_is_narrow, call.args)):
             return call
-        wide = [self._widened(operand) for operand in call.args]
-        if name in SCANS:
-            result = SCANS[name](*wide, call.attrs.axis, "float32", call.attrs.exclusive)
-        else:
-            result = relax.Call(call.op, wide, call.attrs, call.ty_args)
-        return self._rounded(call, result, name in PRODUCTS)
+        if name in PRODUCTS:
+            return call if call.attrs.out_dtype is not None else self._product(call)
+        if getattr(call.attrs, "reduction", "add") == "update":
+            return call
+        return self._rounded(call, self._wide(call, call.args))
 
-    def _added(self, call: relax.Call) -> relax.Expr:
-        """Add to a product what is added to it once it is rounded."""
-        operands = [self._product(operand) for operand in call.args]
+    def _wide(self, call: relax.Call, operands: Sequence[relax.Expr]) -> relax.Var:
+        """Bind a call of operands in float32."""
+        wide = [self._widened(operand) for operand in operands]
+        name = op_name(call)
+        if name in SCANS:
+            attrs = call.attrs
+            return self.builder_.emit(SCANS[name](*wide, attrs.axis, "float32", attrs.exclusive))
+        return self.builder_.emit(relax.Call(call.op, wide, call.attrs, call.ty_args))
+
+    def _product(self, call: relax.Call) -> relax.Expr:
+        if self.names_types:
+            wide = self.builder_.emit(_with_sums_of_float32(call))
+        else:
+            wide = self._wide(call, call.args)
+        self.products.add(wide)
+        return self._rounded(call, wide)
+
+    def _follow(self, call: relax.Call, is_only_use: list[bool]) -> relax.Expr:
+        """Compute from a product what alone is computed from it once it is rounded."""
+        operands = [
+            self._before_rounding(operand) if is_only else operand
+            for operand, is_only in zip(call.args, is_only_use, strict=True)
+        ]
         if all(one.same_as(other) for one, other in zip(operands, call.args, strict=True)):
             return call
-        return self._rounded(call, relax.op.add(*map(self._widened, operands)), True)
+        wide = self._wide(call, operands)
+        self.products.add(wide)
+        return self._rounded(call, wide)
 
-    def _product(self, operand: relax.Expr) -> relax.Expr:
+    def _before_rounding(self, operand: relax.Expr) -> relax.Expr:
         """The product of which an operand is the rounding; any other operand itself."""
         value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
         is_rounded = op_name(value) == "relax.astype" and value.args[0] in self.products
@@ -120,11 +176,8 @@ class _Rewriter(PyExprMutator):
             return tensor_constant(array_of(operand), "float32")
         return self.builder_.emit(relax.op.astype(operand, "float32"))
 
-    def _rounded(self, call: relax.Call, result: relax.Expr, is_product: bool) -> relax.Expr:
+    def _rounded(self, call: relax.Call, wide: relax.Var) -> relax.Expr:
         """A result of float32 in the types of ``call``."""
-        wide = self.builder_.emit(result)
-        if is_product:
-            self.products.add(wide)
         if not isinstance(call.ty, relax.TupleType):
             return _as(wide, wide.ty, call.ty)
         fields = []
@@ -138,12 +191,13 @@ def _as(value: relax.Expr, found: relax.Type, wanted: relax.Type) -> relax.Expr:
     return value if found.dtype == wanted.dtype else relax.op.astype(value, str(wanted.dtype))
 
 
-def _keeps_types(call: relax.Call) -> bool:
-    """Whether a call names the type of its sums, or only moves its operands."""
-    attrs = call.attrs
-    if op_name(call) in PRODUCTS:
-        return attrs.out_dtype is not None
-    return getattr(attrs, "reduction", "add") == "update"
+def _with_sums_of_float32(call: relax.Call) -> relax.Call:
+    """A product of the same operands that is not rounded."""
+    if call.op.name == "relax.matmul":
+        return relax.op.matmul(*call.args, "float32")
+    make = getattr(relax.op.nn, call.op.name.removeprefix("relax.nn."))
+    given = {name: getattr(call.attrs, name) for name in _CONV if hasattr(call.attrs, name)}
+    return make(*call.args, **given, out_dtype="float32")
 
 
 def _is_narrow(operand: relax.Expr) -> bool:

@@ -33,7 +33,6 @@ from relay_passes import (
     SimplifyInference,
     WidenSums,
 )
-from relay_passes.program.widen_sums import SUMS
 from schedules import gpu
 from schedules.tuning.records import Records
 
@@ -92,7 +91,7 @@ def gpu_phases(
             FuseEpilogue(),
         ],
         "pack": [PackLayout(target=target, tf32=is_tf32)],
-        "reduce": [CoalesceReduction(), WidenSums(SUMS)],
+        "reduce": [CoalesceReduction(), WidenSums(products="name")],
         "lower": [
             *gpu_generic.library_dispatch_passes(target),
             LegalizeCalls(),

@@ -46,7 +46,6 @@ from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.op.legalizations import shared_legalizations
 from relay_passes.program.lift_weights import WEIGHTS
 from relay_passes.program.sole_kernel import sole_kernel
-from relay_passes.program.widen_sums import PRODUCTS, SUMS
 from schedules import cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
@@ -159,7 +158,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     transform = relax.transform
     winograd = options.winograd
     return {
-        "simplify": [WidenSums(PRODUCTS), SimplifyInference()],
+        "simplify": [WidenSums(reductions=False), SimplifyInference()],
         "fuse": [
             MultiplyBytes(target),
             FuseConv2D(options.fuse, target, winograd, options.records),
@@ -171,7 +170,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             PadColumns(target),
             NameSizes(),
         ],
-        "reduce": [CoalesceReduction(), WidenSums(SUMS)],
+        "reduce": [CoalesceReduction(), WidenSums()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             LegalizeCalls(shared_legalizations()),

@@ -65,8 +65,8 @@ def widen_scaled(node: onnx.NodeProto, expansion: Expansion) -> None:
 
 SUMS: dict[str, Rule] = {
     **dict.fromkeys(
-        """Col2Im DFT Det Einsum GlobalLpPool GroupNormalization
-        InstanceNormalization LRN LpNormalization LpPool Mean
+        """Col2Im DFT DeformConv Det Einsum GlobalLpPool GroupNormalization
+        InstanceNormalization LRN LinearAttention LpNormalization LpPool Mean
         NegativeLogLikelihoodLoss ReduceL2 ReduceLogSum ReduceLogSumExp Resize RoiAlign STFT
         SoftmaxCrossEntropyLoss""".split(),
         widen_sum,
