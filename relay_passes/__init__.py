@@ -42,7 +42,7 @@ from .program.name_sizes import NameSizes
 from .program.pack_weights import PackWeights
 from .program.share_kernels import ShareKernels
 from .program.shorten_names import ShortenNames
-from .program.widen_products import WidenProducts
+from .program.widen_sums import WidenSums
 from .reduction.coalesce_reduction import CoalesceReduction
 from .reduction.configure_reductions import ConfigureReductions
 from .reduction.fuse_reduction_producers import FuseReductionProducers
@@ -85,7 +85,7 @@ __all__ = [
     "ShareKernels",
     "ShortenNames",
     "SimplifyInference",
-    "WidenProducts",
+    "WidenSums",
     "decide",
     "op",
 ]

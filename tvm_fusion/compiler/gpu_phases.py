@@ -31,6 +31,7 @@ from relay_passes import (
     PackLayout,
     ShortenNames,
     SimplifyInference,
+    WidenSums,
 )
 from schedules import gpu
 from schedules.tuning.records import Records
@@ -90,7 +91,7 @@ def gpu_phases(
             FuseEpilogue(),
         ],
         "pack": [PackLayout(target=target, tf32=is_tf32)],
-        "reduce": [CoalesceReduction()],
+        "reduce": [CoalesceReduction(), WidenSums(products="name")],
         "lower": [
             *gpu_generic.library_dispatch_passes(target),
             LegalizeCalls(),

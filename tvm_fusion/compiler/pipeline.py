@@ -41,7 +41,7 @@ from relay_passes import (
     PadColumns,
     ShareKernels,
     SimplifyInference,
-    WidenProducts,
+    WidenSums,
 )
 from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.op.legalizations import shared_legalizations
@@ -160,7 +160,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     transform = relax.transform
     winograd = options.winograd
     return {
-        "simplify": [WidenProducts(), SimplifyInference()],
+        "simplify": [WidenSums(reductions=False), SimplifyInference()],
         "fuse": [
             MultiplyBytes(target),
             FuseConv2D(options.fuse, target, winograd, options.records),
@@ -172,7 +172,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             PadColumns(target),
             NameSizes(),
         ],
-        "reduce": [CoalesceReduction()],
+        "reduce": [CoalesceReduction(), WidenSums()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             LegalizeCalls(shared_legalizations()),

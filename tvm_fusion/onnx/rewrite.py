@@ -38,15 +38,15 @@ from .rewrites.arithmetic.narrow_types import carry_narrow_types
 from .rewrites.arithmetic.powers import expand_power, replace_powers
 from .rewrites.arithmetic.saturation import saturate_casts
 from .rewrites.arithmetic.wider_types import (
+    SUMS,
     widen_cast,
     widen_extremes,
-    widen_norm,
     widen_sort,
 )
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
 from .rewrites.control_flow.loops import unroll_loops
-from .rewrites.expansion import Rule, expand_nodes
+from .rewrites.expansion import Expansion, Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.fourier import expand_dft, expand_stft, write_sides
 from .rewrites.indexing.indices import check_indices, clamp_diagonal
@@ -91,6 +91,16 @@ FIRST_SCAN_WITHOUT_BATCH = 9
 FIRST_COORDINATE_MODES = 11
 """Before this opset, Upsample and Resize had one coordinate mode, which the converter drops."""
 
+
+def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Add one after the other; the importer stacks the inputs and reduces that."""
+    total, *terms = node.input
+    for term in terms:
+        total = expansion.emit("Add", total, term)
+    if terms:
+        expansion.finish(total)
+
+
 EXPANSIONS: dict[str, Rule] = {
     "Cast": widen_cast,
     "Col2Im": expand_col2im,
@@ -107,7 +117,6 @@ EXPANSIONS: dict[str, Rule] = {
     "GridSample": widen_reflection,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
-    "LRN": widen_norm,
     "LSTM": expand_recurrent,
     "LpPool": expand_p_norm,
     "MatMulInteger": expand_matmul_integer,
@@ -127,6 +136,7 @@ EXPANSIONS: dict[str, Rule] = {
     "ReverseSequence": expand_reverse_sequence,
     "STFT": expand_stft,
     "Selu": expand_selu,
+    "Sum": expand_sum,
     "TensorScatter": expand_tensor_scatter,
     "ThresholdedRelu": expand_thresholded_relu,
     "TopK": widen_sort,
@@ -143,7 +153,6 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     check_nodes(model)
     model = upgrade_opset(model)
     store_empty_inputs(model)
-    split_sums(model)
     split_mean_variance(model)
     write_sides(model)
     model = _simplify(infer_first(model), weights)
@@ -178,7 +187,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
 def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """Fold constants, splice branches, unroll loops and expand operators until none is left."""
     while True:
-        model = fold_constants(infer_shapes(model), weights)
+        model = fold_constants(_widen_sums(infer_shapes(model), weights), weights)
         facts = GraphFacts(model, weights)
         changed = splice_branches(model, facts)
         changed = unroll_loops(model, GraphFacts(model, weights)) or changed
@@ -189,6 +198,13 @@ def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         if expanded is model:
             return model
         model = expanded
+
+
+def _widen_sums(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
+    """Widen 16-bit operators before they are folded, or written out in the types that they have."""
+    count = len(model.graph.node)
+    expand_nodes(model, GraphFacts(model, weights), SUMS)
+    return model if len(model.graph.node) == count else infer_shapes(model)
 
 
 def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
@@ -255,27 +271,6 @@ def _place_pixels_as_before(model: onnx.ModelProto) -> None:
                 set_attributes(
                     node, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
                 )
-
-
-def split_sums(model: onnx.ModelProto) -> None:
-    """Write a Sum as Add nodes; the importer stacks its inputs into one tensor and reduces that."""
-    for graph in all_graphs(model):
-        replace_nodes(graph, [part for node in graph.node for part in _additions(node)])
-
-
-def _additions(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The Add nodes that make up a Sum; any other node itself."""
-    if not is_default_domain(node) or node.op_type != "Sum" or len(node.input) < 2:
-        return [node]
-    nodes = []
-    total = node.input[0]
-    for index, term in enumerate(node.input[1:], start=1):
-        last = index == len(node.input) - 1
-        result = node.output[0] if last else f"{node.output[0]}/partial_{index}"
-        name = f"{node.name}/add_{index}" if node.name else ""
-        nodes.append(helper.make_node("Add", [total, term], [result], name=name))
-        total = result
-    return nodes
 
 
 def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from ...model.graph_edits import attribute, set_attributes
 from ...model.tensor_facts import INTEGER_TYPES, GraphFacts
-from ..expansion import Expansion
+from ..expansion import Expansion, Rule
 
 SORTED_AS: dict[int, int] = {
     TensorProto.BFLOAT16: TensorProto.FLOAT,
@@ -32,7 +34,7 @@ def widen_cast(node: onnx.NodeProto, expansion: Expansion) -> None:
 def widen_extremes(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Reduce bools as integers: TVM knows no largest and no smallest bool."""
     if expansion.facts.dtype(node.input[0]) == TensorProto.BOOL:
-        widen(node, expansion, TensorProto.INT32)
+        widen(node, expansion, TensorProto.INT32, [TensorProto.BOOL])
 
 
 def widen_sort(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -40,13 +42,41 @@ def widen_sort(node: onnx.NodeProto, expansion: Expansion) -> None:
     set_attributes(node, ("sorted",))
     wide = SORTED_AS.get(expansion.facts.dtype(node.input[0]))
     if wide is not None:
-        widen(node, expansion, wide)
+        widen(node, expansion, wide, [expansion.facts.dtype(node.input[0])])
 
 
-def widen_norm(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Normalise 16-bit data in float32: the importer adds a constant of float32."""
-    if expansion.facts.dtype(node.input[0]) in HALVES:
-        widen(node, expansion, TensorProto.FLOAT)
+def widen_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Compute an operator of 16-bit floats in float32, and round its results once."""
+    if any(expansion.facts.dtype(name) in HALVES for name in node.input):
+        widen(node, expansion, TensorProto.FLOAT, HALVES)
+
+
+def widen_many(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Add more than two tensors of 16-bit floats in float32."""
+    if len(node.input) > 2:
+        widen_sum(node, expansion)
+
+
+def widen_scaled(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Compute a Gemm with factors in float32: the importer multiplies an operand by each."""
+    if attribute(node, "alpha", 1.0) != 1 or attribute(node, "beta", 1.0) != 1:
+        widen_sum(node, expansion)
+
+
+SUMS: dict[str, Rule] = {
+    **dict.fromkeys(
+        """Col2Im DFT DeformConv Det Einsum GlobalLpPool GroupNormalization
+        InstanceNormalization LRN LinearAttention LpNormalization LpPool Mean
+        NegativeLogLikelihoodLoss ReduceL2 ReduceLogSum ReduceLogSumExp Resize RoiAlign STFT
+        SoftmaxCrossEntropyLoss""".split(),
+        widen_sum,
+    ),
+    "Gemm": widen_scaled,
+    "Sum": widen_many,
+}
+"""Operators that accumulate and that become several ops, each of which would round its result.
+
+Those that become one op are left to the pass ``WidenSums``."""
 
 
 def norm_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
@@ -63,14 +93,19 @@ def sort_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return None
 
 
-def widen(node: onnx.NodeProto, expansion: Expansion, wide: int, count: int = 1) -> None:
-    """Cast the first inputs of the node, ``count`` of them, and its first output back."""
-    narrow = expansion.facts.dtype(node.input[0])
+def widen(node: onnx.NodeProto, expansion: Expansion, wide: int, narrow: Collection[int]) -> None:
+    """Cast the inputs of the types ``narrow`` to ``wide``, and such outputs back."""
+    facts = expansion.facts
     inner = onnx.NodeProto()
     inner.CopyFrom(node)
-    for index, name in enumerate(node.input[:count]):
-        if name:
+    for index, name in enumerate(node.input):
+        if facts.dtype(name) in narrow:
             inner.input[index] = expansion.emit("Cast", name, to=wide)
-    inner.output[0] = expansion.facts.fresh(f"{node.output[0]}/wide")
     expansion.nodes.append(inner)
-    expansion.finish(expansion.emit("Cast", inner.output[0], to=narrow))
+    for index, name in enumerate(node.output):
+        if facts.dtype(name) in narrow:
+            inner.output[index] = facts.fresh(f"{name}/wide")
+            cast = helper.make_node(
+                "Cast", inner.output[index : index + 1], [name], to=facts.dtype(name)
+            )
+            expansion.nodes.append(cast)

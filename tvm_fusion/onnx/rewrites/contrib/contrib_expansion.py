@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
 from ...model.graph_edits import attribute
 from ...model.tensor_facts import GraphFacts
+from ..arithmetic.wider_types import HALVES
 from ..expansion import AXES_ARE_INPUTS, Expansion
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16)
@@ -42,6 +44,7 @@ class ContribExpansion(Expansion):
         self.opset, self.dims = opset, facts.dims
         kinds = [facts.dtype(name) for name in node.input if name]
         known = [kind for kind in kinds if kind in FLOATS]
+        self._is_narrow = bool(known) and known[0] in HALVES
         self._kind = helper.tensor_dtype_to_np_dtype((known or [TensorProto.FLOAT])[0])
 
     def input(self, position: int) -> str:
@@ -85,10 +88,16 @@ class ContribExpansion(Expansion):
         return self.rms_norm(centred, scale, bias, epsilon)
 
     def rms_norm(self, x: str, scale: str, bias: str, epsilon: float) -> str:
-        """Divide the last axis by the root of its mean square."""
+        """Divide the last axis by the root of its mean square, in float32 if it has 16 bits."""
+        if self._is_narrow:
+            x, scale, bias = (name and self._cast(name, np.float32) for name in (x, scale, bias))
         square = self.emit("Add", self.mean(self.emit("Mul", x, x)), self.number_like(epsilon, x))
         result = self.emit("Mul", self.emit("Div", x, self.emit("Sqrt", square)), scale)
-        return self.emit("Add", result, bias) if bias else result
+        result = self.emit("Add", result, bias) if bias else result
+        return self._cast(result, self._kind) if self._is_narrow else result
+
+    def _cast(self, x: str, kind: npt.DTypeLike) -> str:
+        return self.emit("Cast", x, to=helper.np_dtype_to_tensor_dtype(np.dtype(kind)))
 
     def gelu(self, x: str) -> str:
         """Gaussian error linear unit."""

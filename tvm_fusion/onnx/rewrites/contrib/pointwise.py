@@ -163,7 +163,4 @@ def _activated(parts: ContribExpansion, result: str, name: str, values: Sequence
 
 def _sum(parts: ContribExpansion, *names: str) -> str:
     given = [name for name in names if name]
-    total = given[0]
-    for name in given[1:]:
-        total = parts.emit("Add", total, name)
-    return total
+    return parts.emit("Sum", *given)

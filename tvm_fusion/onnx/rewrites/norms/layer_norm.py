@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ...model.graph_edits import attribute
-from ..arithmetic.wider_types import widen
+from ..arithmetic.wider_types import HALVES, widen
 from ..expansion import AXES_ARE_INPUTS, Expansion
 
 
@@ -40,7 +40,7 @@ class LayerNormRule:
         own, kind = facts.dtype(node.input[0]), attribute(node, "stash_type", TensorProto.FLOAT)
         if len(node.output) < 2:
             if own == TensorProto.BFLOAT16:
-                widen(node, expansion, TensorProto.FLOAT, count=3)
+                widen(node, expansion, TensorProto.FLOAT, HALVES)
             if own != TensorProto.DOUBLE:
                 return
             kind = own

@@ -5,8 +5,8 @@
 
     c = x - ReduceMean(x);    y = c / (Sqrt(ReduceMean(c * c)) + 1e-9)
 
-The importer subtracts the squared mean from the mean square, which cancels, and knows float32
-only; onnx infers no shape of it.
+in float32 if the data has 16 bits. The importer subtracts the squared mean from the mean square,
+which cancels, and knows float32 only, and so does the formula by which onnx infers types.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ...model.graph_edits import (
     is_default_domain,
     replace_nodes,
 )
+from ..arithmetic.wider_types import HALVES
 
 EPSILON = np.array(1e-9, np.float32)
 
@@ -32,17 +33,43 @@ AXES_ARE_INPUTS = 18
 
 
 def split_mean_variance(model: onnx.ModelProto) -> None:
-    """Replace every MeanVarianceNormalization; needs no shapes and no types."""
+    """Replace every MeanVarianceNormalization; needs no shapes."""
+    count = -1
+    while True:
+        left = [node for graph in all_graphs(model) for node in graph.node if _is_norm(node)]
+        if not left:
+            return
+        is_stuck, count = len(left) == count, len(left)
+        _split(model, is_stuck)
+
+
+def _split(model: onnx.ModelProto, all_types: bool) -> None:
+    """Replace the nodes whose types are known before others are replaced, or all."""
+    types = _element_types(onnx.shape_inference.infer_shapes(model))
     opset = default_opset(model) or 1
     for graph in all_graphs(model):
         nodes: list[onnx.NodeProto] = []
         for node in graph.node:
-            is_norm = is_default_domain(node) and node.op_type == "MeanVarianceNormalization"
-            nodes += _parts(node, opset) if is_norm else [node]
+            kind = types.get(node.input[0], 0) if _is_norm(node) else 0
+            is_split = _is_norm(node) and (kind or all_types)
+            nodes += _parts(node, opset, kind) if is_split else [node]
         replace_nodes(graph, nodes)
 
 
-def _parts(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
+def _is_norm(node: onnx.NodeProto) -> bool:
+    return is_default_domain(node) and node.op_type == "MeanVarianceNormalization"
+
+
+def _element_types(model: onnx.ModelProto) -> dict[str, int]:
+    types = {}
+    for graph in all_graphs(model):
+        for value in (*graph.input, *graph.value_info):
+            types[value.name] = value.type.tensor_type.elem_type
+        types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    return types
+
+
+def _parts(node: onnx.NodeProto, opset: int, kind: int) -> list[onnx.NodeProto]:
     """The nodes of the formula."""
     (x,), (y,) = node.input, node.output
     nodes: list[onnx.NodeProto] = []
@@ -61,10 +88,15 @@ def _parts(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
             return emit("ReduceMean", values, part=part, axes=axes.tolist())
         return emit("ReduceMean", values, constant(f"{part}_axes", axes), part=part)
 
+    is_narrow = kind in HALVES
+    if is_narrow:
+        x = emit("Cast", x, part="wide", to=onnx.TensorProto.FLOAT)
     centred = emit("Sub", x, mean(x, "mean"), part="centred")
     variance = mean(emit("Mul", centred, centred, part="squares"), "variance")
     deviation = emit("Sqrt", variance, part="deviation")
     epsilon = emit("CastLike", constant("epsilon", EPSILON), x, part="typed_epsilon")
     divisor = emit("Add", deviation, epsilon, part="divisor")
-    nodes.append(helper.make_node("Div", [centred, divisor], [y], name=node.name))
+    result = emit("Div", centred, divisor, part="result")
+    last = {"op_type": "Cast", "to": kind} if is_narrow else {"op_type": "Identity"}
+    nodes.append(helper.make_node(inputs=[result], outputs=[y], name=node.name, **last))
     return nodes
