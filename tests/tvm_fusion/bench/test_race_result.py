@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as arrays
 from rich.console import Console
 
 from tvm_fusion.bench.race_result import EngineResult, Plan, RaceResult, race_table
-from tvm_fusion.runtime.host_arrays import relative_error
 from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.runtime.host_arrays import relative_error
 
 FLOATS = arrays.arrays(
     np.float32,

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-onnxscript = pytest.importorskip(
-    "onnxscript", reason="PyTorch's exporter to ONNX is not installed"
-)
+onnxscript = pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not installed")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -25,7 +23,6 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry  # noqa: E4
 from torch.utils import _pytree as pytree  # noqa: E402
 
 import tvm_fusion  # noqa: E402
-from tvm_fusion.torch.exported_program import functional  # noqa: E402
 from tvm_fusion.torch.lost_arguments import FORMS  # noqa: E402
 
 OPSET = 20
@@ -38,7 +35,10 @@ ALWAYS_HARMLESS = frozenset(
 """Arguments on which no value of an inference depends, whatever the op."""
 
 HARMLESS = {
-    ("aten::_scaled_dot_product_flash_attention", "return_debug_mask"): "of an output for debuggers",
+    (
+        "aten::_scaled_dot_product_flash_attention",
+        "return_debug_mask",
+    ): "of an output for debuggers",
     ("aten::_unique", "sorted"): "eager mode sorts as well",
     ("aten::_unique2", "sorted"): "eager mode sorts as well",
     ("aten::allclose", "equal_nan"): "torch.export has no op whose result is a number of Python",
@@ -202,8 +202,12 @@ def scattering() -> Iterator[Case]:
             yield lambda numbers, places, bytes, o=o: numbers.scatter_reduce(
                 0, places, bytes.long(), **o
             )
-    yield lambda x, places, y: x.log().nan_to_num(-math.inf).scatter_reduce(
-        0, places, (y * 0).log(), "amax", include_self=False
+    yield (
+        lambda x, places, y: (
+            x.log()
+            .nan_to_num(-math.inf)
+            .scatter_reduce(0, places, (y * 0).log(), "amax", include_self=False)
+        )
     )
     for accumulate in (False, True):
         yield lambda x, zero, y, a=accumulate: x.index_put(
@@ -371,9 +375,7 @@ def order() -> Iterator[Case]:
         yield lambda ties, o=o: torch.argsort(ties, **o)
         yield lambda x, d=descending: torch.topk(x, 3, 1, d, True)
     for inverse in (True, False):
-        yield lambda numbers, i=inverse: torch.unique(
-            numbers, return_inverse=i, return_counts=True
-        )
+        yield lambda numbers, i=inverse: torch.unique(numbers, return_inverse=i, return_counts=True)
     yield lambda numbers, divisor: torch.isin(numbers, divisor, invert=True)
     yield lambda x, y: torch.isclose(x * torch.nan, y * torch.nan, equal_nan=True)
     yield lambda tokens, matrix: F.embedding(tokens - 1, matrix, padding_idx=2)
@@ -402,7 +404,9 @@ class Cases(nn.Module):
     def forward(self, **given: torch.Tensor) -> list[torch.Tensor]:
         results = []
         for case in self.cases:
-            names = [n for n, p in inspect.signature(case).parameters.items() if p.default is p.empty]
+            names = [
+                n for n, p in inspect.signature(case).parameters.items() if p.default is p.empty
+            ]
             results += pytree.tree_leaves(case(*(given[name] for name in names)))
         return [result.clone() for result in results]
 
