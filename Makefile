@@ -22,7 +22,7 @@ FAULT_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu pack-gpu bench-mpi bench-predict bench-zoo clean
+.PHONY: help venv demo test test-all faults fuzz lint types docs map bench bench-gpu pack-gpu bench-load bench-mpi bench-predict bench-zoo clean
 
 help: ## list the tasks
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -69,6 +69,9 @@ bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO
 
 bench-zoo: $(VENV)/.stamp-bench $(VENV)/.stamp-pytorch-cpu $(VENV)/.stamp-zoo ## race exported architectures against ONNX Runtime; BENCH_ARGS="--only bert --resume"
 	$(BIN)/python examples/benchmarks/zoo.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
+
+bench-load: $(VENV)/.stamp-bench ## race beside 0 to 12 processes that keep the cores busy; BENCH_ARGS="--beside 0 4"
+	$(BIN)/python examples/benchmarks/load.py --threads $(or $(THREADS),2) $(BENCH_ARGS)
 
 bench-mpi: $(VENV)/.stamp-mpi ## run stencils, networks, exchanges and choices on one rank and on two, each a process of MPI
 	$(BIN)/python examples/benchmarks/distributed.py $(BENCH_ARGS)

@@ -7,6 +7,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,12 @@ def run_races(
     options: argparse.Namespace,
     fresh: bool = False,
     section: str = "results",
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Results:
     """Race ``engines`` on those of ``models`` that ``options`` name, and write the file after each.
 
-    With ``fresh``, each model has its own processes, whose peak memory then is its own.
+    With ``fresh``, each model has its own processes, whose peak memory then is its own. ``beside``
+    makes the context of each race's turns.
     The results are a ``section`` of the file. Those that it already has are kept with ``--resume``,
     as long as they were taken with the same settings: machine, versions, threads, plan and engines.
     """
@@ -73,7 +76,9 @@ def run_races(
                 for name in group:
                     number += 1
                     report = _prefixed(progress, f"{name} ({number} of {len(missing)})")
-                    result = arena.race(models[name](), name, plan=plan, progress=report)
+                    result = arena.race(
+                        models[name](), name, plan=plan, progress=report, beside=beside()
+                    )
                     results[name] = json.loads(json_text(result.to_json()))
                     saved = {"settings": settings, **stored, section: results}
                     save(options.output, saved)

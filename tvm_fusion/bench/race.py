@@ -139,6 +139,7 @@ class Arena:
         shapes: Mapping[str, Sequence[int]] | None = None,
         plan: Plan | None = None,
         progress: Progress | None = None,
+        beside: contextlib.AbstractContextManager[None] | None = None,
     ) -> RaceResult:
         """Load ``model`` into all engines, compare their outputs, and let them take turns.
 
@@ -154,22 +155,16 @@ class Arena:
             Length of the race.
         progress : callable, optional
             Called as ``progress(text, done, total)``.
+        beside : context manager, optional
+            Entered while the engines take turns, for what runs beside them.
         """
         plan = plan or Plan()
         progress = progress or (lambda text, done, total: None)
         with model_file(model) as path:
             racers = self._load(path, dict(shapes or {}), progress)
         reference = self._compare(racers, plan)
-        for number in range(plan.rounds):
-            progress("racing", number, plan.rounds)
-            for racer in racers:
-                if racer.seconds > plan.budget_seconds and len(racer.turns) >= FEWEST_ROUNDS:
-                    continue
-                worker = racer.worker
-                request = {"runs": plan.runs, "seconds": plan.turn_seconds}
-                request |= {"aligned": worker.spec.aligned}
-                times = worker.call("turn", seed=[plan.seed, number], **request)
-                racer.turns.append(times)
+        with beside or contextlib.nullcontext():
+            self._take_turns(racers, plan, progress)
         progress("racing", plan.rounds, plan.rounds)
         return RaceResult(
             model=name or path.name,
@@ -181,6 +176,17 @@ class Arena:
             reference=reference,
             engines=[_summary(racer, racers[0]) for racer in racers],
         )
+
+    def _take_turns(self, racers: Sequence[_Racer], plan: Plan, progress: Progress) -> None:
+        """All rounds."""
+        for number in range(plan.rounds):
+            progress("racing", number, plan.rounds)
+            for racer in racers:
+                if racer.seconds > plan.budget_seconds and len(racer.turns) >= FEWEST_ROUNDS:
+                    continue
+                request = {"runs": plan.runs, "seconds": plan.turn_seconds}
+                times = racer.worker.call("turn", seed=[plan.seed, number], **request)
+                racer.turns.append(times)
 
     def _load(self, path: Path, shapes: dict[str, Any], progress: Progress) -> list[_Racer]:
         racers: list[_Racer] = []
@@ -278,6 +284,7 @@ def _summary(racer: _Racer, base: _Racer) -> EngineResult:
         median_ms=float(np.median(times)),
         min_ms=float(times.min()),
         p90_ms=float(np.percentile(times, 90)),
+        p99_ms=float(np.percentile(times, 99)),
         ratio=float(np.median(ratios)),
         ratio_p10=float(np.percentile(ratios, 10)),
         ratio_p90=float(np.percentile(ratios, 90)),

@@ -53,6 +53,7 @@ class EngineResult:
     median_ms: float
     min_ms: float
     p90_ms: float
+    p99_ms: float
     ratio: float
     ratio_p10: float
     ratio_p90: float

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,21 @@ def test_engines_take_turns(fake: type[FakeWorker]) -> None:
     assert fake.open == []
 
 
+def test_what_runs_beside_the_race_runs_during_its_turns_only(fake: type[FakeWorker]) -> None:
+    @contextlib.contextmanager
+    def beside() -> Iterator[None]:
+        fake.log.append(("begin", ""))
+        yield
+        fake.log.append(("end", ""))
+
+    plan = Plan(rounds=2)
+    race(b"m", [spec("a"), spec("b")], threads=1, plan=plan, beside=beside())
+    methods = [method for method, _ in fake.log]
+    during = slice(methods.index("begin"), methods.index("end") + 1)
+    assert methods[during] == ["begin", *["turn"] * 4, "end"]
+    assert methods.count("turn") == 4 and methods.count("load") == 2
+
+
 def test_ratio_is_the_median_of_rounds_not_of_latencies(fake: type[FakeWorker]) -> None:
     # The machine is ten times slower in every other round: both engines suffer alike.
     ours, peer = [0.001, 0.010, 0.001], [0.002, 0.020, 0.003]
@@ -102,7 +119,7 @@ def test_ratio_is_the_median_of_rounds_not_of_latencies(fake: type[FakeWorker]) 
     assert first.ratio == 1 and second.ratio == pytest.approx(2)
     assert second.ratio_p10 == pytest.approx(2) and 2 < second.ratio_p90 <= 3
     assert (first.median_ms, first.min_ms) == (pytest.approx(1), pytest.approx(1))
-    assert first.p90_ms == pytest.approx(10)
+    assert first.p90_ms == first.p99_ms == pytest.approx(10)
     assert (second.rounds, second.runs) == (3, 12)
 
 
