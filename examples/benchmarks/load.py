@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import onnx
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +41,7 @@ from examples.transformers import bert_base  # noqa: E402
 
 PLAN = Plan(rounds=20, runs=25, turn_seconds=1.0, budget_seconds=30.0)
 BESIDE = (0, 1, 2, 4, 12)
-MODELS = {
+MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "mobilenet_v2": mobilenet_v2,
     "mobilenet_v3_large": mobilenet_v3_large,
     "bert_small": functools.partial(bert_base, layers=4, width=512, heads=8),
