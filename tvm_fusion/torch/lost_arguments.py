@@ -98,7 +98,7 @@ def average_pool(
     padding: Sequence[int] = (0,),
     ceil_mode: bool = False,
     _count_include_pad: bool = True,
-    divisor_override: int | None = None,
+    divisor_override: int = 1,
 ) -> Tensor:
     """Sums of windows by a divisor of the user's; PyTorch refuses 0.
 
