@@ -98,7 +98,7 @@ def average_pool(
     padding: Sequence[int] = (0,),
     ceil_mode: bool = False,
     _count_include_pad: bool = True,
-    divisor_override: int | None = None,
+    divisor_override: int = 1,
 ) -> Tensor:
     """Sums of windows by a divisor of the user's; PyTorch refuses 0.
 
@@ -142,6 +142,18 @@ def _neutral(reduce: str, dtype: torch.dtype) -> float:
         return -math.inf if reduce == "amax" else math.inf
     limits = torch.iinfo(dtype)
     return limits.min if reduce == "amax" else limits.max
+
+
+def sort(
+    x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> Sequence[Tensor]:
+    """Stable sorting, as that by ONNX always is."""
+    return _ATEN.sort.default(x, dim, descending)
+
+
+def argsort(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> Tensor:
+    """Places of the sorted elements."""
+    return sort(x, stable=stable, dim=dim, descending=descending)[1]
 
 
 def quantize(
@@ -262,7 +274,7 @@ def _is_wide(given: Mapping[str, Any]) -> bool:
 
 
 def _always(_: Mapping[str, Any]) -> bool:
-    """True: ONNX has constants where such an op has tensors."""
+    """True: the exporter has no translation, or one with constants where such an op has tensors."""
     return True
 
 
@@ -322,6 +334,8 @@ FORMS: dict[Any, Form] = {
     ),
     _ATEN.avg_pool2d.default: _POOL,
     _ATEN.avg_pool3d.default: _POOL,
+    _ATEN.argsort.stable: Form(("stable",), argsort, _always),
+    _ATEN.sort.stable: Form(("stable",), sort, _always),
     _ATEN.scatter_reduce.two: Form(("reduce", "include_self"), scatter_reduce, _is_reduced_apart),
     _ATEN.cross_entropy_loss.default: Form(
         ("label_smoothing", "target"), cross_entropy, _is_of_mixed_labels

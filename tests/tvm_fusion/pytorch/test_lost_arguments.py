@@ -187,9 +187,10 @@ def pooling() -> Iterator[Case]:
             for divisor in (None, 5):
                 o = options | {"divisor_override": divisor}
                 yield lambda image, o=o: F.avg_pool2d(image, 3, 2, 1, **o)
-                yield lambda volume, o=o: F.avg_pool3d(volume, (2, 3, 2), (2, 2, 3), (1, 1, 0), **o)
+                yield lambda volume, o=o: F.avg_pool3d(volume, 3, 2, 1, **o)
         yield lambda image, c=ceil: F.max_pool2d(image, 2, 2, 1, 2, c)
     yield lambda image: F.avg_pool2d(image, 2, divisor_override=-3)
+    yield lambda volume: F.avg_pool3d(volume, (2, 3, 1), (1, 2, 2), (1, 1, 0), divisor_override=7)
     yield lambda image: F.avg_pool2d(image[0], (2, 3), (1, 2), divisor_override=7)
     yield lambda image: F.lp_pool2d(image, 3, 2, 1, True)
 
