@@ -157,7 +157,9 @@ def _exported(program: ExportedProgram) -> onnx_ir.Model:
     """The program as ONNX, by PyTorch's exporter."""
     try:
         with _quiet():
-            exported = torch.onnx.export(program, dynamo=True, verbose=False)
+            exported = torch.onnx.export(
+                program, dynamo=True, verbose=False, opset_version=_opset(program)
+            )
     except torch.onnx.errors.OnnxExporterError as error:
         texts = [str(part) for part in _chain(error)]
         ops = frozenset(op for text in texts for op in _targets(text))
@@ -171,6 +173,12 @@ def _exported(program: ExportedProgram) -> onnx_ir.Model:
     if any(map(lost_arguments, _nodes(exported.exported_program))):
         return _exported(functional(exported.exported_program))
     return exported.model
+
+
+def _opset(program: ExportedProgram) -> int | None:
+    """The first opset with pools and norms of bfloat16 where there is any, else the exporter's."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return 22 if any(getattr(value, "dtype", None) == torch.bfloat16 for value in values) else None
 
 
 def _detach_weights(model: onnx_ir.Model) -> dict[str, np.ndarray]:

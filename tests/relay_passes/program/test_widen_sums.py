@@ -124,7 +124,7 @@ def test_convolutions_keep_their_attributes() -> None:
     block = WidenSums(products="name")(mod)["main"].body.blocks[0]
     found = [each.value for each in block.bindings if hasattr(each.value, "attrs")]
     for before, after in zip(mod["main"].body.blocks[0].bindings, found[::2], strict=False):
-        wanted = str(before.value.attrs).replace("out_dtype=None", 'out_dtype="float32"')
+        wanted = str(before.value.attrs).replace("out_dtype=None", "out_dtype=float32")
         assert str(after.attrs) == wanted
 
 

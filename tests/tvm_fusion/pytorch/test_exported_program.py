@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -172,3 +173,29 @@ def test_pipeline_on_from_fx_computes_what_tvm_made_of_batch_norm() -> None:
     assert np.abs(got - eager(model, x)).max() > 1e-2
     model.train()
     np.testing.assert_allclose(got, eager(model, x), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_and_pools_of_16_bits_are_summed_in_float32(dtype: torch.dtype) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)])
+            self.pools = nn.ModuleList([nn.AvgPool2d(7), nn.AdaptiveAvgPool2d((3, 5))])
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            rows = x.flatten(1) / 16  # their norms are numbers of float16
+            norm = torch.linalg.vector_norm(rows, dim=1)
+            scan = torch.ones_like(rows).cumsum(1)
+            normal = nn.functional.normalize(rows, dim=1)
+            return *(op(x) for op in self.norms), *(op(x) for op in self.pools), norm, scan, normal
+
+    x = (torch.randn(1, 4, 28, 28) * 300 + 2000).to(dtype)
+    module = Sums().eval()
+    wanted = module.double()(x.double())
+    model = tvm_fusion.compile(torch.export.export(module.to(dtype), (x,)), threads=1)
+    step = torch.finfo(dtype).eps
+    kind = np.float16 if dtype == torch.float16 else ml_dtypes.bfloat16
+    for one, other in zip(model(x.float().numpy().astype(kind)), wanted, strict=True):
+        found = torch.as_tensor(np.asarray(one).astype(np.float64))
+        torch.testing.assert_close(found, other, rtol=step, atol=step * 0.1)
