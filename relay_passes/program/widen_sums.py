@@ -40,8 +40,9 @@ SUMS = frozenset(
 )
 """All other ops that accumulate or interpolate."""
 
-_CONV = ("strides", "padding", "output_padding", "dilation", "groups")
-_CONV += ("data_layout", "kernel_layout", "out_layout")
+_CONV = (
+    "strides padding output_padding dilation groups data_layout kernel_layout out_layout".split()
+)
 
 FOLLOWERS = frozenset(
     ["relax.nn.relu"] + [f"relax.{name}" for name in "add divide multiply subtract".split()]
@@ -163,8 +164,9 @@ class _Rewriter(PyExprMutator):
     def _before_rounding(self, operand: relax.Expr) -> relax.Expr:
         """The product of which an operand is the rounding; any other operand itself."""
         value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
-        is_rounded = op_name(value) == "relax.astype" and value.args[0] in self.products
-        return value.args[0] if is_rounded else operand
+        if not isinstance(value, relax.Call) or op_name(value) != "relax.astype":
+            return operand
+        return value.args[0] if value.args[0] in self.products else operand
 
     def _widened(self, operand: relax.Expr) -> relax.Expr:
         """An operand in float32, if it has 16 bits."""

@@ -317,7 +317,7 @@ def arithmetic() -> Iterator[Case]:
     for mode in (None, "floor", "trunc"):
         yield lambda x, weight, m=mode: torch.div(x, -weight, rounding_mode=m)
         yield lambda numbers, divisor, m=mode: torch.div(numbers, divisor, rounding_mode=m)
-        yield lambda numbers, m=mode: torch.div(numbers, -0.7, rounding_mode=m)
+        yield lambda numbers, m=mode: torch.div(numbers, -0.75, rounding_mode=m)
     for op in (torch.add, torch.sub, torch.rsub):
         yield lambda x, y, op=op: op(x, y, alpha=3)
         yield lambda numbers, divisor, op=op: op(numbers, divisor, alpha=-2)
