@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm import relax
 from tvm.ir import GenericConst
 
+from ..core.constants import tensor_constant
 from ..core.expressions import op_name
 from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
@@ -80,6 +81,8 @@ def _matmul(call: relax.Call) -> ChannelOp | None:
 
     def rebuild(operands: Sequence[relax.Expr], begin: int, end: int) -> relax.Call:
         part = weight.value.numpy()[:, begin * width : end * width]
-        return relax.op.matmul(operands[0], relax.const(part), call.attrs.out_dtype)
+        return relax.op.matmul(
+            operands[0], tensor_constant(part, weight.ty.dtype), call.attrs.out_dtype
+        )
 
     return ChannelOp(features // width, rebuild)

@@ -23,6 +23,7 @@ from .pack import pack, unpack
 from .quantized_conv2d import quantized_conv2d
 from .recurrence import recurrence
 from .round_clip import round_clip
+from .sort_key import sort_key
 from .winograd_conv2d import winograd_conv2d
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "quantized_conv2d",
     "recurrence",
     "round_clip",
+    "sort_key",
     "unpack",
     "winograd_conv2d",
 ]

@@ -10,6 +10,8 @@ import tvm
 from tvm import IRModule, relax
 from tvm.ir import Op
 
+from ..op.exact import exact_legalizations
+
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
 
@@ -31,7 +33,7 @@ class LegalizeCalls:
     Parameters
     ----------
     rules : Mapping[str, callable]
-        Legalizations that take the place of those registered.
+        Legalizations that take the place of those registered, and of those of ``op/exact.py``.
 
     Raises
     ------
@@ -55,7 +57,7 @@ class LegalizeCalls:
 
         guarded = {
             name: functools.partial(rule, legalize)
-            for name, legalize in {**_registered(), **self.rules}.items()
+            for name, legalize in {**_registered(), **exact_legalizations(), **self.rules}.items()
         }
         mod = relax.transform.LegalizeOps(guarded)(mod)
         if errors:

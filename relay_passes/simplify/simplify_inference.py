@@ -34,6 +34,7 @@ from .shapes.channels_first import channels_first
 from .shapes.reshape_rms_norm import reshape_rms_norm
 from .shapes.unflatten_matmul import unflatten_any_matmul, unflatten_matmul
 from .shapes.unstack_reduction import unstack_reduction
+from .sort_by_keys import PLACES, SORTS, sort_by_keys
 
 CLIPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum", "relax.call_tir")
 IDENTITIES = (
@@ -47,6 +48,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (remove_identity, IDENTITIES),
     (remove_broadcast, ELEMENTWISE),
     (unstack_reduction, ("relax.sum", "relax.max", "relax.min")),
+    (sort_by_keys, (*SORTS, *PLACES)),
     (fold_batch_norm, (TUPLE_GET_ITEM,)),
     (reshape_rms_norm, ("relax.nn.rms_norm",)),
     (canonicalize_shuffle, ("relax.reshape",)),
@@ -96,7 +98,8 @@ class SimplifyInference:
     channels of an image become convolutions, without the transposes around them. Convolutions of
     sequences become those of images of one row, those of volumes those of frames, transposed ones
     those of their phases. RMS norms over all axes get one axis more. Dropout and other identities,
-    stacks that are summed, and dead bindings are removed, and constants are folded.
+    stacks that are summed, and dead bindings are removed, and constants are folded. Floats are
+    sorted by integers.
 
     Left alone: ops that the rules in ``relay_passes.simplify`` do not know, batch normalisations
     with ``training=True`` (the op's default), values in between with other readers, other layouts

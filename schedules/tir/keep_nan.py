@@ -72,7 +72,8 @@ def _choose(expr: tirx.Max | tirx.Min, wins: Callable[[ir.Expr, ir.Expr], ir.Exp
     if _is_constant(expr.b):
         return _unless_wins(expr.b, expr.a, wins)
     if isinstance(expr.a, ir.TensorLoad) and isinstance(expr.b, ir.TensorLoad):
-        other = tirx.Select(tirx.isnan(expr.a), expr.a, expr.b)
+        tested = expr.a.astype("float32") if "bfloat16" in str(expr.ty.dtype) else expr.a
+        other = tirx.Select(tirx.isnan(tested), expr.a, expr.b)
         return tirx.Select(wins(expr.a, expr.b), expr.a, other)
     return expr
 

@@ -75,7 +75,8 @@ _ERF_BELOW = (
     0.007687288802117109,
     0.00048603786854073405,
 )
-_ERF_REACH = 3.75
+_ERF_REACH = 3.9
+"""From here on the quotient is above 1, so that what is cut off is 1 exactly."""
 
 
 def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:

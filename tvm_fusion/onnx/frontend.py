@@ -170,7 +170,7 @@ def _constant(array: np.ndarray) -> relax.Expr:
     is_usable = array.flags.carray and array.ctypes.data % ALIGNMENT == 0
     if is_usable and array.size and array.dtype.isbuiltin == 1:
         return relax.const(tvm.runtime.from_dlpack(array))
-    return relax.const(array)
+    return relax.const(tvm.runtime.tensor(array))  # numpy's own would become 32 bits
 
 
 def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:

@@ -15,7 +15,7 @@ from .model.graph_edits import attribute, is_default_domain
 from .model.tensor_facts import GraphFacts
 from .operator_checks import refuse_nodes
 from .rewrites.arithmetic.division import division_problem
-from .rewrites.arithmetic.wider_types import norm_problem, sort_problem
+from .rewrites.arithmetic.wider_types import norm_problem
 from .rewrites.control_flow.loops import loop_problem
 from .rewrites.determinant import determinant_problem
 from .rewrites.fourier import fourier_problem
@@ -146,7 +146,6 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "STFT": fourier_problem,
     "Scan": loop_problem,
     "TensorScatter": sequence_problem,
-    "TopK": sort_problem,
     "Unique": unique_problem,
 }
 

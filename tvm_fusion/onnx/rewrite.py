@@ -26,9 +26,11 @@ from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
 from .operator_checks import refuse_nodes
 from .rewrites.arithmetic.activations import (
+    expand_clip,
     expand_dropout,
     expand_elu,
     expand_selu,
+    expand_shrink,
     expand_thresholded_relu,
 )
 from .rewrites.arithmetic.division import expand_division, replace_divisions_by_minus_one
@@ -36,12 +38,15 @@ from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.arithmetic.modulo import expand_modulo
 from .rewrites.arithmetic.narrow_types import carry_narrow_types
 from .rewrites.arithmetic.powers import expand_power, replace_powers
+from .rewrites.arithmetic.reductions import REDUCTIONS, ReductionRule
 from .rewrites.arithmetic.saturation import saturate_casts
 from .rewrites.arithmetic.wider_types import (
     SUMS,
+    always_sort,
     widen_cast,
-    widen_extremes,
-    widen_sort,
+    widen_product,
+    widen_scattered,
+    widen_sum,
 )
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
@@ -63,6 +68,7 @@ from .rewrites.own_ops import name_axis
 from .rewrites.quantized import (
     expand_conv_integer,
     expand_dequantize,
+    expand_dynamic_quantize,
     expand_matmul_integer,
     expand_qlinear_conv,
     expand_qlinear_matmul,
@@ -73,7 +79,7 @@ from .rewrites.recurrent import expand_recurrent
 from .rewrites.run_time_axes import choose_axes
 from .rewrites.windows.auto_pad import pad_pools
 from .rewrites.windows.conv_transpose import pad_transposed_convolutions
-from .rewrites.windows.grid_sample import widen_reflection
+from .rewrites.windows.grid_sample import expand_grid_sample
 from .rewrites.windows.max_places import expand_max_pool
 from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
@@ -103,18 +109,22 @@ def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
 
 EXPANSIONS: dict[str, Rule] = {
     "Cast": widen_cast,
+    "Clip": expand_clip,
     "Col2Im": expand_col2im,
     "Concat": name_wide_concat,
     "ConvInteger": expand_conv_integer,
     "CumProd": name_axis,
     "DFT": expand_dft,
     "DequantizeLinear": expand_dequantize,
+    "DynamicQuantizeLinear": expand_dynamic_quantize,
     "Div": expand_division,
     "Dropout": expand_dropout,
     "Elu": expand_elu,
     "GRU": expand_recurrent,
+    "Gelu": widen_sum,
+    "Gemm": widen_product,
     "GlobalLpPool": expand_p_norm,
-    "GridSample": widen_reflection,
+    "GridSample": expand_grid_sample,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
     "LSTM": expand_recurrent,
@@ -122,6 +132,7 @@ EXPANSIONS: dict[str, Rule] = {
     "MatMulInteger": expand_matmul_integer,
     "MaxPool": expand_max_pool,
     "MaxUnpool": expand_max_unpool,
+    "Mish": widen_sum,
     "Mod": expand_modulo,
     "NonMaxSuppression": name_limits,
     "OneHot": expand_one_hot,
@@ -130,16 +141,17 @@ EXPANSIONS: dict[str, Rule] = {
     "QLinearMatMul": expand_qlinear_matmul,
     "QuantizeLinear": expand_quantize,
     "RNN": expand_recurrent,
-    "ReduceMax": widen_extremes,
-    "ReduceMin": widen_extremes,
     "Resize": expand_resize,
     "ReverseSequence": expand_reverse_sequence,
     "STFT": expand_stft,
+    "ScatterElements": widen_scattered,
+    "ScatterND": widen_scattered,
     "Selu": expand_selu,
+    "Shrink": expand_shrink,
     "Sum": expand_sum,
     "TensorScatter": expand_tensor_scatter,
     "ThresholdedRelu": expand_thresholded_relu,
-    "TopK": widen_sort,
+    "TopK": always_sort,
     "Trilu": clamp_diagonal,
     "Unique": expand_unique,
 }
@@ -168,6 +180,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     by_opset: dict[str, Rule] = {
         "LayerNormalization": LayerNormRule(opset),
         "RoiAlign": RoiAlignRule(opset),
+        **dict.fromkeys(REDUCTIONS, ReductionRule(opset)),
     }
     take_products_as_floats(model, facts)
     expand_nodes(model, facts, {**EXPANSIONS, **by_opset})

@@ -11,6 +11,7 @@ from tvm import s_tir, tirx
 from tvm.target import Target
 
 from schedules.schedule_rule import RULE, Rule
+from schedules.tir.keep_nan import keep_nan
 from schedules.tuning.records import Key
 from schedules.tuning.template import Template
 from schedules.tuning.tunable_rule import TunableRule
@@ -91,6 +92,7 @@ class TunableGPURule(TunableRule, GPURule):
 
 
 def _finished(kernel: tirx.PrimFunc, gpu: GPUInfo, rule: str) -> s_tir.Schedule:
+    kernel = keep_nan(kernel)
     if not gpu.has_bfloat16:
         kernel = convert_by_bits(kernel)
     mod = tvm.IRModule({"main": kernel.with_attr(RULE, rule)})

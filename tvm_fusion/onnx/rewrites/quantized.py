@@ -137,6 +137,26 @@ def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
     saturate(expansion, rounded, kind)
 
 
+def expand_dynamic_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a DynamicQuantizeLinear, whose scale is 1 where all numbers are 0; NaN becomes 0."""
+    x, kind = node.input[0], TensorProto.FLOAT
+    zero, one, most = (expansion.number(value, kind) for value in (0, 1, 255))
+    whole = {"keepdims": 0}
+    high = expansion.emit("Max", expansion.emit("ReduceMax", x, **whole), zero)
+    low = expansion.emit("Min", expansion.emit("ReduceMin", x, **whole), zero)
+    scale = expansion.emit("Div", expansion.emit("Sub", high, low), most)
+    scale = expansion.emit("Where", expansion.emit("Equal", scale, zero), one, scale)
+
+    def whole_numbers(value: str) -> str:
+        value = expansion.emit("Where", expansion.emit("IsNaN", value), zero, value)
+        clipped = expansion.emit("Clip", value, zero, most)
+        return expansion.emit("Cast", clipped, to=TensorProto.UINT8)
+
+    point = expansion.emit("Round", expansion.emit("Neg", expansion.emit("Div", low, scale)))
+    levels = expansion.emit("Add", expansion.emit("Round", expansion.emit("Div", x, scale)), point)
+    expansion.finish(whole_numbers(levels), scale, whole_numbers(point))
+
+
 def expand_dequantize(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a DequantizeLinear with a scale for each block, or from a narrow type."""
     x, scale, zero = [*node.input, ""][:3]

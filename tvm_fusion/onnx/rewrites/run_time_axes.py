@@ -21,12 +21,9 @@ import onnx
 
 from ..model.graph_edits import attribute, node_label
 from ..model.tensor_facts import GraphFacts
+from .arithmetic.reductions import REDUCTIONS
 from .expansion import Expansion, Rule, expand_nodes
 from .indexing.indices import set_message
-
-REDUCTIONS = tuple(
-    f"Reduce{name}" for name in "L1 L2 LogSum LogSumExp Max Mean Min Prod Sum SumSquare".split()
-)
 
 _MOST_CANDIDATES = 8
 _MOST_DIMENSIONS = 8

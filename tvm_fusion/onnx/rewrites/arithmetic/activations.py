@@ -9,6 +9,10 @@ Also the mask of a Dropout at inference, which drops nothing::
 
     Elu, Selu:        Where(x > 0, gamma * x, gamma * alpha * (exp(x) - 1))
     ThresholdedRelu:  Where(x > alpha, x, 0)
+    Shrink:           Where(x > lambda, x - bias, Where(x < -lambda, x + bias, 0))
+    Clip:             Where(c > high, high, c) with c = Where(x < low, low, x)
+
+Those of 16 bits are computed in float32 where the formula has differences.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import onnx
 from onnx import TensorProto
 
 from ...model.graph_edits import attribute
+from ...model.tensor_facts import INTEGER_TYPES
 from ..expansion import Expansion
+from .wider_types import HALVES, widen
 
 SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 
@@ -50,7 +56,9 @@ def _expand_exponential(
 ) -> None:
     x = node.input[0]
     dtype = expansion.facts.dtype(x)
-    if dtype == TensorProto.FLOAT:
+    if dtype in HALVES:
+        widen(node, expansion, TensorProto.FLOAT, HALVES)
+    if dtype != TensorProto.DOUBLE:
         return
     zero, one, left, right = (
         expansion.number(value, dtype) for value in (0.0, 1.0, gamma * alpha, gamma)
@@ -68,3 +76,32 @@ def expand_thresholded_relu(node: onnx.NodeProto, expansion: Expansion) -> None:
     dtype = expansion.facts.dtype(x)
     alpha, zero = (expansion.number(v, dtype) for v in (attribute(node, "alpha", 1.0), 0.0))
     expansion.finish(expansion.emit("Where", expansion.emit("Greater", x, alpha), x, zero))
+
+
+def expand_shrink(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a Shrink: of integers the importer would cut off what is behind the points."""
+    x, kind = node.input[0], expansion.facts.dtype(node.input[0])
+    wide = TensorProto.DOUBLE if kind in INTEGER_TYPES else kind
+    size = x if wide == kind else expansion.emit("Cast", x, to=wide)
+    limit, bias = attribute(node, "lambd", 0.5), attribute(node, "bias", 0.0)
+    high, low, moved, zero = (expansion.number(v, wide) for v in (limit, -limit, bias, 0.0))
+    is_above = expansion.emit("Greater", size, high)
+    is_below = expansion.emit("Less", size, low)
+    above, below = (expansion.emit(op, size, moved) for op in ("Sub", "Add"))
+    result = expansion.emit(
+        "Where", is_above, above, expansion.emit("Where", is_below, below, zero)
+    )
+    expansion.finish(result if wide == kind else expansion.emit("Cast", result, to=kind))
+
+
+def expand_clip(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a Clip by limits from data, of which NaN is none; NaN among the numbers stays."""
+    limits = [*node.input[1:], "", ""][:2]
+    if all(not name or expansion.facts.constant(name) is not None for name in limits):
+        return
+    result = node.input[0]
+    for name, compare in zip(limits, ("Less", "Greater"), strict=True):
+        if name:
+            is_beyond = expansion.emit(compare, result, name)
+            result = expansion.emit("Where", is_beyond, name, result)
+    expansion.finish(result)

@@ -12,14 +12,6 @@ from ...model.graph_edits import attribute, set_attributes
 from ...model.tensor_facts import INTEGER_TYPES, GraphFacts
 from ..expansion import Expansion, Rule
 
-SORTED_AS: dict[int, int] = {
-    TensorProto.BFLOAT16: TensorProto.FLOAT,
-    TensorProto.INT16: TensorProto.INT32,
-    TensorProto.UINT16: TensorProto.INT32,
-    TensorProto.UINT32: TensorProto.INT64,
-}
-"""Types that TVM's sort lacks, or takes for others, and types that hold all their numbers."""
-
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
@@ -31,18 +23,16 @@ def widen_cast(node: onnx.NodeProto, expansion: Expansion) -> None:
         expansion.finish(expansion.emit("Cast", wide, to=target))
 
 
-def widen_extremes(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Reduce bools as integers: TVM knows no largest and no smallest bool."""
-    if expansion.facts.dtype(node.input[0]) == TensorProto.BOOL:
-        widen(node, expansion, TensorProto.INT32, [TensorProto.BOOL])
-
-
-def widen_sort(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Sort the types of ``SORTED_AS`` as others, and always sort: the importer insists on it."""
+def always_sort(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Sort the results of a TopK, as any order will do: the importer insists on it."""
     set_attributes(node, ("sorted",))
-    wide = SORTED_AS.get(expansion.facts.dtype(node.input[0]))
-    if wide is not None:
-        widen(node, expansion, wide, [expansion.facts.dtype(node.input[0])])
+
+
+def widen_scattered(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Combine bools as integers, where TVM's kernel would compare them as floats."""
+    is_bool = expansion.facts.dtype(node.input[0]) == TensorProto.BOOL
+    if is_bool and attribute(node, "reduction", "none") != "none":
+        widen(node, expansion, TensorProto.INT32, [TensorProto.BOOL])
 
 
 def widen_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -79,17 +69,18 @@ SUMS: dict[str, Rule] = {
 Those that become one op are left to the pass ``WidenSums``."""
 
 
+def widen_product(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Compute a Gemm of integers by fractions in double: the importer would make these 0."""
+    factors = [attribute(node, name, 1.0) for name in ("alpha", "beta")]
+    kind = expansion.facts.dtype(node.input[0])
+    if kind in INTEGER_TYPES and not all(factor.is_integer() for factor in factors):
+        widen(node, expansion, TensorProto.DOUBLE, [kind])
+
+
 def norm_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     """Say why the importer cannot normalise a tensor, if so: its constants have float32."""
     if facts.dtype(node.input[0]) == TensorProto.DOUBLE:
         return "its input has float64; expected float32 or 16 bits: cast it"
-    return None
-
-
-def sort_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """Say why TVM cannot sort a tensor, if so."""
-    if facts.dtype(node.input[0]) == TensorProto.UINT64:
-        return "it sorts uint64; expected another type, as int64: cast its input"
     return None
 
 

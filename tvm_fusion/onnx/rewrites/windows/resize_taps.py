@@ -29,10 +29,16 @@ MOST_TAPS = 64
 REGION = "tf_crop_and_resize"
 
 
+_WIDE = frozenset(
+    getattr(TensorProto, name) for name in ("DOUBLE", "INT32", "INT64", "UINT32", "UINT64")
+)
+"""Types of which the importer's own resizing, in float32, loses digits."""
+
+
 def expand_resize(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Replace a Resize of known sizes that :func:`resize_problem` refuses."""
+    """Replace a Resize of known sizes that :func:`resize_problem` refuses, or of wide numbers."""
     facts = expansion.facts
-    if resize_problem(node, facts) is None:
+    if resize_problem(node, facts) is None and facts.dtype(node.input[0]) not in _WIDE:
         return
     axes = _resized_axes(node, facts)
     if axes is None:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Legalizations in the place of TVM's, for types and numbers that its kernels get wrong.
+
+::
+
+    sign(x)                         NaN stays NaN; 0 or 1 of integers without sign
+    equal(x, y), ... of bools       those of int8: LLVM has no ordered comparison of bools
+    asin(x), ... of float16         in float32: no target has them in 16 bits
+    max_pool2d(x), ...              begins with -inf, and a window with NaN is NaN
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import relax, te, topi
+from tvm.ir import Op
+
+from schedules.compute.edge_values import max_pool, sign
+
+Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
+
+_FUNCTIONS = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh", "tan")
+_COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
+_EXTREMES = ("maximum", "minimum")
+
+
+def exact_legalizations() -> dict[str, Legalize]:
+    """Legalization of each op; what is right already goes to the one of TVM."""
+    pools = {f"relax.nn.max_pool{rank}d": _legalize_max_pool for rank in (1, 2, 3)}
+    functions = {f"relax.{name}": _in_type(name, "float16", "float32") for name in _FUNCTIONS}
+    others = (*_COMPARISONS, *_EXTREMES)
+    of_bools = {f"relax.{name}": _in_type(name, "bool", "int8") for name in others}
+    return {"relax.sign": _legalize_sign, **pools, **functions, **of_bools}
+
+
+def _legalize_sign(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    return builder.call_te(sign, call.args[0], primfunc_name_hint="tir_sign")
+
+
+def _in_type(name: str, narrow: str, wide: str) -> Legalize:
+    """Compute what one type cannot in another."""
+    own = Op.get(f"relax.{name}").get_attr("FLegalize")
+
+    def computed(*operands: te.Tensor) -> te.Tensor:
+        result = getattr(topi, name)(*(topi.cast(operand, wide) for operand in operands))
+        return topi.cast(result, narrow) if result.dtype == wide else result
+
+    def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        if str(call.args[0].ty.dtype) != narrow:
+            return own(builder, call)
+        return builder.call_te(computed, *call.args, primfunc_name_hint=f"tir_{name}")
+
+    return legalize
+
+
+def _legalize_max_pool(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    attrs = call.attrs
+    if attrs.out_layout != attrs.layout:
+        return call
+    rank = len(attrs.pool_size)
+    return builder.call_te(
+        max_pool,
+        call.args[0],
+        [int(size) for size in attrs.pool_size],
+        [int(step) for step in attrs.strides],
+        [int(step) for step in attrs.dilation],
+        [int(size) for size in attrs.padding],
+        bool(attrs.ceil_mode),
+        str(attrs.layout),
+        primfunc_name_hint=f"max_pool{rank}d",
+    )
