@@ -28,6 +28,9 @@ from ...core.expressions import Value, op_name
 from ...core.graph import Graph
 from .. import tir_patterns
 
+_BEYOND_INT64 = 2**63
+"""Whole numbers from here on, such as the least float32, are no integers of TVM's."""
+
 
 @dataclass(frozen=True)
 class Clip:
@@ -99,5 +102,8 @@ def _normal_form(clip: Clip) -> relax.Expr:
         return clip.data
     if (clip.low, clip.high) == (0, math.inf):
         return relax.op.nn.relu(clip.data)
-    low, high = (int(b) if b.is_integer() else b for b in (clip.low, clip.high))
+    low, high = (
+        int(bound) if bound.is_integer() and abs(bound) < _BEYOND_INT64 else bound
+        for bound in (clip.low, clip.high)
+    )
     return relax.op.clip(clip.data, low, high)

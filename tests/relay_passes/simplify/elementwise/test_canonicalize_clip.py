@@ -74,6 +74,8 @@ def topi_minimum_tensor(bound):
         ([clip(-3, -1), clip(0, 6)], [clip(0, 0)]),
         ([maximum(7.0), minimum_left(6.0)], [clip(6, 6)]),
         ([maximum(-INF), minimum_left(INF), relu], [relu]),
+        ([maximum(-1e38)], [clip(float(np.float32(-1e38)), INF)]),
+        ([minimum_left(2.0**63), maximum(-(2.0**62))], [clip(-(2**62), 2.0**63)]),
     ],
 )
 def test_bounds_become_one_clip(steps, expected):
