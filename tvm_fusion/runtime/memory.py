@@ -87,7 +87,7 @@ class HostMemory:
     lifted : sequence of bool
         For each output, whether the program takes the tensor to write it to; nothing if none is.
     alignment : int
-        Bytes at a multiple of which kernels expect data to begin.
+        Bytes at a multiple of which kernels expect data to begin; by default as TVM's code does.
     threads : int
         Threads that copy an input.
     """
@@ -99,7 +99,7 @@ class HostMemory:
         specs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec] = (),
         lifted: Sequence[bool] = (),
-        alignment: int = 1,
+        alignment: int = ALIGNMENT,
         threads: int = 1,
     ) -> None:
         self.device = tvm_ffi.device("cpu", 0)
