@@ -88,7 +88,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __exit__(self, *exception: object) -> None:
             pass
 
-        def race(self, model: Any, name: str, plan: Plan, progress: Any) -> FakeResult:
+        def race(self, model: Any, name: str, plan: Plan, **_: Any) -> FakeResult:
             if name == "broken":
                 raise RuntimeError("no engine")
             raced.append(f"{name} {plan.rounds}")
