@@ -184,8 +184,10 @@ class Arena:
             for racer in racers:
                 if racer.seconds > plan.budget_seconds and len(racer.turns) >= FEWEST_ROUNDS:
                     continue
+                worker = racer.worker
                 request = {"runs": plan.runs, "seconds": plan.turn_seconds}
-                times = racer.worker.call("turn", seed=[plan.seed, number], **request)
+                request |= {"aligned": worker.spec.aligned}
+                times = worker.call("turn", seed=[plan.seed, number], **request)
                 racer.turns.append(times)
 
     def _load(self, path: Path, shapes: dict[str, Any], progress: Progress) -> list[_Racer]:

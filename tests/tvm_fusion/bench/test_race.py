@@ -64,7 +64,8 @@ class FakeWorker:
     def outputs(self, seed: Any) -> list[np.ndarray]:
         return [np.array([1.0, self.spec.options.get("second", 2.0)])]
 
-    def turn(self, seed: list[int], runs: int, seconds: float) -> list[float]:
+    def turn(self, seed: list[int], runs: int, seconds: float, aligned: bool) -> list[float]:
+        assert aligned == self.spec.aligned
         latency = self.spec.options["latency"]
         return [latency[seed[1]] if isinstance(latency, list) else latency] * runs
 
@@ -93,6 +94,12 @@ def test_engines_take_turns(fake: type[FakeWorker]) -> None:
     race(b"m", [spec("a"), spec("b"), spec("c")], threads=1, plan=Plan(rounds=2))
     assert [title for method, title in fake.log if method == "turn"] == list("abcabc")
     assert fake.open == []
+
+
+def test_aligned_inputs_are_asked_for(fake: type[FakeWorker]) -> None:
+    aligned = EngineSpec("tvm", "aligned", {"latency": 0.001}, aligned=True)
+    race(b"m", [spec("a"), aligned], threads=1, plan=Plan(rounds=1))
+    assert [title for method, title in fake.log if method == "turn"] == ["a", "aligned"]
 
 
 def test_what_runs_beside_the_race_runs_during_its_turns_only(fake: type[FakeWorker]) -> None:
