@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -302,5 +301,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")  # PyTorch's threads have the cores
     sys.exit(main())

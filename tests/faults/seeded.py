@@ -458,6 +458,13 @@ RUNTIME = (
         ),
     ),
     Fault(
+        "a part of a loop that a thread has begun is also done by the caller",
+        "tvm_fusion/codegen/worker_pool.ll",
+        "br i1 %won, label %take, label %helped",
+        "br label %take",
+        ("tests/tvm_fusion/runtime/test_worker_pool.py",),
+    ),
+    Fault(
         "the code of one architecture is that of another",
         "tvm_fusion/codegen/nvrtc.py",
         'options = [f"--gpu-architecture={arch}", ',

@@ -26,6 +26,7 @@ from tvm.target import Target
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Conv2DKernel, from_json
 
+from ..codegen.linker import SharedLinker
 from ..compiler import pipeline
 from ..compiler.targets.target import arch_of, is_gpu, required_features, resolve
 from ..compiler.tuned import choose_records
@@ -210,12 +211,14 @@ def profile(
     found = choose_records(records, resolved)
     options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
     mod, costs = _optimize(imported.mod, resolved, options)
-    machine = relax.VirtualMachine(pipeline.build(mod, resolved), tvm.cpu())
+    linker = SharedLinker(str(resolved.attrs["mtriple"]))
+    library = pipeline.build(mod, resolved).jit(fcompile=linker)
+    machine = relax.VirtualMachine(library, tvm.cpu())
     arrays = random_inputs(imported.inputs, 0, normal=True)
     feed = [tvm.runtime.tensor(array) for array in arrays.values()]
     tell("measuring", 1, 2)
     before = limits or measure_limits(resolved, count)
-    seconds, calls = _fastest(Crew(count), rounds, machine, feed, runs)
+    seconds, calls = _fastest(Crew(count, library), rounds, machine, feed, runs)
     limits = limits or before.mean(measure_limits(resolved, count))
     tell("done", 2, 2)
     calls = [(name, median) for name, median in calls if name in costs]

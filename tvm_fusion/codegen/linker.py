@@ -21,6 +21,7 @@ from ..errors import ArtifactError
 from .elf_object import MACHINES, ElfObject, Relocation, Section, Symbol, read_object
 from .elf_relocations import ARCHITECTURES, Architecture
 from .library_bin import Rewrite, rewrite_modules
+from .worker_pool import worker_pool
 
 _NEEDED = ("libm.so.6", "libc.so.6")
 _PAGE = 0x10000
@@ -66,6 +67,7 @@ class SharedLinker:
         objects = [read_object(item) for item in data]
         if self._rewrite is not None:
             objects = [rewrite_modules(item, self._rewrite) for item in objects]
+        objects.append(worker_pool(self._triple))
         Path(output).write_bytes(link(objects))
 
 

@@ -175,6 +175,8 @@ class LocalProgram:
         This rank's kernel calls.
     kernels : Mapping[str, Callable]
         Their kernels, and the one that combines the parts of a selection.
+    library : tvm_ffi.Module | None
+        The kernels' library, if there are any.
 
     Attributes
     ----------
@@ -195,6 +197,7 @@ class LocalProgram:
         world: Ranks,
         pieces: Sequence[KernelPiece],
         kernels: Mapping[str, Callable[..., Any]],
+        library: tvm_ffi.Module | None,
     ) -> None:
         self.plan = plan
         self.world = world
@@ -207,7 +210,7 @@ class LocalProgram:
             else:
                 self._calls.setdefault((piece.step, piece.is_interior), []).append(call)
         self._combine: Any = kernels.get(COMBINE)
-        self._crew = Crew(world.threads)
+        self._crew = Crew(world.threads, library)
         self._pending: dict[int, Exchange] = {}
         self._part = plan.parts[world.rank]
         self.buffers = {

@@ -23,6 +23,7 @@ from tvm import IRModule, relax
 from relay_passes.op.coalesced_reduce import coalesced_reduce
 from schedules.workload.reduce import MAX_SUM_EXP, accumulation_dtype
 
+from ..codegen.linker import SharedLinker
 from ..compiler.pipeline import build, optimize
 from ..compiler.targets.target import is_gpu, resolve
 from ..errors import TargetError
@@ -70,9 +71,10 @@ class StateKernel:
         if is_gpu(resolved):
             raise TargetError(f"target {target!r} is a GPU; parts are reduced by the ranks' CPUs")
         executable = build(optimize(_module(specs, operator, axes), resolved), resolved)
-        self._main = start_machine(executable.jit())["main"]
+        library = executable.jit(fcompile=SharedLinker(str(resolved.attrs["mtriple"])))
+        self._main = start_machine(library)["main"]
         self._memory = HostMemory(specs)
-        self._crew = Crew(threads)
+        self._crew = Crew(threads, library)
 
     def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The fields of the states, flattened."""

@@ -38,6 +38,7 @@ from schedules.distribute.transfer import Transfer, check_transfers
 from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
 
+from ..codegen.linker import SharedLinker
 from ..compiler.launches import launches
 from ..compiler.targets.target import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
@@ -72,8 +73,8 @@ class Program:
         The kernel calls of each rank, in order.
     kernels : Mapping[str, tirx.PrimFunc]
         The scheduled kernels.
-    library : tvm.runtime.Executable
-        Their code.
+    library : tvm_ffi.Module | None
+        Their code, if there are any.
     target : tvm.target.Target
         What they are compiled for.
     network, processor : Network, Processor
@@ -156,7 +157,7 @@ class Program:
         pieces = self.pieces[world.rank]
         names = {piece.kernel for piece in pieces} | ({COMBINE} & self.kernels.keys())
         kernels = {name: self.library[name] for name in names}
-        local = LocalProgram(self.distribution, world, pieces, kernels)
+        local = LocalProgram(self.distribution, world, pieces, kernels, self.library)
         local.devices = [
             DeviceRun(share, drivers[share.device.name], local.buffers) for share in shares
         ]
@@ -626,8 +627,11 @@ class _Kernels:
             combine = schedule_function(COMBINE, reduction.combine, self.target, RULES)
             self.functions[COMBINE] = combine.with_attr("global_symbol", COMBINE)
         with self.target:
+            if not self.functions:
+                return None
             module = tvm.IRModule(self.functions)
-            return tvm.compile(module, self.target) if self.functions else {}
+            linker = SharedLinker(str(self.target.attrs["mtriple"]))
+            return tvm.compile(module, self.target).jit(fcompile=linker)
 
     def _piece(
         self,

@@ -7,7 +7,7 @@ function ``main`` of the program then takes the inputs, tensors for the outputs,
 ======================  ========================================================================
 bytes                   content
 ======================  ========================================================================
-library                 an ELF shared library: the kernels, the program that calls them, constants
+library                 an ELF shared library: kernels, code of their threads, program, constants
 weights                 tensors, each followed by zeros up to a multiple of 64 bytes
 description             JSON in UTF-8: a :class:`Description`
 length before the JSON  unsigned 64-bit integer, little-endian as all of them

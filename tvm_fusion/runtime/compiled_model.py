@@ -102,11 +102,12 @@ class CompiledModel(DescribedModel):
 
     **Threads.** A call runs on as many threads as the model was given, by default one a physical
     core (or ``TVM_NUM_THREADS``, if the environment has it); models with different numbers can
-    share a process. The threads run on all processors of the process: they are not pinned.
+    share a process. The threads run on all processors of the process: they are not pinned. They
+    wait for the next call for about a millisecond, or less if other work needs the processors, and
+    then sleep.
 
     A model may be called from several threads of a program: its calls then wait for each other. To
-    run calls at the same time, load the model several times with fewer threads each. The main
-    thread computes itself, other threads pass their calls to a thread of the model. It also works
+    run calls at the same time, load the model several times with fewer threads each. It also works
     in a forked process.
     """
 
@@ -127,6 +128,7 @@ class CompiledModel(DescribedModel):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._crew = Crew(threads)
         self._memory = _memory_of(about, threads)
+        self._library: Any = None
         self._main: Any = None
         self._fast_call: FastCall = no_fast_call
         self._has_one_output = len(about.outputs) == 1
@@ -183,7 +185,7 @@ class CompiledModel(DescribedModel):
         if outputs is None:
             given = self._no_out if out is None else check_outputs(self.outputs, out)
             checked = self._memory.check(bind(self.inputs, args, kwargs))
-            outputs = self._crew.run(self._run, checked, given)
+            outputs = self._on_crew(self._run, checked, given)
         return self._unpacked(outputs)
 
     def tensors(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +200,7 @@ class CompiledModel(DescribedModel):
             They have DLPack (``torch.from_dlpack``), and are the caller's.
         """
         values = self._memory.check(bind(self.inputs, args, kwargs))
-        return self._unpacked(self._crew.run(self._run_on_device, values))
+        return self._unpacked(self._on_crew(self._run_on_device, values))
 
     def synchronize(self) -> None:
         """Wait until the device has done all launched work.
@@ -267,8 +269,6 @@ class CompiledModel(DescribedModel):
 
     def _execute(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """The program's results; ``tensors`` are its inputs, and the outputs that it takes."""
-        if self._main is None:
-            self._start()
         if self._workspaces.are_suspect:  # of one who uses the results there, and never waits here
             self._check()
         weights = self._on_device()
@@ -284,9 +284,7 @@ class CompiledModel(DescribedModel):
         return [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
 
     def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """As :meth:`Memory.place`; loads the device's runtime first."""
-        if self._main is None:
-            self._start()
+        """As :meth:`Memory.place`."""
         return self._memory.place(values)
 
     def _on_device(self) -> list[Any]:
@@ -306,8 +304,16 @@ class CompiledModel(DescribedModel):
                 self._weights = self._placed
         return self._placed
 
-    def _start(self) -> None:
-        """Load the code, after checking that this machine can execute it."""
+    def _on_crew(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function on the model's threads, after its code is loaded."""
+        if self._main is None:
+            self._crew.start(self._start)
+        return self._crew.run(function, *args)
+
+    def _start(self) -> tvm_ffi.Module:
+        """Load the code once, after checking that this machine can execute it."""
+        if self._main is not None:
+            return self._library
         self._about.check_machine()
         module = self._executable
         if not isinstance(module, tvm_ffi.Module):
@@ -315,6 +321,7 @@ class CompiledModel(DescribedModel):
             module = executable.jit(fcompile=self._about.linker(executable))
             if module.same_as(executable.mod):  # which will be saved
                 module = copied(module)
+        self._library = module
         self._machine = start_machine(module, self._memory.device)
         self._main = self._machine["main"]
         about, memory = self._about, self._memory
@@ -324,6 +331,7 @@ class CompiledModel(DescribedModel):
             pools = [pool for pool in memory.pools if pool is not None]
             program = self._program(module)
             self._fast_call = make_fast_call(program, self._crew, about.inputs, pools)
+        return module
 
     def _program(self, library: tvm_ffi.Module) -> PreparedCall:
         """The program that writes all outputs where it is told."""
@@ -401,7 +409,7 @@ class CompiledModel(DescribedModel):
         values = bind(self.inputs, (), feed)
         call: Callable[..., Any] = self
         if self._about.device is not None:
-            values, _ = self._crew.run(self._place, self._memory.check(values))
+            values, _ = self._on_crew(self._place, self._memory.check(values))
             call = self._timed
         for _ in range(warmup):
             call(*values)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of a model, on TVM's thread pools.
+"""Threads of a model: those of this project, or TVM's for libraries that cannot use them.
 
-Behaviour of TVM 0.27, found by experiment:
+Behaviour of TVM 0.27's pools, found by experiment:
 
 - Every thread of the program that calls a parallel kernel gets its own pool, made at that first
   call, as large as ``TVM_NUM_THREADS`` or half the processors. A pool never grows, its workers are
@@ -18,24 +18,29 @@ So no environment variable has to be set, and each model has exactly the threads
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
+
+import tvm_ffi
 
 from ..errors import InvalidInputError
 from ..machine.host import physical_cores, usable_processors
 from .tvm_runtime import get_function
+from .worker_pool import WorkerPool, unbind, use_pools
 
 _SHARE_PROCESSORS = -3
-_SPINS = "TVM_THREAD_POOL_SPIN_COUNT", "1000"
 _DEAD = -1  # threads of a pool in a process that was forked after the thread's first call
 _this_thread = threading.local()
 _starting = threading.Lock()
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+_idle: list[WorkerPool] = []
 _main_thread = threading.main_thread().ident
 
 
@@ -69,24 +74,48 @@ def choose_threads(threads: int | None) -> int:
 class Crew:
     """Runs the calls of one model, one at a time, with a fixed number of threads.
 
-    The program's main thread runs them itself. Any other thread passes them to a thread of the
-    crew: so TVM makes one pool a model and not one for each thread of a server. The same holds in a
-    process that was forked after a call, since no pool survives a fork.
+    On this project's threads, the calling thread computes, too. On TVM's, only the program's main
+    thread does. Any other thread passes its calls to a thread of the crew: so TVM makes one pool a
+    model and not one for each thread of a server. The same holds in a process that was forked after
+    a call, since no pool of TVM's survives a fork.
 
     Parameters
     ----------
     threads : int
         Threads of each parallel kernel, the calling one included.
+    library : tvm_ffi.Module, optional
+        Library of the kernels, if it is loaded already.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, library: tvm_ffi.Module | None = None) -> None:
         self.threads = threads
         self._turn = threading.Lock()
         self._jobs: queue.SimpleQueue[_Call | None] | None = None
+        self._is_on_tvm = library is None or not use_pools(library)
         _crews.add(self)
+
+    def start(self, load: Callable[[], tvm_ffi.Module]) -> None:
+        """Load the library of the model, whose kernels run on this project's threads if they can.
+
+        Calls of this method wait for each other.
+        """
+        with self._turn:
+            self._is_on_tvm = not use_pools(load())
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function and return its result; other calls wait."""
+        if self._is_on_tvm:
+            return self._run_on_tvm(function, args)
+        with self._turn:
+            if getattr(_this_thread, "bound", 0) == self.threads:
+                return function(*args)
+            if threading.get_ident() == _main_thread:
+                _bind_main_thread(self.threads)
+                return function(*args)
+            with _borrowed_pool(self.threads):
+                return function(*args)
+
+    def _run_on_tvm(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if getattr(_this_thread, "threads", 0) == self.threads:  # all is prepared
             with self._turn:
                 return function(*args)
@@ -115,6 +144,35 @@ class Crew:
         ).start()
         weakref.finalize(self, jobs.put, None).atexit = False
         return jobs
+
+
+def _bind_main_thread(threads: int) -> None:
+    """Give the main thread a pool that it keeps."""
+    pool = getattr(_this_thread, "pool", None)
+    if pool is None or pool.most < threads:
+        pool = _this_thread.pool = _idle_pool(threads)
+    pool.bind(threads)
+    _this_thread.bound = threads
+
+
+@contextmanager
+def _borrowed_pool(threads: int) -> Iterator[None]:
+    pool = _idle_pool(threads)
+    try:
+        pool.bind(threads)
+        yield
+    finally:
+        unbind()
+        _idle.append(pool)
+
+
+def _idle_pool(threads: int) -> WorkerPool:
+    """The pool that was used last and is idle, or a new one."""
+    with contextlib.suppress(IndexError):
+        pool = _idle.pop()
+        if pool.most >= threads:
+            return pool
+    return WorkerPool(max(usable_processors(), threads))
 
 
 class _Call:
@@ -157,7 +215,6 @@ def _set_threads(threads: int) -> None:
     """Set the number of threads in this thread's pool."""
     if getattr(_this_thread, "threads", 0) == threads:
         return
-    os.environ.setdefault(*_SPINS)
     processors = [str(cpu) for cpu in _processors()]
     largest = max(len(processors), threads)
     configure = get_function("runtime.config_threadpool")
@@ -182,6 +239,9 @@ def _after_fork() -> None:
     _main_thread = threading.get_ident()  # only the forking thread exists
     if hasattr(_this_thread, "threads"):
         _this_thread.threads = _DEAD
+    _idle.clear()
+    _this_thread.bound, _this_thread.pool = 0, None
+    unbind()
     for crew in _crews:
         crew.renew()
 

@@ -25,8 +25,8 @@ import numpy as np
 import tvm_ffi
 
 from tvm_fusion.runtime.host_arrays import aligned_empty
-from tvm_fusion.runtime.thread_pool import Crew
 from tvm_fusion.runtime.tvm_runtime import get_function
+from tvm_fusion.runtime.worker_pool import WorkerPool, use_pools
 
 BEACON = struct.Struct("<qq")
 """Number of the candidate that runs, and of all calls so far."""
@@ -56,7 +56,7 @@ class Candidate:
     """
 
     def __init__(self, about: Mapping[str, Any], racers: int = MOST_COPIES) -> None:
-        library = tvm_ffi.load_module(about["library"])
+        library = _library(about["library"])
         self._calls = [(library[name], numbers) for name, numbers in about["calls"]]
         constants = [_copy(np.load(path, allow_pickle=False)) for path in about["constants"]]
         self._buffers = [
@@ -200,11 +200,8 @@ class Bench(Races[Candidate]):
     def __init__(self, threads: int, beacon: mmap.mmap) -> None:
         super().__init__(beacon)
         get_function("runtime.config_threadpool")  # loads the runtime
-        self._crew = Crew(threads)
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out one request on the threads of the kernels."""
-        return self._crew.run(lambda: super(Bench, self).answer(request))
+        self._pool = WorkerPool(threads)
+        self._threads = threads
 
     def prepare(
         self,
@@ -224,7 +221,8 @@ class Bench(Races[Candidate]):
         self._arguments = [tvm_ffi.from_dlpack(array) for array in self._arrays]
         self._weights = self._copies(weights)
         self._inputs = self._copies(sorted({*range(len(arrays) - 1)} - {*weights}))
-        self._write = tvm_ffi.load_module(writer)["main"]
+        self._write = _library(writer)["main"]
+        self._pool.bind(self._threads)
         self._planes = tvm_ffi.from_dlpack(self._arrays[0].reshape(planes))
         self._output[...] = np.nan if self._output.dtype.kind == "f" else 0
         self.begin(REFERENCE)
@@ -277,6 +275,12 @@ def copies_in_turn(arrays: Sequence[np.ndarray], racers: int) -> Iterator[list[A
     most = max(1, MOST_COPIES // racers)
     count = min(most, max(2, WEIGHT_BYTES // size)) if size else 1
     return cycle([[tvm_ffi.from_dlpack(_copy(array)) for array in arrays] for _ in range(count)])
+
+
+def _library(path: str) -> tvm_ffi.Module:
+    library = tvm_ffi.load_module(path)
+    use_pools(library)
+    return library
 
 
 def _copy(array: np.ndarray) -> np.ndarray:

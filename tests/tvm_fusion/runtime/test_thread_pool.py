@@ -137,56 +137,6 @@ def test_each_crew_has_its_threads_whoever_calls_in_whatever_order(tmp_path: Pat
     assert done.stdout == "counted\n" and "Error" not in done.stderr, done.stderr
 
 
-SPIN_COUNT = "TVM_THREAD_POOL_SPIN_COUNT"
-
-
-@pytest.mark.parametrize(("wish", "found"), [(None, "1000"), ("7", "7")])
-def test_a_pool_is_made_with_workers_that_sleep_soon(
-    monkeypatch: pytest.MonkeyPatch, wish: str | None, found: str
-) -> None:
-    if wish is None:
-        monkeypatch.delenv(SPIN_COUNT, raising=False)
-    else:
-        monkeypatch.setenv(SPIN_COUNT, wish)
-    seen: list = []
-    configure = lambda *_: seen.append(os.environ.get(SPIN_COUNT))  # noqa: E731
-    monkeypatch.setattr(thread_pool, "get_function", lambda _: configure)
-    on_another_thread(lambda: Crew(2).run(int))
-    assert seen == [found]
-
-
-ASLEEP = """
-call(Crew(2))
-(worker,) = threads - {threading.get_native_id()}
-task = f"/proc/self/task/{worker}/"
-while open(task + "stat").read().rpartition(")")[2].split()[0] != "S":
-    time.sleep(0.01)
-spent = int(open(task + "schedstat").read().split()[0])
-start = time.thread_time_ns()
-for _ in range(30_000):
-    os.sched_yield()
-assert spent < time.thread_time_ns() - start, spent
-print("asleep")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="not told by this system")
-def test_a_worker_yields_a_tenth_as_often_as_in_tvm_before_it_sleeps(tmp_path: Path) -> None:
-    """By its processor time, which does not depend on what else the machine does."""
-    script = tmp_path / "asleep.py"
-    script.write_text(WITHOUT_TORCH + KERNEL + ASLEEP)
-    env = {name: text for name, text in os.environ.items() if name != SPIN_COUNT}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**env, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout == "asleep\n", done.stderr
-
-
 def test_the_main_thread_runs_itself_and_keeps_its_affinity() -> None:
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     assert Crew(1).run(threading.current_thread) is threading.main_thread()

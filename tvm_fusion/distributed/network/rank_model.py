@@ -83,7 +83,7 @@ class RankModel:
         self._buffers = InputBuffers(own, about.alignment, world.threads)
         self._table = [self._fill_table()] if about.ranks.takes_table else []
         self._machine = start_machine(library)
-        self._crew = Crew(world.threads)
+        self._crew = Crew(world.threads, library)
         self._error: BaseException | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray | tuple[np.ndarray, ...] | None:
