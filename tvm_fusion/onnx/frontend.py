@@ -65,7 +65,8 @@ def import_onnx(
     Parameters
     ----------
     model : path, bytes or onnx.ModelProto
-        Only a path may have external data, and only inside the folder of its file.
+        Only a path may have external data, and only inside the folder of its file, or
+        of the file that this is a link to.
     shapes : mapping, optional
         Sizes of symbolic dimensions: from the name of an input to its whole shape, or from the
         name of a dimension to its size. A string as a size keeps the dimension symbolic.
@@ -99,14 +100,14 @@ def _prepare(
 ) -> tuple[onnx.ModelProto, Weights]:
     """Load, check, bind and rewrite; return the graph and the large weights, which it reads."""
     proto = parse_model(read_model(model))
-    folder = Path(model).parent if isinstance(model, str | os.PathLike) else None
+    path = Path(model) if isinstance(model, str | os.PathLike) else None
     check_opset(proto)
     check_operators(proto)
-    check_external_data(proto, folder)
+    check_external_data(proto, path)
     drop_initializers_from_inputs(proto)
     check_interface(proto)
     bind_shapes(proto, shapes)
-    weights = detach_weights(proto, folder) | dict(given or {})
+    weights = detach_weights(proto) | dict(given or {})
     sort_nodes(proto.graph)
     proto = expand_contrib(proto)
     check_model(proto)

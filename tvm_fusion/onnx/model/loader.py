@@ -14,7 +14,6 @@ from pathlib import Path, PureWindowsPath
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx.external_data_helper import load_external_data_for_tensor
 
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.warning_filters import warnings_ignored
@@ -131,39 +130,43 @@ def check_model(model: onnx.ModelProto) -> None:
         raise InvalidModelError(f"onnx.checker refuses the model: {first_lines(error)}") from error
 
 
-def check_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
-    """Refuse external data that is not in a file below ``folder``, the model's own folder.
+def check_external_data(model: onnx.ModelProto, path: Path | None) -> None:
+    """Refuse external data that is not in a file below the folder of the model's file.
 
-    Every tensor gets the ``length`` of its shape: without one, all of the file is read.
+    If that file is a link, the folder that it leads to counts as well: caches of downloads keep all
+    files of a model in one folder, under other names. Every tensor gets the whole path of its data,
+    and the ``length`` of its shape.
     """
     for tensor in external_tensors(model):
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         what = f"tensor {tensor.name!r} has external data at {location!r}"
-        if folder is None:
+        if path is None:
             raise InvalidModelError(
                 f"{what}, but the model has no folder; pass the path of its file instead"
             )
-        length = _check_extent(tensor, entries, _external_file(what, location, folder), what)
-        if "length" not in entries:
-            tensor.external_data.add(key="length", value=str(length))
+        file = _external_file(what, location, path)
+        length = _check_extent(tensor, entries, file, what)
+        del tensor.external_data[:]
+        for key, value in {**entries, "location": file, "length": length}.items():
+            tensor.external_data.add(key=key, value=str(value))
 
 
-def _external_file(what: str, location: str, folder: Path) -> Path:
-    """Return the file at ``location``, refusing all that does not lie below the folder."""
+def _external_file(what: str, location: str, path: Path) -> Path:
+    """Return the file at ``location``, refusing all that does not lie below the model's folder."""
     # The same rule on every system: backslashes and drives count on all of them.
     windows = PureWindowsPath(location)
     absolute = os.path.isabs(location) or windows.drive or windows.root
     if not location or absolute or ".." in windows.parts or "\0" in location:
         raise InvalidModelError(f"{what}; expected a relative path inside the model's folder")
-    root = folder.resolve()
-    target = (root / location).resolve()
-    if not target.is_relative_to(root):
+    folder = path.parent.resolve()
+    target = (folder / location).resolve()
+    if not any(map(target.is_relative_to, (folder, path.resolve().parent))):
         raise InvalidModelError(
             f"{what}, a link that leaves the model's folder; put the data beside the model"
         )
     if not target.is_file():
-        raise InvalidModelError(f"{what}; there is no such file in {str(folder)!r}")
+        raise InvalidModelError(f"{what}; there is no such file in {str(path.parent)!r}")
     return target
 
 
@@ -198,25 +201,32 @@ def _byte_size(tensor: onnx.TensorProto) -> int:
     return -(-bits * math.prod(tensor.dims) // 8)
 
 
-def load_external_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:
+def load_external_data(tensor: onnx.TensorProto) -> onnx.TensorProto:
     """Return the tensor with its external data, which :func:`check_external_data` has accepted."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return tensor
     loaded = onnx.TensorProto()
     loaded.CopyFrom(tensor)
+    loaded.ClearField("external_data")
+    loaded.data_location = onnx.TensorProto.DEFAULT
+    entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
-        load_external_data_for_tensor(loaded, str(folder))
-    except (OSError, ValueError, onnx.checker.ValidationError) as error:
+        with open(entries["location"], "rb") as file:
+            file.seek(int(entries.get("offset", 0)))
+            loaded.raw_data = file.read(int(entries["length"]))
+    except OSError as error:
         raise InvalidModelError(
-            f"cannot load the external data of tensor {tensor.name!r}: {first_lines(error)}"
+            f"cannot load the external data of tensor {tensor.name!r}: {error.strerror}"
         ) from error
+    if len(loaded.raw_data) != int(entries["length"]):
+        raise InvalidModelError(f"the external data of tensor {tensor.name!r} became shorter")
     return loaded
 
 
-def load_all_external_data(model: onnx.ModelProto, folder: Path | None) -> None:
+def load_all_external_data(model: onnx.ModelProto) -> None:
     """Load, in place, the external data of every tensor that is still in the model."""
     for tensor in external_tensors(model):
-        tensor.CopyFrom(load_external_data(tensor, folder))
+        tensor.CopyFrom(load_external_data(tensor))
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -8,7 +8,6 @@ always fits, and the weights are not copied.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -26,15 +25,13 @@ SMALL_ELEMENTS = 256
 """Initialisers up to this size, including all axes and shapes, stay in the model."""
 
 
-def detach_weights(model: onnx.ModelProto, folder: Path | None) -> Weights:
+def detach_weights(model: onnx.ModelProto) -> Weights:
     """Remove the large initialisers from the model; inputs of their shapes replace them.
 
     Parameters
     ----------
     model : onnx.ModelProto
         Changed in place; afterwards it has no external data either.
-    folder : Path, optional
-        Folder of its external data.
 
     Returns
     -------
@@ -46,11 +43,11 @@ def detach_weights(model: onnx.ModelProto, folder: Path | None) -> Weights:
     for tensor in graph.initializer:
         check_size(tensor.name, tensor.dims)
         if math.prod(tensor.dims) > SMALL_ELEMENTS:
-            add_weight(graph, weights, tensor.name, to_array(load_external_data(tensor, folder)))
+            add_weight(graph, weights, tensor.name, to_array(load_external_data(tensor)))
         else:
             kept.append(tensor.name)
     keep_tensors(graph, set(kept))
-    load_all_external_data(model, folder)
+    load_all_external_data(model)
     return weights
 
 

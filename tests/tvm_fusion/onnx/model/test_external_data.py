@@ -82,6 +82,32 @@ def test_folder_link_that_leaves_the_folder(folder: Path) -> None:
         import_onnx(_save(folder, "up/secret.bin"))
 
 
+def _in_a_cache(folder: Path, location: str) -> Path:
+    """A model as caches of downloads have it: links, whose files are in a folder of blobs."""
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / "0f"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    _save(folder, location).rename(blobs / "c6ed")
+    (folder / "weights.bin").rename(blobs / "b879")
+    (snapshot / "model.onnx").symlink_to("../../blobs/c6ed")
+    return snapshot / "model.onnx"
+
+
+def test_links_to_the_folder_of_the_models_own_file(folder: Path) -> None:
+    path = _in_a_cache(folder, "model.onnx_data")
+    path.with_name("model.onnx_data").symlink_to("../../blobs/b879")
+    found = run_relax(import_onnx(path), [normal(512)])[0]
+    np.testing.assert_array_equal(found, 2 * normal(512))
+
+
+@pytest.mark.parametrize("target", ["../../../secret.bin", "../../blobs/../../secret.bin"])
+def test_other_links_beside_a_link(folder: Path, target: str) -> None:
+    path = _in_a_cache(folder, "model.onnx_data")
+    path.with_name("model.onnx_data").symlink_to(target)
+    with pytest.raises(InvalidModelError, match="a link that leaves the model's folder"):
+        import_onnx(path)
+
+
 def test_missing_file(folder: Path) -> None:
     with pytest.raises(InvalidModelError, match="'gone.bin'; there is no such file"):
         import_onnx(_save(folder, "gone.bin"))
@@ -121,7 +147,7 @@ def test_packed_elements_share_bytes(folder: Path, kind: str, count: int) -> Non
     _externalize(tensor, "weights.bin")
     model = onnx_model([helper.make_node("Relu", ["x"], ["y"])], {"x": (1,)}, ["y"])
     model.graph.initializer.append(tensor)
-    check_external_data(model, folder)
+    check_external_data(model, folder / "model.onnx")
     length = {entry.key: entry.value for entry in model.graph.initializer[0].external_data}
     assert length["length"] == ("8" if kind == "DOUBLE" else "2")
 
