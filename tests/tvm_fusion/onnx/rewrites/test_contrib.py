@@ -155,6 +155,13 @@ def test_attention_of_three_tensors() -> None:
     check([node("MultiHeadAttention", inputs, "y", num_heads=2)], **feeds)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(3, 5), (1, 5), (5, 3)])
+def test_causal_attention_to_other_keys(queries: int, keys: int) -> None:
+    made = node("MultiHeadAttention", "q k v b", "y", num_heads=2, unidirectional=1)
+    feeds = {"q": normal(2, queries, 8), "b": normal(24, seed=4)}
+    check([made], **feeds, k=normal(2, keys, 8, seed=2), v=normal(2, keys, 8, seed=3))
+
+
 def test_attention_with_a_past() -> None:
     inputs = "q k v - - - pk pv"
     names = ["q", "k", "v"]
@@ -244,6 +251,56 @@ def test_grouped_attention(past: int, tmp_path: Path) -> None:
             kept = range(min(size, length) if axis == 1 else size)
             pair = [np.take(each[row], kept, axis - 1) for each in (one, other)]
             np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "declared", "options", "more"),
+    [
+        (1, None, {"local_window_size": 3}, ()),
+        (3, 9, {"softcap": 2.0, "do_rotary": 1}, ()),
+        (2, 6, {"smooth_softmax": 1, "local_window_size": 1}, ("bias",)),
+        (2, 9, {"softcap": 0.5, "scale": 1.0}, ("bias", "sink")),
+    ],
+)
+def test_grouped_attention_with_buffers_windows_caps_and_sinks(
+    length: int, declared: int | None, options: dict[str, Any], more: Sequence[str]
+) -> None:
+    """The past is 4 long, in a buffer of 9 if ``declared`` says so; ``None``: it is a constant."""
+    room = 9 if declared == 9 else 4
+    batch = 2 if length == 1 else 1  # as ONNX Runtime demands it
+    angles = normal(16, 8, seed=9)
+    feeds = {
+        "q": normal(batch, length, 4 * 16),
+        "k": normal(batch, length, 2 * 16, seed=2),
+        "v": normal(batch, length, 2 * 16, seed=3),
+        **{name: normal(batch, 2, room, 16, seed=5) for name in ("pk", "pv")},
+        "lens": np.array([4, 3][:batch], "int32") + length - 1,
+        "total": np.array(4 + length, "int32"),
+        "cos": np.cos(angles),
+        "sin": np.sin(angles),
+        "bias": normal(batch, 4, length, 4 + length, seed=7),
+        "sink": normal(4, seed=8),
+    }
+    kept = [name if name in more else "-" for name in ("bias", "sink")]
+    feeds = {name: x for name, x in feeds.items() if name in more or name not in ("bias", "sink")}
+    inputs = " ".join(["q k v pk pv lens total cos sin -", *kept])
+    made = node("GroupQueryAttention", inputs, "y yk yv", num_heads=4, kv_num_heads=2, **options)
+    model = contrib([made], feeds)
+    wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    if declared is None:
+        stated = onnx.numpy_helper.from_array(feeds.pop("total"), "total")
+        model.graph.initializer.append(stated)
+        del model.graph.input[[value.name for value in model.graph.input].index("total")]
+    else:
+        with pytest.raises(UnsupportedOperatorError, match="total_sequence_length is no constant"):
+            import_onnx(model)
+        for value in model.graph.output[1:]:
+            shape = (batch, 2, declared, 16)
+            value.CopyFrom(helper.make_tensor_value_info(value.name, onnx.TensorProto.FLOAT, shape))
+    found = tvm_fusion.compile(model, threads=1)(feeds)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("unidirectional", [0, 1])

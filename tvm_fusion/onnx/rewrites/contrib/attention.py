@@ -49,7 +49,7 @@ def attention(parts: ContribExpansion) -> Refusal:
     scale = parts.get("scale", 0.0) or 1 / math.sqrt(widths[0] / heads)
     past = sizes(parts, parts.input(4), [3]) if parts.input(4) else [0]
     length = sizes(parts, parts.input(0), [1])
-    mask, causal = parts.input(3), _causal(length, past)
+    mask, causal = parts.input(3), _causal(length, length, past)
     problem = _problem(parts, mask, causal)
     if problem is not None:
         return problem
@@ -85,8 +85,8 @@ def multi_head_attention(parts: ContribExpansion) -> Refusal:
         key = parts.emit("Concat", parts.input(6), key, axis=2)
         value = parts.emit("Concat", parts.input(7), value, axis=2)
     scale = parts.get("scale", 0.0) or 1 / math.sqrt(width[0] / heads)
-    length = sizes(parts, parts.input(0), [1])
-    mask, causal = parts.input(4), _causal(length, past)
+    length, new = sizes(parts, parts.input(0), [1]), sizes(parts, parts.input(1), [-2])
+    mask, causal = parts.input(4), _causal(length, new, past)
     problem = _problem(parts, mask, causal)
     if problem is not None:
         return problem
@@ -117,12 +117,17 @@ def _split_heads(parts: ContribExpansion, name: str, heads: int) -> str:
     return parts.emit("Transpose", parts.reshape(name, 0, 0, heads, -1), perm=[0, 2, 1, 3])
 
 
-def _causal(length: list[int] | None, past: list[int] | None) -> np.ndarray | None:
-    """Return the causal mask to add to the scores; None if a length is not known."""
-    if not length or not past:
+def _causal(
+    length: list[int] | None, new: list[int] | None, past: list[int] | None
+) -> np.ndarray | None:
+    """Return the causal mask to add to the scores; None if a length is not known.
+
+    Where there are more keys than queries, ONNX Runtime lets the last query see all of them.
+    """
+    if not length or not new or not past:
         return None
-    rows, columns = length[0], length[0] + past[0]
-    allowed = np.tri(rows, columns, past[0], dtype=bool)
+    allowed = np.tri(length[0], new[0] + past[0], past[0], dtype=bool)
+    allowed[-1] = True
     return np.where(allowed, 0, LOWEST).astype(np.float32)
 
 
