@@ -88,6 +88,12 @@ def _training(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return "it is in training mode" if asked else None
 
 
+def _normalized(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    """Such a node would have been written by others if its rank were known."""
+    is_training = attribute(node, "training_mode", 0)
+    return "it is in training mode, and its input's rank is not known" if is_training else None
+
+
 def _sampled(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     mode, padding = attribute(node, "mode", "linear"), attribute(node, "padding_mode", "zeros")
     is_known = mode in SAMPLED and padding in ("zeros", "border", "reflection")
@@ -115,6 +121,7 @@ def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
+    "BatchNormalization": _normalized,
     "BitCast": bit_cast_problem,
     "Compress": compress_problem,
     "Col2Im": unfolded_problem,

@@ -42,8 +42,9 @@ def _defect(node: onnx.NodeProto, opset: int) -> str | None:
             formal is None or formal.option != OpSchema.FormalParameterOption.Optional
         ):
             return f"its input {index} is missing"
+    is_training = node.op_type == "BatchNormalization" and attribute(node, "training_mode", 0)
     for name in node.output[OUTPUTS.get(node.op_type, len(node.output)) :]:
-        if name:
+        if name and not is_training:
             return f"its output {name!r} is not supported"
     for entry in node.attribute:
         if node.op_type == "Constant" or entry.name in UNBOUNDED:
@@ -51,8 +52,6 @@ def _defect(node: onnx.NodeProto, opset: int) -> str | None:
         for value in (entry.i, *entry.ints):
             if abs(value) > MAX_ATTRIBUTE:
                 return f"its attribute {entry.name} is {value}"
-    if node.op_type == "BatchNormalization" and attribute(node, "training_mode", 0):
-        return "it is in training mode"
     equation = attribute(node, "equation", "")
     if node.op_type == "Einsum" and not re.fullmatch(r"[A-Za-z,.>\- ]+", equation):
         return f"its equation is {equation!r}"

@@ -14,6 +14,7 @@ from ..errors import InvalidModelError
 from .guards import check_translations
 from .model.graph_edits import (
     all_graphs,
+    attribute,
     default_opset,
     is_default_domain,
     replace_nodes,
@@ -59,6 +60,7 @@ from .rewrites.indexing.one_hot import expand_one_hot
 from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
 from .rewrites.indexing.unique import expand_unique
 from .rewrites.indexing.wide_concat import name_wide_concat
+from .rewrites.norms.batch_norm import BatchNormRule
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
@@ -216,7 +218,8 @@ def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
 def _widen_sums(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """Widen 16-bit operators before they are folded, or written out in the types that they have."""
     count = len(model.graph.node)
-    expand_nodes(model, GraphFacts(model, weights), SUMS)
+    norm = BatchNormRule(default_opset(model) or 1)
+    expand_nodes(model, GraphFacts(model, weights), {**SUMS, "BatchNormalization": norm})
     return model if len(model.graph.node) == count else infer_shapes(model)
 
 
@@ -245,11 +248,15 @@ def store_empty_inputs(model: onnx.ModelProto) -> None:
 
 
 def drop_unused_outputs(model: onnx.ModelProto) -> None:
-    """Remove optional outputs without readers; the importer computes all outputs that are named."""
+    """Remove optional outputs without readers; the importer computes all outputs that are named.
+
+    A BatchNormalization in training mode must have all of its.
+    """
     used = used_names(model)
     for graph in all_graphs(model):
         for node in graph.node:
-            if node.op_type in OUTPUTS and is_default_domain(node):
+            is_optional = node.op_type in OUTPUTS and not attribute(node, "training_mode", 0)
+            if is_optional and is_default_domain(node):
                 while len(node.output) > 1 and node.output[-1] not in used:
                     del node.output[-1]
 

@@ -26,7 +26,6 @@ from tvm_fusion.onnx.frontend import import_onnx
 PARAMETERS = [np.abs(normal(4, seed=i)) for i in range(4)]
 
 REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
-    ("BatchNormalization", PARAMETERS, {"training_mode": 1}, 15, "it is in training mode"),
     ("Dropout", [np.array(0.5, np.float32), np.array(True)], {}, 13, "it is in training mode"),
     (
         "Resize",
@@ -78,7 +77,7 @@ def test_refusals(
 
 def test_outputs_that_the_importer_does_not_compute() -> None:
     constants = [np.ones(4, np.float32)] * 4
-    model = one_node("BatchNormalization", (2, 4, 5), *constants, opset=15, training_mode=1)
+    model = one_node("BatchNormalization", (2, 4, 5), *constants, opset=15)
     model.graph.node[0].output.extend(["extra", "more"])
     model.graph.output.append(helper.make_tensor_value_info("extra", TensorProto.FLOAT, None))
     with pytest.raises(UnsupportedOperatorError, match="its output 'extra' is not supported"):

@@ -62,6 +62,57 @@ def test_batch_normalization_with_the_outputs_of_training(opset: int) -> None:
     assert len(imported.outputs) == 1
 
 
+@pytest.mark.parametrize("opset", [15, 19])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_batch_normalization_in_training_mode(opset: int, dtype: str) -> None:
+    """By the statistics of the data, which are also outputs; ONNX's reference has few types."""
+    parameters = [np.abs(normal(4, seed=i)).astype(dtype) + np.ones((), dtype) for i in range(4)]
+    names = ["scale", "bias", "old_mean", "old_variance"]
+    outputs = ["y", "mean", "variance"]
+    node = helper.make_node(
+        "BatchNormalization",
+        ["x", *names],
+        outputs,
+        epsilon=0.25,
+        momentum=0.75,
+        training_mode=1,
+    )
+    constants = dict(zip(names, parameters, strict=True))
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    model = onnx_model([node], {"x": (2, 4, 3, 5)}, outputs, constants, opset, dtype=kind)
+    for value in model.graph.output:
+        value.type.tensor_type.elem_type = kind
+    x = (3 * normal(2, 4, 3, 5, seed=9) + 1).astype(dtype)
+    scale, bias, mean, variance = (p.astype("f8").reshape(4, 1, 1) for p in parameters)
+    own, axes = x.astype("f8"), (0, 2, 3)
+    wanted = (own - own.mean(axes, keepdims=True)) / np.sqrt(own.var(axes, keepdims=True) + 0.25)
+    statistics = [
+        (0.75 * old.ravel() + 0.25 * new)
+        for old, new in ((mean, own.mean(axes)), (variance, own.var(axes)))
+    ]
+    found = run_relax(import_onnx(model), [x])
+    tolerance = 2e-3 if dtype == "float16" else 1e-5
+    for one, other in zip(found, [wanted * scale + bias, *statistics], strict=True):
+        assert one.dtype == dtype
+        np.testing.assert_allclose(one.astype("f8"), other, rtol=tolerance, atol=tolerance)
+
+
+def test_weights_that_are_standardised_become_constants() -> None:
+    parameters = {"scale": normal(8), "bias": normal(8, seed=2), "shape": int64(8, 3, 3, 3)}
+    parameters |= {"w": normal(1, 8, 27), "m": np.zeros(8, "f4"), "v": np.ones(8, "f4")}
+    nodes = [
+        helper.make_node(
+            "BatchNormalization", ["w", "scale", "bias", "m", "v"], ["n", "a", "b"], training_mode=1
+        ),
+        helper.make_node("Reshape", ["n", "shape"], ["k"]),
+        helper.make_node("Conv", ["x", "k"], ["y"]),
+    ]
+    imported = assert_same_as_onnx_runtime(
+        onnx_model(nodes, {"x": (1, 3, 8, 8)}, ["y"], parameters)
+    )
+    assert relax_ops(imported) == {"relax.nn.conv2d"}
+
+
 @pytest.mark.parametrize(("op_type", "opset"), [("Upsample", 9), ("Resize", 10)])
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_resizing_before_coordinate_modes(op_type: str, opset: int, mode: str) -> None:
