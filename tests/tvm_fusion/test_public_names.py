@@ -45,6 +45,16 @@ def test_names_do_not_import_the_compiler() -> None:
     assert json.loads(done.stdout) == [False, True]
 
 
+def test_loading_does_not_import_pytorch() -> None:
+    pytest.importorskip("torch")
+    code = (
+        "import sys, tvm_fusion; tvm_fusion.load; assert 'tvm_ffi' in sys.modules; "
+        "assert 'torch' not in sys.modules; import torch, tvm_ffi; "
+        "assert tvm_ffi.from_dlpack(torch.zeros(3)).shape == (3,)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_ranks_begin_without_the_compiler() -> None:
     code = (
         "import sys\nfrom tvm_fusion import distributed\n"
