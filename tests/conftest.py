@@ -13,6 +13,7 @@ from typing import Any
 
 # TVM reads this once, at its first parallel kernel; later it cannot be changed.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
+os.environ["TVM_FUSION_CACHE"] = "0"  # tests are to compile
 # This, too. After a parallel kernel each idle worker of a pool would spin for 0.2 s, and every
 # thread that calls one has a pool: a core beside the tests would do nothing else.
 os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")

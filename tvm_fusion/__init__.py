@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from . import pipeline as pipeline
     from .bench.profiler import profile
     from .bench.race import Arena, EngineSpec, Plan, RaceResult, race
-    from .compiler.compile_model import compile
+    from .compiler.compile import compile
     from .compiler.explain.explain import explain
     from .compiler.explain.explain_gpu import explain_kernels
     from .compiler.specialized_model import SpecializedModel, specialize
@@ -69,7 +69,7 @@ _LATER = {
     **dict.fromkeys(("TaskState", "TuneResult", "tune"), "tuning.job"),
     **dict.fromkeys(("CompiledModel", "Latency", "load"), "runtime.compiled_model"),
     "aligned_empty": "runtime.host_arrays",
-    "compile": "compiler.compile_model",
+    "compile": "compiler.compile",
     "explain": "compiler.explain.explain",
     **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
     "explain_kernels": "compiler.explain.explain_gpu",

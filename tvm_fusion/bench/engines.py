@@ -87,7 +87,7 @@ class FusionEngine(Engine):
     ) -> float:
         """Compile with ``target``, ``fuse``, ``winograd``; save; return the seconds taken."""
         # Only where it compiles: what loads a model needs no compiler.
-        from tvm_fusion.compiler.compile_model import compile as compile_model
+        from tvm_fusion.compiler.compile import compile as compile_model
 
         begin = time.perf_counter()
         compile_model(path, shapes=shapes, threads=threads, **options).save(output)

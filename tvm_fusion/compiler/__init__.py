@@ -2,5 +2,5 @@
 """Compilation: targets, the phases of the pipeline, and reports.
 
 Imports ``onnx``, ``runtime``, ``codegen`` and ``machine``; ``bench`` and ``cli`` may import it.
-Start with ``compile_model.py``, then ``pipeline.py``.
+Start with ``compile.py`` and ``compile_model.py``, then ``pipeline.py``.
 """

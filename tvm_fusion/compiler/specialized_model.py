@@ -23,7 +23,7 @@ from ..onnx.rewrite import drop_initializers_from_inputs
 from ..runtime.arguments import bind
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.tensor_spec import TensorSpec
-from .compile_model import compile
+from .compile import compile
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

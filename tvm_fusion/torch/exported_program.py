@@ -7,6 +7,7 @@ Relax module use them there.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -100,6 +101,23 @@ def import_exported_program(
         if not ops:
             raise
         raise UnsupportedTorchOpError(f"{', '.join(sorted(ops))}: {error}", ops) from error
+
+
+def digest_of(program: ExportedProgram) -> str:
+    """Digest of a program: its text, and the values of its tensors.
+
+    Raises
+    ------
+    TypeError
+        If it holds constants other than tensors.
+    """
+    digest = hashlib.sha256(str(program).encode())
+    for name, value in sorted({**program.state_dict, **program.constants}.items()):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}")
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def as_onnx(program: ExportedProgram) -> onnx.ModelProto:

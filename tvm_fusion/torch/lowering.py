@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from torch.export import ExportedProgram
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from ..compiler.compile_model import compile
+from ..compiler.compile import compile
+from ..compiler.model_cache import VARIABLE
 from ..errors import EagerModeWarning, InvalidInputError
 from ..warning_filters import warnings_ignored
 from . import tensors
@@ -139,7 +141,8 @@ def lower_whole(program: ExportedProgram, choices: Choices) -> Run:
         If that is not possible.
     """
     with torch.inference_mode(False), torch.no_grad():
-        model = compile(program, **choices.arguments)
+        is_unset = VARIABLE not in os.environ
+        model = compile(program, cache=True if is_unset else None, **choices.arguments)
     names = list(program.graph_signature.user_inputs)
     places = [names.index(spec.name) for spec in model.inputs]
 
