@@ -17,6 +17,7 @@ from .operator_checks import refuse_nodes
 from .rewrites.arithmetic.division import division_problem
 from .rewrites.arithmetic.wider_types import norm_problem
 from .rewrites.control_flow.loops import loop_problem
+from .rewrites.control_flow.tensor_lists import LIST_OPERATORS, list_problem
 from .rewrites.determinant import determinant_problem
 from .rewrites.fourier import fourier_problem
 from .rewrites.indexing.sequences import sequence_problem
@@ -121,6 +122,7 @@ def _branch(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 
 _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
+    **dict.fromkeys(LIST_OPERATORS, list_problem),
     "BatchNormalization": _normalized,
     "BitCast": bit_cast_problem,
     "Compress": compress_problem,

@@ -23,11 +23,7 @@ WRITTEN = frozenset(
 )
 """Operators that the importer lacks, or refuses here, and that rules write by others."""
 
-DATA_DEPENDENT = frozenset(
-    """AllClassNMS MaxRoiPool Optional OptionalGetElement OptionalHasElement SequenceAt
-    SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength SplitToSequence
-    ConcatFromSequence""".split()
-)
+DATA_DEPENDENT = frozenset({"AllClassNMS", "MaxRoiPool"})
 """Operators of the importer whose result sizes or reads depend on data."""
 
 Problem = tuple[onnx.NodeProto, str]

@@ -52,6 +52,7 @@ from .rewrites.arithmetic.wider_types import (
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
 from .rewrites.control_flow.loops import unroll_loops
+from .rewrites.control_flow.tensor_lists import write_out_lists
 from .rewrites.expansion import Expansion, Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.fourier import expand_dft, expand_stft, write_sides
@@ -206,6 +207,7 @@ def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         facts = GraphFacts(model, weights)
         changed = splice_branches(model, facts)
         changed = unroll_loops(model, GraphFacts(model, weights)) or changed
+        changed = write_out_lists(model, GraphFacts(model, weights)) or changed
         if changed:
             del model.graph.value_info[:]
             continue
