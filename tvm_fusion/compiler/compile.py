@@ -64,7 +64,8 @@ def compile(
         NaN over a tile of 4x4 pixels.
     threads : int, optional
         Threads of a call; by default one a physical core. The code is compiled for that number,
-        unless the target has ``num-cores``.
+        unless the target has ``num-cores``. There may be more than this machine has if the target
+        is named, not ``"native"``; calls here then run on all of this one's.
     records : path, optional
         Winners of tuning jobs (:func:`tvm_fusion.tune`) for the knobs of kernels: a file, the
         folder of a job, or ``"none"``. They count for the same CPU, vectors and threads, or the
@@ -157,7 +158,8 @@ def compile(
         from .compile_model import compile_for_ranks
 
         return compile_for_ranks(model, ranks, target, shapes, threads, progress, **options)
-    count, folder, entry = choose_threads(threads), cache_folder(cache), None
+    count = choose_threads(threads, elsewhere=target != "native")
+    folder, entry = cache_folder(cache), None
     if folder is not None:
         asked = options | {"target": target, "shapes": shapes, "threads": (threads, count)}
         entry = Entry.of(folder, model, asked)
@@ -166,7 +168,7 @@ def compile(
         from .compile_model import compile_model, external_files
 
         external = None if entry is None else entry.external(external_files(model))
-        compiled = compile_model(model, target, shapes, threads, progress, **options)
+        compiled = compile_model(model, target, shapes, threads, count, progress, **options)
         if entry is not None and external is not None:
             entry.store(compiled, external)
     elif progress is not None:

@@ -22,7 +22,6 @@ from ..onnx.frontend import ImportedModel, import_onnx
 from ..onnx.model.loader import model_files
 from ..runtime.artifact import Description, current_versions
 from ..runtime.compiled_model import CompiledModel
-from ..runtime.thread_pool import choose_threads
 from ..runtime.weights import weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
@@ -40,14 +39,17 @@ def compile_model(
     target: str | Mapping[str, Any] | tvm.target.Target,
     shapes: Mapping[str, Any] | None,
     threads: int | None,
+    count: int,
     progress: Progress | None,
     *,
     records: str | os.PathLike[str] | None,
     machine: str | os.PathLike[str] | None,
     **options: Any,
 ) -> CompiledModel:
-    """Compile for one process as :func:`tvm_fusion.compile` does, without a cache or a check."""
-    count = choose_threads(threads)
+    """Compile for one process as :func:`tvm_fusion.compile` does, without a cache or a check.
+
+    ``threads`` are those of the code, ``count`` those of calls on this machine.
+    """
     measured = None if machine is None else load_machine(machine)
     resolved = resolve(target, cores=threads, machine=measured)
     found = choose_records(records, resolved)

@@ -44,18 +44,21 @@ _idle: list[WorkerPool] = []
 _main_thread = threading.main_thread().ident
 
 
-def choose_threads(threads: int | None) -> int:
+def choose_threads(threads: int | None, elsewhere: bool = False) -> int:
     """Check a number of threads, or choose it.
 
     Parameters
     ----------
     threads : int or None
         None means ``TVM_NUM_THREADS`` if the environment has it, else one a physical core.
+    elsewhere : bool
+        Whether it may be for another machine; then this one has no more than its processors.
 
     Raises
     ------
     InvalidInputError
-        If it is no positive integer, or more than the processors that this process may use.
+        If it is no positive integer, or more than the processors that this process may use, and not
+        for another machine.
     """
     usable = usable_processors()
     if threads is None:
@@ -63,12 +66,12 @@ def choose_threads(threads: int | None) -> int:
         return min(int(wish), usable) if wish.isdecimal() and int(wish) else physical_cores()
     if isinstance(threads, bool) or not isinstance(threads, Integral) or threads < 1:
         raise InvalidInputError(f"threads is {threads!r}; expected a positive integer or None")
-    if threads > usable:
+    if threads > usable and not elsewhere:
         raise InvalidInputError(
             f"threads is {threads}, and this process may use {usable} processors; "
             f"ask for at most {usable}, or widen the process's affinity (taskset, cpuset)"
         )
-    return int(threads)
+    return min(int(threads), usable)
 
 
 class Crew:

@@ -78,6 +78,9 @@ def test_no_more_threads_than_processors(processors) -> None:
     processors(usable=2, cores=2)
     with pytest.raises(InvalidInputError, match="threads is 3, and this process may use 2"):
         choose_threads(3)
+    assert choose_threads(3, elsewhere=True) == 2
+    with pytest.raises(InvalidInputError, match="expected a positive integer or None"):
+        choose_threads(0, elsewhere=True)
 
 
 KERNEL = """
