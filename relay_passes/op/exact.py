@@ -6,6 +6,7 @@
     sign(x)                         NaN stays NaN; 0 or 1 of integers without sign
     equal(x, y), ... of bools       those of int8: LLVM has no ordered comparison of bools
     asin(x), ... of float16         in float32: no target has them in 16 bits
+    quantize(x)                     NaN becomes the lowest number, not the highest
     max_pool2d(x), ...              begins with -inf, and a window with NaN is NaN
     logical_not(x), ... of bools    by bits: TVM's simplifier makes y < x of not (x <= y)
     x * 0, 0 / x, x / 0             TVM folds them, and so loses NaN, or fails
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from tvm import relax, te, tirx, topi
 from tvm.ir import GenericConst, Op
 
-from schedules.compute.edge_values import max_pool, sign
+from schedules.compute.edge_values import max_pool, quantize, sign
 
 Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
 
@@ -37,12 +38,32 @@ def exact_legalizations() -> dict[str, Legalize]:
     of_bools = {f"relax.{name}": _in_type(name, "bool", "int8") for name in others}
     logic = {f"relax.{name}": _by_bits(name) for name in _LOGIC}
     folded = {f"relax.{name}": _with_zeros(name) for name in _FOLDED}
-    own = {"relax.logical_not": _legalize_not, "relax.sign": _legalize_sign}
+    own = {
+        "relax.logical_not": _legalize_not,
+        "relax.quantize": _legalize_quantize,
+        "relax.sign": _legalize_sign,
+    }
     return {**pools, **functions, **of_bools, **logic, **folded, **own}
 
 
 def _legalize_sign(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return builder.call_te(sign, call.args[0], primfunc_name_hint="tir_sign")
+
+
+def _legalize_quantize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    data, *parameters = call.args
+    axis, dtype = int(call.attrs.axis), str(call.attrs.out_dtype)
+    if "int" not in dtype:
+        return _registered("quantize")(builder, call)
+    numbers = [_number(parameter) for parameter in parameters]
+    return builder.call_te(quantize, data, *numbers, axis, dtype, primfunc_name_hint="quantize")
+
+
+def _number(operand: relax.Expr) -> relax.Expr | tirx.Expr:
+    """The number of a constant of no dimensions; any other operand itself."""
+    if isinstance(operand, GenericConst) and not operand.ty.shape:
+        return tirx.const(operand.value.numpy().item(), str(operand.ty.dtype))
+    return operand
 
 
 def _registered(name: str) -> Legalize:

@@ -12,12 +12,11 @@ from onnx import inliner
 from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
 
 from ...model.graph_edits import (
-    attribute,
     default_opset,
     is_default_domain,
     nested_graphs,
     node_label,
-    set_attributes,
+    write_defaults,
 )
 from ...model.shapes import infer_shapes
 from .branches import inherit_conditions
@@ -59,7 +58,7 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     before = _to_expand(model)
     if not before:
         return model
-    _write_defaults(model)
+    write_defaults(model, lambda node, _: node.op_type in EXPANDED)  # the inliner ignores them
     _name_bodies(model)
     wanted = [("", name) for name in EXPANDED]
     try:
@@ -95,17 +94,6 @@ def _to_expand(model: onnx.ModelProto) -> dict[tuple[str, ...], onnx.NodeProto]:
     """Nodes of the operators of ``EXPANDED``, by operator and outputs."""
     nodes = (node for node in model.graph.node if node.op_type in EXPANDED)
     return {(node.op_type, *node.output): node for node in nodes if is_default_domain(node)}
-
-
-def _write_defaults(model: onnx.ModelProto) -> None:
-    """Give the nodes to be expanded all attributes; the inliner ignores defaults."""
-    opset = default_opset(model) or 1
-    for node in model.graph.node:
-        if node.op_type in EXPANDED and is_default_domain(node):
-            for name, entry in onnx.defs.get_schema(node.op_type, opset).attributes.items():
-                if entry.default_value.name:
-                    default = onnx.helper.get_attribute_value(entry.default_value)
-                    set_attributes(node, **{name: attribute(node, name, default)})
 
 
 def _name_bodies(model: onnx.ModelProto) -> None:
