@@ -432,7 +432,9 @@ PREFERRED: dict[tuple[str, str], Preference] = {
 }
 """By operator and element type, patterns both; finite numbers are compared with both always."""
 
-SHORT = frozenset("AffineGrid Erf Gelu GroupNormalization HardSwish LayerNormalization Resize Shrink".split())
+SHORT = frozenset(
+    "AffineGrid Erf Gelu GroupNormalization HardSwish LayerNormalization Resize Shrink".split()
+)
 """Operators of which we or a reference compute in float32 what is given in float64."""
 
 CUT = frozenset({"GridSample", "Resize"})
