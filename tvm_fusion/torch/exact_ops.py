@@ -40,16 +40,22 @@ def _is_negative(x: Tensor) -> Tensor:
     return (x < 0) | ((x == 0) & (1 / x < 0))
 
 
-def _of_floats(compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Decomposition of a division of floats, one of them maybe a number; of integers it is none."""
+def _of_floats(
+    compute: Callable[[Tensor, Tensor], Tensor], *, rounds_numbers: bool = False
+) -> Callable[..., Any]:
+    """Decomposition of a division of floats, one of them maybe a number; of integers it is none.
+
+    A number is rounded to 16 bits, as the tensors are, where eager mode does so.
+    """
 
     def decompose(a: Any, b: Any, *, rounding_mode: str | None = "floor") -> Any:
         result = torch.result_type(a, b)
         if not result.is_floating_point or rounding_mode != "floor":
             return NotImplemented
         work = torch.float32 if result in _HALVES else result
+        kind = result if rounds_numbers else work
         a, b = (
-            x.to(work) if isinstance(x, Tensor) else torch.full((), x, dtype=work) for x in (a, b)
+            (x if isinstance(x, Tensor) else torch.full((), x, dtype=kind)).to(work) for x in (a, b)
         )
         return compute(a, b).to(result)
 
@@ -110,7 +116,7 @@ EXACT_OPS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys(
         (_ATEN.remainder.Tensor, _ATEN.remainder.Scalar, _ATEN.remainder.Scalar_Tensor),
-        _of_floats(_remainder),
+        _of_floats(_remainder, rounds_numbers=True),
     ),
 }
 """Ops, and functions of their arguments that compute the same by others."""
