@@ -24,7 +24,6 @@ from ...core.expressions import Value, op_name
 from ...core.graph import Graph
 from .conv2d_operands import is_chain, is_plain_conv2d, out_channels
 
-
 ROUNDING = 1024.0
 """How many times larger than their sum, and than 1, are constants that are there to round."""
 

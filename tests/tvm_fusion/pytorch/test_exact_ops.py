@@ -54,7 +54,8 @@ def pairs(dtype: Any) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_divisions_of_floats(dtype: Any) -> None:
     below = lambda a, b: torch.div(a, b, rounding_mode="floor")  # noqa: E731
-    check([torch.floor_divide, below, torch.remainder], *pairs(dtype))
+    near = 0 if dtype == torch.float32 else 1e-3  # eager mode rounds each step to 16 bits
+    check([torch.floor_divide, below, torch.remainder], *pairs(dtype), rtol=near)
     check([lambda a: torch.floor_divide(a, 0.7), lambda a: a % -0.7], pairs(dtype)[0])
 
 
