@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from tvm import te, tirx, topi
 from tvm.target import Target
 
-Parameter = te.Tensor | tirx.Expr
+Parameter: TypeAlias = te.Tensor | tirx.Expr
 
 
 def sign(x: te.Tensor) -> te.Tensor:

@@ -31,7 +31,7 @@ class LowerGPUKernels:
 
     def transform_module(self, mod: tvm.IRModule, ctx: PassContext) -> tvm.IRModule:
         """Return the lowered module."""
-        mod = ExactFloats()(mod)
+        mod = tvm.transform.Sequential([ExactFloats()])(mod)
         lower, *_ = s_tir.pipeline.default_s_tir_pipeline()
         written = {var: func for var, func in mod.functions_items() if _is_written(func)}
         if ctx.instruments or not written:

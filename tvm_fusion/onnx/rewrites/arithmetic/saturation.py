@@ -29,7 +29,7 @@ SATURATE = "tvm_fusion.Saturate"
 """Operator that :func:`translate_saturate` translates."""
 
 _EXACT_BITS = 16
-"""Limits of larger types are no numbers of float32."""
+"""Limits of larger types may be no floats, as which they are an operator's attributes."""
 
 
 def saturate_casts(model: onnx.ModelProto, facts: GraphFacts) -> None:
@@ -56,7 +56,9 @@ def _saturated(
         return None
     low, high = (float(limit.item()) for limit in limits if limit is not None)
     own = ml_dtypes.iinfo(helper.tensor_dtype_to_np_dtype(kind))
-    if own.bits > _EXACT_BITS or not own.min <= low <= high <= own.max:
+    if own.bits > _EXACT_BITS and facts.dtype(clip.input[0]) in INTEGER_TYPES:
+        return None
+    if not own.min <= low <= high <= own.max:
         return None
     attributes = {"to": kind, "low": low, "high": high}
     return helper.make_node(SATURATE, clip.input[:1], node.output, node.name, **attributes)
