@@ -59,7 +59,7 @@ def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
     if activation.kind == "round_clip":
         return clip(tirx.round(value), activation.low, activation.high)
     if activation.kind == "hardswish":
-        return value * clip(value + const(3), 0, 6) * const(1 / 6)
+        return value * (clip(value + const(3), 0, 6) * const(1 / 6))
     if activation.kind == "gelu":
         return value * (tirx.erf(value * const(math.sqrt(0.5))) * const(0.5) + const(0.5))
     gate = tirx.sigmoid(value)

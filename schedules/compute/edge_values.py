@@ -4,6 +4,7 @@
 ::
 
     sign(x) = 1 if x > 0, -1 if x < 0, else x
+    quantize(x)[i] = min(max(round(x[i] / scale) + zero, low), high)
     max_pool(x)[n, c, h, w] = max over (kh, kw) of x[n, c, h * sh + kh * dh, w * sw + kw * dw]
 """
 
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from tvm import te, tirx, topi
 from tvm.target import Target
+
+Parameter: TypeAlias = te.Tensor | tirx.Expr
 
 
 def sign(x: te.Tensor) -> te.Tensor:
@@ -40,6 +44,42 @@ def sign(x: te.Tensor) -> te.Tensor:
         return tirx.Select(value > zero, one, below)
 
     return te.compute(x.shape, element, name="sign", tag=topi.tag.ELEMWISE)
+
+
+def quantize(
+    data: te.Tensor, scale: Parameter, zero: Parameter, axis: int, dtype: str
+) -> te.Tensor:
+    """Whole numbers for floats; NaN becomes the lowest, as by ONNX Runtime.
+
+    Parameters
+    ----------
+    data : te.Tensor
+        Any shape, floats.
+    scale, zero : te.Tensor or tirx.Expr
+        One number, or a vector along ``axis``.
+    axis : int
+        An axis of ``data``.
+    dtype : str
+        An integer type, whose range bounds the results.
+
+    Returns
+    -------
+    te.Tensor
+        The same shape, of type ``dtype``.
+    """
+
+    def along(value: Parameter, index: Sequence[tirx.Var]) -> tirx.Expr:
+        if not isinstance(value, te.Tensor):
+            return value
+        is_single = all(isinstance(size, tirx.IntImm) and size.value == 1 for size in value.shape)
+        return value(*[0] * len(value.shape)) if is_single else value(index[axis])
+
+    def element(*index: tirx.Var) -> tirx.Expr:
+        whole = tirx.round(data(*index) / along(scale, index)) + along(zero, index)
+        low, high = tirx.min_value(dtype), tirx.max_value(dtype)
+        return tirx.min(tirx.max(whole, low), high).astype(dtype)  # the second where unordered
+
+    return te.compute(data.shape, element, name="quantized")
 
 
 def max_pool(

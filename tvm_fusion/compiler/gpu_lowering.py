@@ -12,6 +12,8 @@ from tvm import s_tir
 from tvm.ir.transform import Pass, PassContext
 from tvm.tirx import compilation_pipeline
 
+from .lowering import ExactFloats
+
 NAME = "tvm_fusion_gpu"
 COMPACTION = "s_tir.CompactBufferAllocation"
 
@@ -29,6 +31,7 @@ class LowerGPUKernels:
 
     def transform_module(self, mod: tvm.IRModule, ctx: PassContext) -> tvm.IRModule:
         """Return the lowered module."""
+        mod = tvm.transform.Sequential([ExactFloats()])(mod)
         lower, *_ = s_tir.pipeline.default_s_tir_pipeline()
         written = {var: func for var, func in mod.functions_items() if _is_written(func)}
         if ctx.instruments or not written:

@@ -8,6 +8,8 @@ fraction of the time. Importing this module registers the list under ``NAME`` fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tvm
 import tvm_ffi
 from tvm import DataType, s_tir, tirx
@@ -21,6 +23,7 @@ def lowering_passes() -> list[Pass]:
     """Passes from scheduled functions to functions of packed arguments, in TVM's order."""
     nests, code = s_tir.transform, tirx.transform
     return [
+        ExactFloats(),
         nests.CanonicalizeLoop(),
         nests.LowerInitBlock(),
         nests.PlanAndUpdateBufferAllocationLocation(),
@@ -35,6 +38,7 @@ def lowering_passes() -> list[Pass]:
         code.NarrowDataType(32),
         nests.LoopPartition(),
         code.VectorizeLoop(True),
+        BroadcastBits(),
         code.StorageRewrite(),
         HoistConditions(),
         code.UnrollLoop(),
@@ -49,6 +53,108 @@ def lowering_passes() -> list[Pass]:
         code.FP8StorageLegalize(),
         code.BF16StorageLegalize(),
     ]
+
+
+@tvm.transform.module_pass(opt_level=0, name="ExactFloats")
+class ExactFloats:
+    """Write operations on floats so that TVM's simplifier and code generator keep their numbers.
+
+    ::
+
+        a - b                 a + b * -1           x + y - x is not y where x is large or infinite
+        a == a                a <= a               false where a is NaN
+        a != b                (a == b) ^ True      true where one is NaN; in LLVM's code it is not
+        not (a < b)           (a < b) ^ True       not b <= a where one is NaN
+        bool(a)               (a == 0) ^ True      true where a is NaN
+
+    LLVM and the compilers of GPUs make the shorter instruction of each again.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: PassContext) -> tvm.IRModule:
+        """Return the module with other operations, and the same numbers."""
+        rules: list[tuple[type, Callable[..., tirx.Expr]]] = [
+            (tirx.Sub, _as_sum),
+            (tirx.EQ, _as_order),
+            (tirx.NE, _as_inverse),
+            (tirx.Not, _as_bits),
+            (tirx.Cast, _as_comparison),
+        ]
+        functions = {
+            var: tvm_ffi.structural_map(func, rules) for var, func in mod.functions_items()
+        }
+        return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+_COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ)
+
+
+def _const(number: float, like: tirx.Expr) -> tirx.Expr:
+    dtype = DataType(str(like.ty.dtype))
+    one = tirx.const(number, str(dtype).partition("x")[0])
+    return tirx.Broadcast(one, dtype.lanes) if dtype.lanes > 1 else one
+
+
+def _is_float(value: tirx.Expr) -> bool:
+    return "float" in str(value.ty.dtype)
+
+
+def _inverse(condition: tirx.Expr) -> tirx.Expr:
+    return tirx.bitwise_xor(condition, _const(True, condition))
+
+
+def _as_sum(difference: tirx.Sub) -> tirx.Expr:
+    a, b = difference.a, difference.b
+    return a + b * _const(-1, b) if _is_float(a) else difference
+
+
+def _as_order(equality: tirx.EQ) -> tirx.Expr:
+    a, b = equality.a, equality.b
+    return tirx.LE(a, b) if _is_float(a) and tvm_ffi.structural_equal(a, b) else equality
+
+
+def _as_inverse(inequality: tirx.NE) -> tirx.Expr:
+    a, b = inequality.a, inequality.b
+    return _inverse(_as_order(tirx.EQ(a, b))) if _is_float(a) else inequality
+
+
+def _as_bits(inverse: tirx.Not) -> tirx.Expr:
+    condition = inverse.a
+    return _inverse(condition) if _compares_floats(condition) else inverse
+
+
+def _compares_floats(condition: tirx.Expr) -> bool:
+    return isinstance(condition, _COMPARISONS) and _is_float(condition.a)
+
+
+def _as_comparison(cast: tirx.Cast) -> tirx.Expr:
+    value = cast.value
+    if not _is_float(value) or not str(cast.ty.dtype).startswith("bool"):
+        return cast
+    return _inverse(tirx.EQ(value, _const(0, value)))
+
+
+@tvm.transform.module_pass(opt_level=0, name="BroadcastBits")
+class BroadcastBits:
+    """Repeat a bfloat16 in the lanes of a vector as the bits that it is stored as.
+
+    ``BF16StorageLegalize`` does not replace the type of such a vector, and fails where it is
+    stored.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: PassContext) -> tvm.IRModule:
+        """Return the module without vectors of one bfloat16."""
+        functions = {
+            var: tvm_ffi.structural_map(func, (tirx.Broadcast, _broadcast_bits))
+            for var, func in mod.functions_items()
+        }
+        return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _broadcast_bits(vector: tirx.Broadcast) -> tirx.Expr:
+    if str(vector.value.ty.dtype) != "bfloat16":
+        return vector
+    bits = tirx.Broadcast(tirx.reinterpret("uint16", vector.value), vector.lanes)
+    return tirx.reinterpret(str(vector.ty.dtype), bits)
 
 
 @tvm.transform.module_pass(opt_level=0, name="HoistConditions")

@@ -20,6 +20,7 @@ from .model.graph_edits import (
     replace_nodes,
     set_attributes,
     used_names,
+    write_defaults,
 )
 from .model.shapes import infer_first, infer_shapes, infer_shapes_anew, static_shape
 from .model.tensor_facts import GraphFacts
@@ -30,6 +31,7 @@ from .rewrites.arithmetic.activations import (
     expand_clip,
     expand_dropout,
     expand_elu,
+    expand_prelu,
     expand_selu,
     expand_shrink,
     expand_thresholded_relu,
@@ -57,7 +59,7 @@ from .rewrites.expansion import Expansion, Rule, expand_nodes
 from .rewrites.fold import fold_constants
 from .rewrites.fourier import expand_dft, expand_stft, write_sides
 from .rewrites.indexing.indices import check_indices, clamp_diagonal
-from .rewrites.indexing.one_hot import expand_one_hot
+from .rewrites.indexing.one_hot import expand_eye_like, expand_one_hot
 from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
 from .rewrites.indexing.unique import expand_unique
 from .rewrites.indexing.wide_concat import name_wide_concat
@@ -80,7 +82,7 @@ from .rewrites.quantized import (
 )
 from .rewrites.recurrent import expand_recurrent
 from .rewrites.run_time_axes import choose_axes
-from .rewrites.windows.auto_pad import pad_pools
+from .rewrites.windows.auto_pad import expand_pad, pad_pools
 from .rewrites.windows.conv_transpose import pad_transposed_convolutions
 from .rewrites.windows.grid_sample import expand_grid_sample
 from .rewrites.windows.max_places import expand_max_pool
@@ -123,11 +125,13 @@ EXPANSIONS: dict[str, Rule] = {
     "Div": expand_division,
     "Dropout": expand_dropout,
     "Elu": expand_elu,
+    "EyeLike": expand_eye_like,
     "GRU": expand_recurrent,
     "Gelu": widen_sum,
     "Gemm": widen_product,
     "GlobalLpPool": expand_p_norm,
     "GridSample": expand_grid_sample,
+    "HardSigmoid": widen_sum,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
     "LSTM": expand_recurrent,
@@ -139,6 +143,8 @@ EXPANSIONS: dict[str, Rule] = {
     "Mod": expand_modulo,
     "NonMaxSuppression": name_limits,
     "OneHot": expand_one_hot,
+    "PRelu": expand_prelu,
+    "Pad": expand_pad,
     "Pow": expand_power,
     "QLinearConv": expand_qlinear_conv,
     "QLinearMatMul": expand_qlinear_matmul,
@@ -167,6 +173,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     drop_unused_outputs(model)
     check_nodes(model)
     model = upgrade_opset(model)
+    write_defaults(model, lambda _, entry: entry.type == onnx.defs.OpSchema.AttrType.FLOAT)
     store_empty_inputs(model)
     split_mean_variance(model)
     write_sides(model)

@@ -25,6 +25,7 @@ from ..errors import InvalidModelError, UnsupportedOperatorError
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..onnx.model.weights import SMALL_ELEMENTS
 from ..warning_filters import warnings_ignored
+from .exact_ops import EXACT_OPS
 from .fast_paths import FAST_PATHS
 from .lost_arguments import FORMS, decomposition, lost_arguments
 
@@ -32,6 +33,7 @@ FX_NODE = "pkg.torch.onnx.fx_node"
 """Key under which PyTorch's exporter stores the FX node that an ONNX node comes from."""
 
 _WRITTEN_OUT = {
+    **EXACT_OPS,
     **FAST_PATHS,
     torch.ops.aten._assert_tensor_metadata.default: lambda *arguments, **options: None,
 }

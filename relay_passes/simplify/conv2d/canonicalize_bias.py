@@ -9,7 +9,8 @@
     r + (conv2d(...) + c)      ->   (conv2d(...) + c) + r      r not such a chain itself
 
 Each step needs the value in between to have no other reader. Subtracting a constant is adding its
-negative. Left alone: constants that vary in space, and residuals that broadcast.
+negative. Left alone: constants that vary in space, residuals that broadcast, and large constants
+that cancel, by which ``(x + c) - c`` rounds ``x``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from ...core.expressions import Value, op_name
 from ...core.graph import Graph
 from .conv2d_operands import is_chain, is_plain_conv2d, out_channels
 
+ROUNDING = 1024.0
+"""How many times larger than their sum, and than 1, are constants that are there to round."""
+
 
 def canonicalize_bias(graph: Graph, call: relax.Expr) -> Value:
     """Bring the addition or subtraction ``call`` one step closer to the normal form."""
@@ -35,17 +39,20 @@ def canonicalize_bias(graph: Graph, call: relax.Expr) -> Value:
     producer = graph.definition(data)
     if producer is None:
         return None
-    merged = _merge(producer, offset)
+    merged = _merge(graph, producer, offset)
     if merged is None:
         merged = _before_residual(graph, producer, offset)
     return _as_bias(call, data, producer, offset) if merged is None else merged
 
 
-def _merge(producer: relax.Expr, offset: np.ndarray) -> Value:
+def _merge(graph: Graph, producer: relax.Expr, offset: np.ndarray) -> Value:
     match = shifted(producer)
     if match is None or not broadcasts_cheaply(match[1], offset):
         return None
-    total = constant(match[1] + offset, producer.ty.dtype)
+    both = match[1] + offset
+    if (abs(offset) > ROUNDING * np.maximum(abs(both), 1)).any() and not is_chain(graph, match[0]):
+        return None
+    total = constant(both, producer.ty.dtype)
     return None if total is None else relax.op.add(match[0], total)
 
 

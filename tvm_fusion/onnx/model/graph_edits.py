@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import onnx
@@ -96,6 +96,35 @@ def drop_unread_nodes(model: onnx.ModelProto) -> None:
             read.update(node.input)
             kept.append(node)
     replace_nodes(model.graph, reversed(kept))
+
+
+def write_defaults(
+    model: onnx.ModelProto, is_wanted: Callable[[onnx.NodeProto, Any], bool]
+) -> None:
+    """Give nodes the attributes that they lack, as ONNX's schemas have them.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        Is changed.
+    is_wanted : callable
+        Function of a node and of an attribute of its schema.
+    """
+    opset = default_opset(model) or 1
+    schemas: dict[str, Any] = {}
+    for graph in all_graphs(model):
+        for node in graph.node:
+            if not is_default_domain(node):
+                continue
+            if node.op_type not in schemas:
+                has_schema = onnx.defs.has(node.op_type, opset, "")
+                schemas[node.op_type] = (
+                    onnx.defs.get_schema(node.op_type, opset).attributes if has_schema else {}
+                )
+            given = {entry.name for entry in node.attribute}
+            for name, entry in schemas[node.op_type].items():
+                if name not in given and entry.default_value.name and is_wanted(node, entry):
+                    node.attribute.append(entry.default_value)
 
 
 def set_attributes(node: onnx.NodeProto, dropped: Iterable[str] = (), **values: Any) -> None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from ..model.graph_edits import all_graphs, attribute, is_default_domain, replace_nodes
 from ..model.tensor_facts import GraphFacts
 from .arithmetic.narrow_types import NARROW, NARROW_FLOATS
+from .arithmetic.saturation import saturate
 from .expansion import Expansion, conv_attributes
 
 LARGEST_PRODUCT = 255 * 255
@@ -115,11 +115,13 @@ def _is_to_float(node: onnx.NodeProto) -> bool:
 
 
 def expand_quantize(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Replace a QuantizeLinear with a scale for each block of an axis, or to a narrow type."""
+    """Replace a QuantizeLinear with a scale for each block of an axis, of or to other types."""
     x, scale, zero = [*node.input, ""][:3]
     facts = expansion.facts
     kind = facts.dtype(zero) if zero else attribute(node, "output_dtype", 0) or TensorProto.UINT8
-    if not attribute(node, "block_size", 0) and not _is_wider_inside(kind, facts.dtype(scale)):
+    is_known = facts.dtype(x) in (TensorProto.FLOAT, TensorProto.FLOAT16)
+    is_own = is_known and not _is_wider_inside(kind, facts.dtype(scale))
+    if is_own and not attribute(node, "block_size", 0):
         return
     if blocks_problem(node, facts):
         return  # which refuses the node later
@@ -270,10 +272,3 @@ def _requantize(
     rounded = expansion.emit("Round", expansion.emit("Mul", value, factor))
     moved = expansion.emit("Add", rounded, expansion.emit("Cast", y_zero, to=kind))
     saturate(expansion, moved, expansion.facts.dtype(y_zero))
-
-
-def saturate(expansion: Expansion, value: str, kind: int) -> None:
-    """Clip floats to the range of a type of whole numbers, and let the cast ones be the result."""
-    limits = ml_dtypes.iinfo(helper.tensor_dtype_to_np_dtype(kind))
-    ends = [expansion.number(int(end), TensorProto.FLOAT) for end in (limits.min, limits.max)]
-    expansion.finish(expansion.emit("Cast", expansion.emit("Clip", value, *ends), to=kind))

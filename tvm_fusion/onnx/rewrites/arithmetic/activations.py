@@ -10,6 +10,7 @@ Also the mask of a Dropout at inference, which drops nothing::
     Elu, Selu:        Where(x > 0, gamma * x, gamma * alpha * (exp(x) - 1))
     ThresholdedRelu:  Where(x > alpha, x, 0)
     Shrink:           Where(x > lambda, x - bias, Where(x < -lambda, x + bias, 0))
+    PRelu:            Where(x < 0, slope * x, x)
     Clip:             Where(c > high, high, c) with c = Where(x < low, low, x)
 
 Those of 16 bits are computed in float32 where the formula has differences.
@@ -68,6 +69,23 @@ def _expand_exponential(
     above = expansion.emit("Mul", right, x) if gamma != 1 else x
     is_above = expansion.emit("Greater", x, zero)
     expansion.finish(expansion.emit("Where", is_above, above, below))
+
+
+def expand_prelu(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a PRelu that the importer refuses: of integers, bfloat16, or a single number."""
+    x, slope = node.input
+    facts = expansion.facts
+    sizes, slopes = (facts.dims(name) or () for name in (x, slope))
+    pairs = zip(reversed(sizes), reversed(slopes), strict=False)
+    is_known = bool(sizes) and all(count in (1, size) for size, count in pairs)
+    if is_known and facts.dtype(x) in _OF_PRELU:
+        return
+    is_below = expansion.emit("Less", x, expansion.number(0, facts.dtype(x)))
+    scaled = expansion.emit("Mul", x, slope)
+    expansion.finish(expansion.emit("Where", is_below, scaled, x))
+
+
+_OF_PRELU = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
 def expand_thresholded_relu(node: onnx.NodeProto, expansion: Expansion) -> None:

@@ -15,19 +15,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 from tvm import relax, te, tirx
 
 from ...model.graph_edits import attribute, is_default_domain, replace_nodes
 from ...model.tensor_facts import INTEGER_TYPES, GraphFacts
+from ..expansion import Expansion
 from .narrow_types import NARROW_INTEGERS
 
 SATURATE = "tvm_fusion.Saturate"
 """Operator that :func:`translate_saturate` translates."""
 
 _EXACT_BITS = 16
-"""Limits of larger types are no numbers of float32."""
+"""Limits of larger types may be no floats, as which they are an operator's attributes."""
 
 
 def saturate_casts(model: onnx.ModelProto, facts: GraphFacts) -> None:
@@ -54,10 +56,21 @@ def _saturated(
         return None
     low, high = (float(limit.item()) for limit in limits if limit is not None)
     own = ml_dtypes.iinfo(helper.tensor_dtype_to_np_dtype(kind))
-    if own.bits > _EXACT_BITS or not own.min <= low <= high <= own.max:
+    if own.bits > _EXACT_BITS and facts.dtype(clip.input[0]) in INTEGER_TYPES:
+        return None
+    if not own.min <= low <= high <= own.max:
         return None
     attributes = {"to": kind, "low": low, "high": high}
     return helper.make_node(SATURATE, clip.input[:1], node.output, node.name, **attributes)
+
+
+def saturate(expansion: Expansion, value: str, kind: int) -> None:
+    """Clip floats to the range of a type of whole numbers, and let the cast ones be the result."""
+    limits = ml_dtypes.iinfo(helper.tensor_dtype_to_np_dtype(kind))
+    most = np.float32(limits.max)
+    most = most if int(most) <= limits.max else np.nextafter(most, np.float32(0))
+    ends = [expansion.number(end, TensorProto.FLOAT) for end in (int(limits.min), most)]
+    expansion.finish(expansion.emit("Cast", expansion.emit("Clip", value, *ends), to=kind))
 
 
 def translate_saturate(
@@ -72,7 +85,8 @@ def translate_saturate(
         least, most = (tirx.const(end, wide) for end in (low, high))
 
         def element(*i: tirx.Var) -> tirx.Expr:
-            return tirx.Cast(dtype, tirx.max(tirx.min(tirx.Cast(wide, x(*i)), most), least))
+            # The second of two where they have no order: NaN becomes the least.
+            return tirx.Cast(dtype, tirx.min(tirx.max(tirx.Cast(wide, x(*i)), least), most))
 
         return te.compute(x.shape, element, name="saturate")
 

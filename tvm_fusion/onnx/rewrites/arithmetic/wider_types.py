@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 from ...model.graph_edits import attribute, set_attributes
 from ...model.tensor_facts import INTEGER_TYPES, GraphFacts
 from ..expansion import Expansion, Rule
+from .saturation import saturate
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -53,15 +54,37 @@ def widen_scaled(node: onnx.NodeProto, expansion: Expansion) -> None:
         widen_sum(node, expansion)
 
 
+def widen_overlaps(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Add bools as floats, where a sum of any is true, and 16-bit floats in float32."""
+    if expansion.facts.dtype(node.input[0]) == TensorProto.BOOL:
+        widen(node, expansion, TensorProto.FLOAT, [TensorProto.BOOL])
+    widen_sum(node, expansion)
+
+
+def widen_resize(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Bound whole numbers by their type, which cubic weights leave, and widen 16-bit floats."""
+    kind = expansion.facts.dtype(node.input[0])
+    if kind in INTEGER_TYPES and attribute(node, "mode", "nearest") == "cubic":
+        wide = expansion.emit("Cast", node.input[0], to=TensorProto.FLOAT)
+        inner = onnx.NodeProto()
+        inner.CopyFrom(node)
+        inner.input[0], inner.output[0] = wide, expansion.facts.fresh(f"{node.output[0]}/wide")
+        expansion.nodes.append(inner)
+        saturate(expansion, inner.output[0], kind)
+    widen_sum(node, expansion)
+
+
 SUMS: dict[str, Rule] = {
     **dict.fromkeys(
-        """Col2Im DFT DeformConv Det Einsum GlobalLpPool GroupNormalization
+        """AffineGrid DFT DeformConv Det Einsum GlobalLpPool GroupNormalization
         InstanceNormalization LRN LinearAttention LpNormalization LpPool Mean
-        NegativeLogLikelihoodLoss ReduceL2 ReduceLogSum ReduceLogSumExp Resize RoiAlign STFT
+        NegativeLogLikelihoodLoss ReduceL2 ReduceLogSum ReduceLogSumExp RoiAlign STFT
         SoftmaxCrossEntropyLoss""".split(),
         widen_sum,
     ),
+    "Col2Im": widen_overlaps,
     "Gemm": widen_scaled,
+    "Resize": widen_resize,
     "Sum": widen_many,
 }
 """Operators that accumulate and that become several ops, each of which would round its result.

@@ -12,12 +12,11 @@ from onnx import inliner
 from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
 
 from ...model.graph_edits import (
-    attribute,
     default_opset,
     is_default_domain,
     nested_graphs,
     node_label,
-    set_attributes,
+    write_defaults,
 )
 from ...model.shapes import infer_shapes
 from .branches import inherit_conditions
@@ -59,7 +58,8 @@ def expand_operators(model: onnx.ModelProto) -> onnx.ModelProto:
     before = _to_expand(model)
     if not before:
         return model
-    _write_defaults(model)
+    write_defaults(model, lambda node, _: node.op_type in EXPANDED)  # the inliner ignores them
+    _declare_constants(model)
     _name_bodies(model)
     wanted = [("", name) for name in EXPANDED]
     try:
@@ -97,30 +97,25 @@ def _to_expand(model: onnx.ModelProto) -> dict[tuple[str, ...], onnx.NodeProto]:
     return {(node.op_type, *node.output): node for node in nodes if is_default_domain(node)}
 
 
-def _write_defaults(model: onnx.ModelProto) -> None:
-    """Give the nodes to be expanded all attributes; the inliner ignores defaults."""
-    opset = default_opset(model) or 1
-    for node in model.graph.node:
-        if node.op_type in EXPANDED and is_default_domain(node):
-            for name, entry in onnx.defs.get_schema(node.op_type, opset).attributes.items():
-                if entry.default_value.name:
-                    default = onnx.helper.get_attribute_value(entry.default_value)
-                    set_attributes(node, **{name: attribute(node, name, default)})
+def _declare_constants(model: onnx.ModelProto) -> None:
+    """Let the initialisers be declared as other tensors are; the inliner reads no others' types."""
+    graph = model.graph
+    known = {info.name for info in (*graph.input, *graph.value_info, *graph.output)}
+    graph.value_info.extend(
+        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in graph.initializer
+        if tensor.name not in known
+    )
 
 
 def _name_bodies(model: onnx.ModelProto) -> None:
-    """Make calls of functions of nodes whose body depends on types.
-
-    The inliner knows neither the type of an initialiser nor that of an input that is missing.
-    """
+    """Make calls of functions of nodes whose body depends on types, and that lack an input."""
     opset = default_opset(model) or 1
     infos = (*model.graph.input, *model.graph.value_info, *model.graph.output)
     types = {info.name: info.type.SerializeToString() for info in infos}
-    constants = {t.name: _type_of(t).SerializeToString() for t in model.graph.initializer}
-    types |= constants
     for index, node in enumerate(model.graph.node):
         schema = _body_schema(node, opset)
-        if schema is None or all(name and name not in constants for name in node.input):
+        if schema is None or all(node.input):
             continue
         known = schema.context_dependent_function_opset_versions
         body = onnx.FunctionProto.FromString(
@@ -143,10 +138,6 @@ def _body_schema(node: onnx.NodeProto, opset: int) -> Any:
         return None
     schema: Any = onnx.defs.get_schema(node.op_type, opset)
     return schema if schema.has_context_dependent_function else None
-
-
-def _type_of(tensor: onnx.TensorProto) -> onnx.TypeProto:
-    return onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
 
 
 def _check_growth(model: onnx.ModelProto) -> None:

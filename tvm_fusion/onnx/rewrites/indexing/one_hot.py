@@ -4,6 +4,8 @@
 ::
 
     i = Unsqueeze(indices, axis);    y = Where(i == [0 ... depth) or i == [-depth ... 0), on, off)
+
+Also EyeLike of another type than its input's.
 """
 
 from __future__ import annotations
@@ -34,6 +36,14 @@ def expand_one_hot(node: onnx.NodeProto, expansion: Expansion) -> None:
         for start in (0, count)
     ]
     expansion.finish(expansion.emit("Where", expansion.emit("Or", *hits), on, off))
+
+
+def expand_eye_like(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Give an EyeLike a tensor of the type of its result; the importer takes no other."""
+    x, kind = node.input[0], attribute(node, "dtype", 0)
+    if kind and kind != expansion.facts.dtype(x):
+        cast = expansion.emit("Cast", x, to=kind)
+        expansion.finish(expansion.emit("EyeLike", cast, k=attribute(node, "k", 0), dtype=kind))
 
 
 def _values(name: str, expansion: Expansion) -> list[str]:

@@ -56,9 +56,14 @@ class LayerNormRule:
         deviation = expansion.emit("Sqrt", expansion.emit("Add", variance, epsilon))
         inverse = expansion.emit("Reciprocal", deviation)
         result = expansion.emit("Mul", centred, inverse)
-        result = result if own == kind else expansion.emit("Cast", result, to=own)
+        wide = kind if own in HALVES else own
+        result, scale, bias = (
+            expansion.emit("Cast", name, to=wide) if name and kind != own else name
+            for name in (result, scale, bias)
+        )
         result = expansion.emit("Mul", result, scale)
         result = expansion.emit("Add", result, bias) if bias else result
+        result = result if own == wide else expansion.emit("Cast", result, to=own)
         for found, output in zip((result, mean, inverse), node.output, strict=False):
             if output:
                 expansion.nodes.append(helper.make_node("Identity", [found], [output]))

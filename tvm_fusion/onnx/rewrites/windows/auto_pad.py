@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of ``auto_pad`` by explicit padding; the importer rounds SAME_LOWER down, not up."""
+"""Replacement of ``auto_pad`` by explicit padding, and padding with a number from data.
+
+The importer rounds SAME_LOWER down, not up, and pads with constants only.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
+from onnx import TensorProto, numpy_helper
 
 from ...model.graph_edits import attribute, is_default_domain, set_attributes
 from ...model.tensor_facts import GraphFacts
+from ..expansion import Expansion
 
 POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
 
@@ -22,6 +28,22 @@ def pad_pools(model: onnx.ModelProto, facts: GraphFacts) -> None:
         pads = same_pads(node, [dim for dim in dims[2:] if dim is not None])
         if pads is not None:
             set_attributes(node, ("auto_pad",), pads=pads)
+
+
+def expand_pad(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a Pad with a number from data: ``Where(Pad(1) == 1, Pad(x), value)``."""
+    x, pads, value, axes = [*node.input, "", ""][:4]
+    is_constant = attribute(node, "mode", b"constant") in (b"constant", "constant")
+    if not value or not is_constant or expansion.facts.constant(value) is not None:
+        return
+    ones = expansion.emit(
+        "ConstantOfShape",
+        expansion.emit("Shape", x),
+        value=numpy_helper.from_array(np.ones(1, np.int32)),
+    )
+    inside, padded = (expansion.emit("Pad", name, pads, "", axes) for name in (ones, x))
+    is_inside = expansion.emit("Equal", inside, expansion.number(1, TensorProto.INT32))
+    expansion.finish(expansion.emit("Where", is_inside, padded, value))
 
 
 def same_pads(node: onnx.NodeProto, size: list[int]) -> list[int] | None:
