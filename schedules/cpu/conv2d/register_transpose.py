@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.micro_kernel import loop
+from ..core.micro_kernel import bound, loop
 from ..core.prefetch import prefetch
 from ..core.tiles import Index
 
@@ -85,8 +85,10 @@ def move_pixels(
 def _rows(side: Planes | BlockedPixels, start: Index, lanes: int, channels: int) -> Sequence[Index]:
     """First elements of the vectors of a group: channels of the planes, or pixels of the block."""
     if isinstance(side, Planes):
-        return [side.offset + channel * side.plane + start for channel in range(channels)]
-    return [side.offset + (start + pixel) * lanes for pixel in range(lanes)]
+        first = bound(side.offset + start)
+        return [first + channel * side.plane for channel in range(channels)]
+    first = bound(side.offset + start * lanes)
+    return [first + pixel * lanes for pixel in range(lanes)]
 
 
 def _move_elements(
