@@ -212,7 +212,7 @@ class _TileNest:
         def one_block(block: Index, channels: int) -> None:
             start = plain.at(block * lanes, first, 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
-            block_lanes = BlockedPixels(packed.buffer, packed.offset)
+            block_lanes = BlockedPixels(packed.buffer, packed.offset, is_local=True)
             move_pixels(planes, block_lanes, (last - first) * width, lanes, channels, ahead)
             source = replace(packed, first_row=first, first_block=block)
             self._pixels_one(replace(ops, source=source), rows, tiles, block, 1)
@@ -260,7 +260,7 @@ class _TileNest:
             block = tile.block + v
             start = plain.at(block * lanes, tile.rows[0], 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
-            block_lanes = BlockedPixels(packed.buffer, v * packed.block_stride)
+            block_lanes = BlockedPixels(packed.buffer, v * packed.block_stride, is_local=True)
             pixels = rows * plain.width
             is_last = tirx.convert(block) == ops.out_blocks - 1
             if rest:

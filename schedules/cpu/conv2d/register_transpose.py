@@ -30,10 +30,15 @@ class Planes:
 
 @dataclass(frozen=True)
 class BlockedPixels:
-    """Pixels of one channel block in NCHW[x]c: ``buffer[offset + pixel * lanes + lane]``."""
+    """Pixels of one channel block in NCHW[x]c: ``buffer[offset + pixel * lanes + lane]``.
+
+    Of a buffer of the nest, ``is_local``, TVM takes seconds to find which part is used where it
+    cannot follow an index.
+    """
 
     buffer: tirx.Buffer
     offset: Index
+    is_local: bool = False
 
 
 def move_pixels(
@@ -87,7 +92,8 @@ def _rows(side: Planes | BlockedPixels, start: Index, lanes: int, channels: int)
     if isinstance(side, Planes):
         first = bound(side.offset + start)
         return [first + channel * side.plane for channel in range(channels)]
-    first = bound(side.offset + start * lanes)
+    first = side.offset + start * lanes
+    first = first if side.is_local else bound(first)
     return [first + pixel * lanes for pixel in range(lanes)]
 
 

@@ -46,6 +46,8 @@ Tap = tuple[Index, Index, tuple[int, int]]
 # Steps of the reduction that are unrolled: with sixteen, LLVM 22 hoists all broadcasts, and
 # spills them.
 UNROLLED_STEPS = 8
+# Multiply-adds of an unrolled body, which take many times as long as the end of its loop.
+MOST_UNROLLED = 128
 LANES_OF_128_BITS = 4
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
 
@@ -535,12 +537,16 @@ def _multiply(
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
     # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
     # kernel columns share, and spill the accumulators.
-    most = UNROLLED_STEPS
-    if layer.groups > 1 and lanes > LANES_OF_128_BITS:
-        most = min(UNROLLED_STEPS, max(1, ops.step // 2))
+    fitting = max(1, MOST_UNROLLED // (blocks * (span[1] - span[0])))
+    most = min(UNROLLED_STEPS, 1 << (fitting.bit_length() - 1))
+    constant = _shuffles(ops, len(origins))
+    if constant:
+        most = channels
+    elif layer.groups > 1 and lanes > LANES_OF_128_BITS:
+        most = min(most, max(1, ops.step // 2))
     pixels = [[origin + p * pixel_step for p in range(*span)] for origin in origins]
     element = _elements(ops, block, pixels)
-    for lane in _channel_steps(channels, most, constant=_shuffles(ops, len(origins))):
+    for lane in _channel_steps(channels, most, constant):
         vectors = [
             _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
         ]
