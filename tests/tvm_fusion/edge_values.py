@@ -169,8 +169,6 @@ def _defined(op_type: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray
         value = (
             np.where(value == value.dtype.type(-1), 3, value) if value.dtype.kind == "i" else value
         )
-    elif op_type == "BitShift":
-        value = value % (8 * value.dtype.itemsize)
     elif op_type == "Pow":
         value = value % 4 if len(feeds) > 1 else np.maximum(value % 4, 1)  # of negative powers
     return feeds | {last: value.astype(feeds[last].dtype)}

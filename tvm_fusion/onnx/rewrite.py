@@ -36,7 +36,11 @@ from .rewrites.arithmetic.activations import (
     expand_shrink,
     expand_thresholded_relu,
 )
-from .rewrites.arithmetic.division import expand_division, replace_divisions_by_minus_one
+from .rewrites.arithmetic.division import (
+    expand_division,
+    expand_shift,
+    replace_divisions_by_minus_one,
+)
 from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
 from .rewrites.arithmetic.modulo import expand_modulo
 from .rewrites.arithmetic.narrow_types import carry_narrow_types
@@ -113,6 +117,7 @@ def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
 
 
 EXPANSIONS: dict[str, Rule] = {
+    "BitShift": expand_shift,
     "Cast": widen_cast,
     "Clip": expand_clip,
     "Col2Im": expand_col2im,

@@ -257,11 +257,13 @@ class CompiledModel(DescribedModel):
         return own_tensors(outputs, self._about.fresh, tensors)
 
     def _in_order(self, args: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Any]:
-        """Inputs that are all given by name in their order; others as they are."""
+        """Inputs that are all given by position or all by name; else what no fast call takes."""
         if not named and len(args) == 1 and type(args[0]) is dict:
             named, args = args[0], ()
-        if not named or args or len(named) != len(self._names):
+        if not named:
             return args
+        if args or len(named) != len(self._names):
+            return (None,)
         return [named.get(name) for name in self._names]
 
     def _unpacked(self, outputs: Sequence[Any]) -> Any:

@@ -42,6 +42,7 @@ from ..core.tiles import Run, Span, chunk, split_evenly
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space
 from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
+    BlockRuns,
     block_runs,
     compute_tile,
     flatten,
@@ -267,7 +268,7 @@ def conv2d_template(
             if is_flat(ops):
                 ops = flatten(ops, 0, ops.output.height)
             runs = block_runs(ops, knobs.blocks)
-            tiles = sum(count for _, count, _ in runs)
+            tiles = runs.groups * runs.tiles
             units = chunk(
                 count_units(ops, knobs.pixels),
                 tirx.floordiv(piece, knobs.block_chunks),
@@ -294,7 +295,7 @@ def count_units(ops: LayerOperands, pixels: int) -> int:
 def _nest(
     ops: LayerOperands,
     units: Span,
-    runs: list[tuple[int, int, int]],
+    runs: BlockRuns,
     blocks: Span,
     knobs: Conv2DKnobs,
 ) -> None:

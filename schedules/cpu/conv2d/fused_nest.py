@@ -37,6 +37,7 @@ from ..core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks,
 from ..core.tiles import Run, Span, chunk, split_evenly, tile_of, tile_start
 from ..cost.fused_conv2d_knobs import LOOPS, FusedConv2DKnobs, check_knobs, chunk_sizes, mid_extents
 from .register_tile_nest import (
+    BlockRuns,
     block_runs,
     compute_tile,
     flatten,
@@ -212,7 +213,7 @@ class _TileNest:
         def one_block(block: Index, channels: int) -> None:
             start = plain.at(block * lanes, first, 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
-            block_lanes = BlockedPixels(packed.buffer, packed.offset)
+            block_lanes = BlockedPixels(packed.buffer, packed.offset, is_local=True)
             move_pixels(planes, block_lanes, (last - first) * width, lanes, channels, ahead)
             source = replace(packed, first_row=first, first_block=block)
             self._pixels_one(replace(ops, source=source), rows, tiles, block, 1)
@@ -225,7 +226,7 @@ class _TileNest:
         if rest:
             one_block(full, rest)
 
-    def _runs_one(self, count: int) -> list[tuple[int, int, int]]:
+    def _runs_one(self, count: int) -> BlockRuns:
         """Tiles of ``count`` blocks of layer one; a grouped layer's must not cross groups."""
         layer = self.ops1.layer
         tile = 1 if layer.groups > 1 else self.knobs.blocks1
@@ -260,7 +261,7 @@ class _TileNest:
             block = tile.block + v
             start = plain.at(block * lanes, tile.rows[0], 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
-            block_lanes = BlockedPixels(packed.buffer, v * packed.block_stride)
+            block_lanes = BlockedPixels(packed.buffer, v * packed.block_stride, is_local=True)
             pixels = rows * plain.width
             is_last = tirx.convert(block) == ops.out_blocks - 1
             if rest:
@@ -313,12 +314,16 @@ def fused_conv2d_template(
                 piece = tirx.floormod(index, pieces)
                 height = ops2.output.height
                 tiles2 = len(split_evenly(ops2.output.width, knobs.pixels2))
-                blocks2 = sum(count for _, count, _ in block_runs(ops2, knobs.blocks2))
+                runs2 = block_runs(ops2, knobs.blocks2)
                 nest = _TileNest(
                     ops1,
                     ops2,
                     knobs,
-                    _share(blocks2, tirx.floormod(piece, knobs.oc_t), knobs.oc_t),
+                    _share(
+                        runs2.groups * runs2.tiles,
+                        tirx.floormod(piece, knobs.oc_t),
+                        knobs.oc_t,
+                    ),
                     builder.feature_map(0, image) if kernel.plain_data else None,
                     builder.feature_map(-1, image) if kernel.plain_out else None,
                 )

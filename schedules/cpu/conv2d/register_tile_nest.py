@@ -7,8 +7,10 @@ is *flat*: its rows are one long row, so that 7 x 7 pixels are cut as 49 and not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from tvm import tirx
 
@@ -56,35 +58,59 @@ def flatten(ops: LayerOperands, row: Index, rows: int) -> LayerOperands:
     return replace(ops, source=flat(ops.source), output=flat(ops.output), residual=residual)
 
 
-def block_runs(ops: LayerOperands, tile: int) -> list[tuple[int, int, int]]:
-    """Cut the output blocks into register tiles: ``(first block, number of tiles, V)`` each."""
-    sizes = block_tiles(ops.layer, ops.lanes, ops.out_blocks, tile)
-    runs: list[tuple[int, int, int]] = []
-    start = 0
-    for size in sizes:
-        if runs and runs[-1][2] == size:
-            first, count, _ = runs[-1]
-            runs[-1] = (first, count + 1, size)
-        else:
-            runs.append((start, 1, size))
-        start += size
-    return runs
+class BlockRuns(NamedTuple):
+    """Register tiles of the output blocks, in order.
 
-
-def for_each_block_tile(
-    runs: list[tuple[int, int, int]], span: Span | None
-) -> Iterator[tuple[Index, int]]:
-    """Open a loop over the tiles of output blocks; yields (first block, ``V``).
-
-    ``span`` limits it to tiles ``[start, stop)``, counted over all runs.
+    Parameters
+    ----------
+    groups : int
+        Number of groups with the same tiles, which are a loop, so that their code stands there
+        once; 1 where all tiles of the layer are equal.
+    blocks : int
+        Blocks of a group.
+    runs : list of (int, int, int)
+        Tiles of a group: first block, number of tiles, and blocks of a tile.
     """
-    before = 0
-    for first, count, size in runs:
-        bounds = _clip(before, count, span)
-        if bounds is not None:
-            with loop(*bounds) as tile:
-                yield first + (tile - before) * size, size
-        before += count
+
+    groups: int
+    blocks: int
+    runs: list[tuple[int, int, int]]
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles in a group."""
+        return sum(count for _, count, _ in self.runs)
+
+
+def block_runs(ops: LayerOperands, tile: int) -> BlockRuns:
+    """Cut the output blocks into register tiles of at most ``tile``."""
+    sizes = block_tiles(ops.layer, ops.lanes, ops.out_blocks, tile)
+    groups = ops.layer.groups if len(set(sizes)) > 1 else 1
+    runs, start = list[tuple[int, int, int]](), 0
+    for size, equal in itertools.groupby(sizes[: len(sizes) // groups]):
+        count = len(list(equal))
+        runs.append((start, count, size))
+        start += count * size
+    return BlockRuns(groups, start, runs)
+
+
+def for_each_block_tile(found: BlockRuns, span: Span | None) -> Iterator[tuple[Index, int]]:
+    """Open loops over the tiles of output blocks; yields (first block, ``V``).
+
+    ``span`` limits it to tiles ``[start, stop)``, counted over all groups.
+    """
+    groups: Span = (0, found.groups)
+    if span is not None and found.groups > 1:
+        start, stop = map(tirx.convert, span)
+        groups = tirx.floordiv(start, found.tiles), tirx.ceildiv(stop, found.tiles)
+    with loop(*groups) as group:
+        before = group * found.tiles
+        for first, count, size in found.runs:
+            bounds = _clip(before, count, span)
+            if bounds is not None:
+                with loop(*bounds) as tile:
+                    yield group * found.blocks + first + (tile - before) * size, size
+            before += count
 
 
 def for_each_pixel_tile(runs: list[Run], span: Span | None) -> Iterator[tuple[Run, Index]]:
@@ -96,12 +122,12 @@ def for_each_pixel_tile(runs: list[Run], span: Span | None) -> Iterator[tuple[Ru
                 yield run, run.start + (tile - run.first) * run.size
 
 
-def _clip(first: int, count: int, span: Span | None) -> Span | None:
+def _clip(first: Index, count: int, span: Span | None) -> Span | None:
     """The tiles ``[first, first + count)`` that lie in ``span``; None where it is known empty."""
     if span is None:
         return first, first + count
     start, stop = span
-    if isinstance(start, int) and isinstance(stop, int):
+    if isinstance(first, int) and isinstance(start, int) and isinstance(stop, int):
         start, stop = max(first, start), min(first + count, stop)
         return (start, stop) if start < stop else None
     return tirx.max(first, start), tirx.min(first + count, stop)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.micro_kernel import loop
+from ..core.micro_kernel import bound, loop
 from ..core.prefetch import prefetch
 from ..core.tiles import Index
 
@@ -30,10 +30,15 @@ class Planes:
 
 @dataclass(frozen=True)
 class BlockedPixels:
-    """Pixels of one channel block in NCHW[x]c: ``buffer[offset + pixel * lanes + lane]``."""
+    """Pixels of one channel block in NCHW[x]c: ``buffer[offset + pixel * lanes + lane]``.
+
+    Of a buffer of the nest, ``is_local``, TVM takes seconds to find which part is used where it
+    cannot follow an index.
+    """
 
     buffer: tirx.Buffer
     offset: Index
+    is_local: bool = False
 
 
 def move_pixels(
@@ -85,8 +90,11 @@ def move_pixels(
 def _rows(side: Planes | BlockedPixels, start: Index, lanes: int, channels: int) -> Sequence[Index]:
     """First elements of the vectors of a group: channels of the planes, or pixels of the block."""
     if isinstance(side, Planes):
-        return [side.offset + channel * side.plane + start for channel in range(channels)]
-    return [side.offset + (start + pixel) * lanes for pixel in range(lanes)]
+        first = bound(side.offset + start)
+        return [first + channel * side.plane for channel in range(channels)]
+    first = side.offset + start * lanes
+    first = first if side.is_local else bound(first)
+    return [first + pixel * lanes for pixel in range(lanes)]
 
 
 def _move_elements(

@@ -46,6 +46,8 @@ Tap = tuple[Index, Index, tuple[int, int]]
 # Steps of the reduction that are unrolled: with sixteen, LLVM 22 hoists all broadcasts, and
 # spills them.
 UNROLLED_STEPS = 8
+# Multiply-adds of an unrolled body, which take many times as long as the end of its loop.
+MOST_UNROLLED = 128
 LANES_OF_128_BITS = 4
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
 
@@ -202,6 +204,19 @@ def loop(start: Index, stop: Index) -> Iterator[Index]:
             yield start + variable
 
 
+def bound(index: Index) -> Index:
+    """The value of an index that many loads or stores share, as an element of a small buffer.
+
+    TVM writes the value of a variable out again in each of them, and its passes and LLVM's take
+    several times as long. LLVM turns the buffer into a register.
+    """
+    if isinstance(index, int | tirx.IntImm | tirx.Var):
+        return index
+    value = T.alloc_buffer((1,), index.ty.dtype, layout=None)
+    T.buffer_store(value, index, [0])
+    return value[0]
+
+
 @dataclass(frozen=True)
 class RegisterTile:
     """A register tile of ``run.size`` pixels x ``blocks`` channel blocks.
@@ -295,9 +310,9 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
         for total in (sums[k] for k in range(len(sums)) if k % width):
             _store(total, T.broadcast(tirx.const(0, ops.dtype), lanes), 0, lanes)
         for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=width == 1):
-            weight = ((block * layer.kernel[0] + kh) * layer.kernel[1] + kw) * (width * lanes)
-            in_row, in_column = _source_pixel(layer, row, column, kh, kw)
-            origin = ops.source.at(block, in_row, in_column)
+            number = (block * layer.kernel[0] + kh) * layer.kernel[1] + kw
+            weight = bound(number * (width * lanes))
+            origin = bound(ops.source.at(block, *_source_pixel(layer, row, column, kh, kw)))
             # Pixels innermost: LLVM keeps them in registers, and one vector of weights.
             for j, p in itertools.product(range(width), range(low, high)):
                 pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
@@ -512,21 +527,26 @@ def _multiply(
     taps = layer.kernel[0] * layer.kernel[1]
     per_block = ops.in_blocks * taps * square
     position = (in_block * taps + kh * layer.kernel[1] + kw) * square
-    weight = block * per_block + position
+    weight = bound(block * per_block + position)
     in_pixel = _source_pixel(layer, tile.row, tile.column, kh, kw)
-    origins = [source.at(at, *in_pixel) + lane for at, lane in _group_inputs(ops, block, in_block)]
+    inputs = _group_inputs(ops, block, in_block)
+    origins = [bound(source.at(at, *in_pixel) + lane) for at, lane in inputs]
     pixel_step = layer.strides[1] * source.step
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
     # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
     # kernel columns share, and spill the accumulators.
-    most = UNROLLED_STEPS
-    if layer.groups > 1 and lanes > LANES_OF_128_BITS:
-        most = min(UNROLLED_STEPS, max(1, ops.step // 2))
+    fitting = max(1, MOST_UNROLLED // (blocks * (span[1] - span[0])))
+    most = min(UNROLLED_STEPS, 1 << (fitting.bit_length() - 1))
+    constant = _shuffles(ops, len(origins))
+    if constant:
+        most = channels
+    elif layer.groups > 1 and lanes > LANES_OF_128_BITS:
+        most = min(most, max(1, ops.step // 2))
     pixels = [[origin + p * pixel_step for p in range(*span)] for origin in origins]
     element = _elements(ops, block, pixels)
-    for lane in _channel_steps(channels, most, constant=_shuffles(ops, len(origins))):
+    for lane in _channel_steps(channels, most, constant):
         vectors = [
             _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
         ]
@@ -583,16 +603,16 @@ def _channel_steps(count: int, most: int, constant: bool) -> Iterator[Index]:
     whole, rest = divmod(count, most)
     if whole > 1:
         with T.serial(0, whole) as part:
-            for step in _unrolled(most, constant):
+            for step in unrolled(most, constant):
                 yield part * most + step
         first = whole * most
     else:
         first, rest = 0, count
-    for step in _unrolled(rest, constant):
+    for step in unrolled(rest, constant):
         yield first + step
 
 
-def _unrolled(count: int, constant: bool) -> Iterator[Index]:
+def unrolled(count: int, constant: bool = False) -> Iterator[Index]:
     """Open an unrolled loop, or count."""
     if constant or count < 2:
         yield from range(count)
@@ -604,14 +624,15 @@ def _unrolled(count: int, constant: bool) -> Iterator[Index]:
 def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) -> None:
     """Fill the accumulators with the bias, or with the partial sums of an earlier part."""
     lanes, first = ops.lanes, tile.reduction.first
-    for total, (p, v) in zip(sums, tile.cells(), strict=True):
+    block = bound(tile.block * lanes)
+    places = _places(ops.output, tile) if first is not True else [None] * len(sums)
+    for total, place, (_, v) in zip(sums, places, tile.cells(), strict=True):
         if ops.bias is None or ops.scale is not None:
             value = T.broadcast(tirx.const(0, ops.dtype), lanes)
         else:
-            value = _load(ops.bias, (tile.block + v) * lanes, lanes)
-        if first is not True:
-            partial = _load(ops.output.buffer, _place(ops.output, tile, p, v), lanes)
-            value = tirx.if_then_else(first, value, partial)
+            value = _load(ops.bias, block + v * lanes, lanes)
+        if place is not None:
+            value = tirx.if_then_else(first, value, _load(ops.output.buffer, place, lanes))
         _store(total, value, 0, lanes)
 
 
@@ -620,15 +641,16 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
     lanes, last = ops.lanes, tile.reduction.last
 
     def write(complete: bool) -> None:
-        for total, (p, v) in zip(sums, tile.cells(), strict=True):
+        places, block = _places(ops.output, tile), bound(tile.block * lanes)
+        added = _places(ops.residual, tile) if ops.residual is not None else places
+        for total, place, at, (_, v) in zip(sums, places, added, tile.cells(), strict=True):
             value = _load(total, 0, lanes)
             if ops.scale is not None:
-                place, floats = (tile.block + v) * lanes, f"float32x{lanes}"
-                value = T.Cast(floats, value) * _load(ops.scale, place, lanes)
-                value = value + _load(ops.bias, place, lanes)
+                channel, floats = block + v * lanes, f"float32x{lanes}"
+                value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
+                value = value + _load(ops.bias, channel, lanes)
             if complete:
                 if ops.residual is not None:
-                    at = _place(ops.residual, tile, p, v)
                     value = value + _load(ops.residual.buffer, at, lanes)
                 value = finished(
                     value,
@@ -636,7 +658,7 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
                     "float32" if ops.scale is not None else ops.dtype,
                     ops.out_dtype,
                 )
-            _store(ops.output.buffer, value, _place(ops.output, tile, p, v), lanes)
+            _store(ops.output.buffer, value, place, lanes)
 
     if last is True:
         write(True)
@@ -648,6 +670,7 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
             write(False)
 
 
-def _place(image: FeatureMap, tile: RegisterTile, pixel: int, vector: int) -> Index:
-    """Return the indices of a tile's vector in a feature map."""
-    return image.at(tile.block + vector, tile.row, tile.column + pixel)
+def _places(image: FeatureMap, tile: RegisterTile) -> list[Index]:
+    """Offsets in a feature map of a tile's vectors, in the order of its cells."""
+    start = bound(image.at(tile.block, tile.row, tile.column))
+    return [start + (p * image.step + v * image.block_stride) for p, v in tile.cells()]

@@ -163,6 +163,8 @@ def test_dimensions_that_depend_on_others_are_checked_too() -> None:
         ((), {}, "missing input 'x'"),
         ((normal(0, 4, 8),) * 2, {}, "got 2 inputs; expected 1"),
         ((), {"X": normal(0, 4, 8)}, "no input is called 'X'"),
+        ((normal(0, 4, 8),), {"x": normal(0, 4, 8)}, "input 'x' is given twice"),
+        ((normal(0, 4, 8),), {"X": normal(0, 4, 8)}, "no input is called 'X'|got 2 inputs"),
         ((normal(0, 4, 8).astype("float64"),), {}, "element type float64; expected float32"),
         ((normal(0, 8, 4),), {}, r"has the shape \(8, 4\); expected \(4, 8\)"),
         (([[1.0]],), {}, "input 'x' is a list"),

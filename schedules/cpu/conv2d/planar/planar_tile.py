@@ -23,7 +23,7 @@ from tvm.script.ir_builder import tirx as T
 from schedules.compute.conv2d import activate
 from schedules.workload.conv2d import ConvLayer
 
-from ...core.micro_kernel import UNROLLED_STEPS, Index, accumulators, loop
+from ...core.micro_kernel import UNROLLED_STEPS, Index, accumulators, bound, loop, unrolled
 from ...core.prefetch import line_elements, prefetch
 
 
@@ -297,16 +297,17 @@ def pointwise_tile(
         Lines that will be read after the layer, to prefetch.
     """
     lanes, dtype = ops.lanes, ops.source.buffer.dtype
-    origin = block * ops.block + lane
     places = [(o, v) for o in range(outputs) for v in range(len(starts))]
     with T.sblock("tile"):
         T.reads()
         T.writes()
         sums = dict(zip(places, accumulators(len(places), lanes, dtype), strict=True))
         whole = T.ramp(0, 1, lanes)
+        origin = bound(block * ops.block + lane)
+        target = bound(ops.output.at(origin, 0, 0))
         # The output lines arrive while the sums are computed.
         for o in range(outputs):
-            first = ops.output.at(origin + o, 0, starts[0])
+            first = target + (o * ops.output.plane + starts[0])
             for element in range(0, len(starts) * lanes, line_elements(dtype)):
                 prefetch(ops.output.buffer, first + element, write=True)
         for o, v in places:
@@ -329,8 +330,8 @@ def pointwise_tile(
             value = activate(sums[o, v][whole], ops.layer.activation, dtype)
             if ops.paired:
                 value = _in_pixel_order(value, lanes)
-            target = ops.output.at(origin + o, 0, starts[v])
-            T.buffer_store(ops.output.buffer, value, [T.ramp(target, 1, lanes)])
+            at = target + (o * ops.output.plane + starts[v])
+            T.buffer_store(ops.output.buffer, value, [T.ramp(at, 1, lanes)])
 
 
 def _input_channels(ops: PointwiseOperands, block: Index) -> Iterator[tuple[Index, Index]]:
@@ -342,7 +343,8 @@ def _input_channels(ops: PointwiseOperands, block: Index) -> Iterator[tuple[Inde
     blocks, steps = -(-channels // size), math.gcd(size, UNROLLED_STEPS)
 
     def some(first: Index, count: int) -> Iterator[tuple[Index, Index]]:
-        for channel in (first + i for i in range(count)):
+        for step in unrolled(count):
+            channel = first + step
             yield channel, (block * (blocks * size) + channel) * size
 
     if channels % size == 0:

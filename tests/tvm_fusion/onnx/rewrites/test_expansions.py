@@ -83,6 +83,29 @@ def test_remainders_of_floats_have_the_sign_of_the_divisor(dtype: str) -> None:
     np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
 
 
+@pytest.mark.parametrize("direction", ["LEFT", "RIGHT"])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint64"])
+def test_shifts_by_any_number_fill_up_with_copies_of_the_sign(dtype: str, direction: str) -> None:
+    limits = np.iinfo(dtype)
+    bits, least, most = limits.bits, int(limits.min), int(limits.max)
+    numbers = [least, least // 3, -1, 0, 1, 5, most] if least else [0, 1, 5, most // 3, most]
+    places = [0, 1, bits - 1, bits, bits + 1, most, *([-1, -bits, least] if least else [])]
+    pairs = [(x, y) for x in numbers for y in places]
+
+    def shifted(x: int, y: int) -> int:
+        if not 0 <= y < bits:
+            return -1 if direction == "RIGHT" and x < 0 else 0
+        whole = x << y if direction == "LEFT" else x >> y
+        return (whole - least) % 2**bits + least
+
+    wanted = np.array([shifted(*pair) for pair in pairs], dtype)
+    x, y = (np.array(values, dtype) for values in zip(*pairs, strict=True))
+    model = node_model("BitShift", {"x": x, "n": y}, direction=direction)
+    np.testing.assert_array_equal(outputs(model, {"x": x, "n": y})[0], wanted)
+    known = node_model("BitShift", {"x": x}, {"n": y}, direction=direction)
+    np.testing.assert_array_equal(outputs(known, {"x": x})[0], wanted)
+
+
 @pytest.mark.parametrize(
     ("axis", "kind"), in_turns([0, 1, -1], ["int64", "uint8", "int8", "float32"])
 )

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer divisions that trap on no processor: neither by zero nor of the least integer by -1.
+"""Operations of integers that processors do not define for every operand: divisions and shifts.
 
-::
+Divisions trap neither by zero nor of the least integer by -1::
 
     d = Where(y == 0 or y == -1, 1, y);    x / y = Where(y == -1, -x, x / d)
 
-so that a division by 0 from data gives the dividend, and its remainder is 0.
+so that a division by 0 from data gives the dividend, and its remainder is 0. Shifts by a negative
+number, or by all bits and more, leave copies of the sign to the right, and zeros else::
+
+    inside = 0 <= y < bits;    x << y = Where(inside, x << Where(inside, y, 0), 0)
 """
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
+from onnx import helper
 
 from ...model.graph_edits import attribute, is_default_domain, set_attributes
 from ...model.tensor_facts import INTEGER_TYPES, SIGNED_TYPES, GraphFacts
@@ -55,6 +59,28 @@ def expand_division(node: onnx.NodeProto, expansion: Expansion) -> None:
     if is_negated and node.op_type == "Div":
         result = expansion.emit("Where", is_negated, expansion.emit("Sub", zero, x), result)
     expansion.finish(result)
+
+
+def expand_shift(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a BitShift by numbers that may be outside of the bits."""
+    facts = expansion.facts
+    x, y = node.input
+    dtype, places = facts.dtype(x), facts.constant(y)
+    if dtype not in INTEGER_TYPES:
+        return
+    bits = 8 * helper.tensor_dtype_to_np_dtype(dtype).itemsize
+    if places is not None and ((places >= 0) & (places < bits)).all():
+        return
+    zero = expansion.number(0, dtype)
+    inside = expansion.emit("Less", y, expansion.number(bits, dtype))
+    if dtype in SIGNED_TYPES:
+        inside = expansion.emit("And", inside, expansion.emit("GreaterOrEqual", y, zero))
+    direction = attribute(node, "direction")
+    fills = dtype in SIGNED_TYPES and direction == "RIGHT"
+    other = expansion.number(bits - 1, dtype) if fills else zero
+    safe = expansion.emit("Where", inside, y, other)
+    shifted = expansion.emit("BitShift", x, safe, direction=direction)
+    expansion.finish(shifted if fills else expansion.emit("Where", inside, shifted, zero))
 
 
 def division_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
