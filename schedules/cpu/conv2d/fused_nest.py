@@ -256,21 +256,21 @@ class _TileNest:
         # The buffer begins with the tile's first row, so no row may stand in its offsets.
         output = replace(ops.output, offset=packed.offset, first_block=tile.block)
         self._pixels(replace(ops, output=output), (0, 1), tile, None)
-        lanes, rest = ops.lanes, ops.layer.out_channels % ops.lanes
-        for v in range(tile.blocks):
-            block = tile.block + v
-            start = plain.at(block * lanes, tile.rows[0], 0)
+        lanes, rest, pixels = ops.lanes, ops.layer.out_channels % ops.lanes, rows * plain.width
+
+        def unpack(v: Index, channels: int) -> None:
+            start = plain.at((tile.block + v) * lanes, tile.rows[0], 0)
             planes = Planes(plain.buffer, start, plain.block_stride)
             block_lanes = BlockedPixels(packed.buffer, v * packed.block_stride, is_local=True)
-            pixels = rows * plain.width
-            is_last = tirx.convert(block) == ops.out_blocks - 1
-            if rest:
-                with when(is_last):
-                    move_pixels(block_lanes, planes, pixels, lanes, rest)
-                with when(tirx.Not(is_last)):
-                    move_pixels(block_lanes, planes, pixels, lanes, lanes)
-            else:
-                move_pixels(block_lanes, planes, pixels, lanes, lanes)
+            move_pixels(block_lanes, planes, pixels, lanes, channels)
+
+        has_rest = tirx.convert(tile.block) == ops.out_blocks - tile.blocks
+        full = tirx.Select(has_rest, tile.blocks - 1, tile.blocks) if rest else tile.blocks
+        with loop(0, full) as v:
+            unpack(v, lanes)
+        if rest:
+            with when(has_rest):
+                unpack(tile.blocks - 1, rest)
 
     def _pixels(
         self, ops: LayerOperands, rows: Span, tile: _OpenRanges, tiles: Span | None

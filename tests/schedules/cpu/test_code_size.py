@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of the machine code of fused pairs: what an L1 instruction cache holds."""
+"""The size of the machine code of convolutions and pairs: what an L1 instruction cache holds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cpu.conv_cases import build as build_packed
 from cpu.machine_cases import code_bytes, info_of, lanes_of, target_of
 from cpu.plain_cases import build, depthwise, kernel_of
 
+from schedules.cpu.conv2d.conv2d import CONV2D
 from schedules.cpu.conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from schedules.cpu.conv2d.planar.planar_knobs import (
     MOST_CODE_BYTES,
@@ -68,6 +69,63 @@ def test_the_code_of_dense_pairs_fits_the_instruction_cache(cpu, form):
     knobs = FUSED.default(case.kernel, info_of(cpu))
     func = FUSED.write(build_packed(case), case.kernel, knobs, target_of(cpu)).mod["main"]
     assert 2048 < code_bytes(func, cpu) <= MOST_CODE_BYTES
+
+
+def grouped(channels: int, groups: int, kernel: int, stride: int) -> ConvLayer:
+    return replace(dense(channels, channels, kernel, stride), groups=groups)
+
+
+def code_of_single(layer: ConvLayer, size: int, cpu: str) -> int:
+    case = Case((layer,), height=size, width=size, lanes=lanes_of(cpu))
+    knobs = CONV2D.default(case.kernel, info_of(cpu))
+    func = CONV2D.write(build_packed(case), case.kernel, knobs, target_of(cpu)).mod["main"]
+    return code_bytes(func, cpu)
+
+
+WORST_SINGLE = {("znver4", 7, 1, "dense 48"), ("cortex-a76", 5, 1, "60 in 3 groups")}
+LAYERS = {
+    "dense 48": (48, 1, 112),
+    "dense 512": (512, 1, 7),
+    "depthwise": (240, 240, 28),
+    "60 in 3 groups": (60, 3, 28),
+    "120 in 5 groups": (120, 5, 14),
+    "440 in 55 groups": (440, 55, 7),
+}
+"""Channels, groups and pixels of a row."""
+SINGLE = [
+    pytest.param(*form, marks=() if form in WORST_SINGLE else pytest.mark.slow)
+    for form in product((*CPUS, "sapphirerapids", "cortex-a76"), (3, 5, 7), (1, 2), LAYERS)
+]
+
+
+@pytest.mark.parametrize(("cpu", "kernel", "stride", "name"), SINGLE)
+def test_the_code_of_one_convolution_fits_the_instruction_cache(cpu, kernel, stride, name):
+    channels, groups, size = LAYERS[name]
+    layer = grouped(channels, groups, kernel, stride)
+    assert 512 < code_of_single(layer, size, cpu) <= MOST_CODE_BYTES
+
+
+def test_the_code_does_not_grow_with_the_number_of_groups():
+    """The blocks of a group are tiles of three and of two."""
+    few, many = (
+        code_of_single(grouped(20 * groups, groups, 3, 1), 28, "cortex-a76") for groups in (3, 12)
+    )
+    assert many < 1.1 * few
+
+
+@pytest.mark.parametrize(("cpu", "channels"), [("znver4", 120), ("x86-64-v3", 60)])
+def test_blocks_with_few_channels_are_unpacked_by_little_code(cpu, channels):
+    """A pair whose last block is not full has at most two transposes more for a size of steps."""
+    sizes = []
+    for outputs in (channels, -(-channels // lanes_of(cpu)) * lanes_of(cpu)):
+        layers = (dense(channels, channels, 3, 2), dense(channels, outputs, 1))
+        case = Case(layers, height=14, width=14, lanes=lanes_of(cpu))
+        knobs = FUSED.default(kernel_of(case, False, True), info_of(cpu))
+        func = FUSED.write(
+            build(case, False, True), kernel_of(case, False, True), knobs, target_of(cpu)
+        ).mod["main"]
+        sizes.append(code_bytes(func, cpu))
+    assert sizes[0] < 1.5 * sizes[1]
 
 
 @pytest.mark.parametrize("cpu", CPUS)
