@@ -7,10 +7,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import tvm_ffi
 from cpu.conv_cases import Case
 from cpu.conv_cases import build as build_packed
 from cpu.machine_cases import code_bytes, info_of, lanes_of, target_of
 from cpu.plain_cases import build, depthwise, kernel_of
+from tvm import tirx
 
 from schedules.cpu.conv2d.conv2d import CONV2D
 from schedules.cpu.conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
@@ -113,19 +115,18 @@ def test_the_code_does_not_grow_with_the_number_of_groups():
     assert many < 1.1 * few
 
 
-@pytest.mark.parametrize(("cpu", "channels"), [("znver4", 120), ("x86-64-v3", 60)])
-def test_blocks_with_few_channels_are_unpacked_by_little_code(cpu, channels):
-    """A pair whose last block is not full has at most two transposes more for a size of steps."""
-    sizes = []
-    for outputs in (channels, -(-channels // lanes_of(cpu)) * lanes_of(cpu)):
-        layers = (dense(channels, channels, 3, 2), dense(channels, outputs, 1))
-        case = Case(layers, height=14, width=14, lanes=lanes_of(cpu))
-        knobs = FUSED.default(kernel_of(case, False, True), info_of(cpu))
-        func = FUSED.write(
-            build(case, False, True), kernel_of(case, False, True), knobs, target_of(cpu)
-        ).mod["main"]
-        sizes.append(code_bytes(func, cpu))
-    assert sizes[0] < 1.5 * sizes[1]
+def test_blocks_of_a_tile_are_unpacked_by_a_loop():
+    """Full blocks and the last one have a place each, for two sizes of tiles and of steps."""
+    lanes = lanes_of("znver4")
+    layers = (dense(120, 120, 3, 2), dense(120, 120, 1))
+    case = Case(layers, height=14, width=14, lanes=lanes)
+    kernel = kernel_of(case, False, True)
+    knobs = FUSED.default(kernel, info_of("znver4"))
+    assert (knobs.h_t, knobs.h, knobs.blocks2) == (2, 4, 3)  # 3 and 4 rows; 3, 3 and 2 blocks
+    func = FUSED.write(build(case, False, True), kernel, knobs, target_of("znver4")).mod["main"]
+    found: list[tirx.Shuffle] = []
+    tvm_ffi.structural_walk(func.body, (tirx.Shuffle, found.append))
+    assert len(found) == 2 * 2 * 2 * lanes * (lanes.bit_length() - 1)
 
 
 @pytest.mark.parametrize("cpu", CPUS)
