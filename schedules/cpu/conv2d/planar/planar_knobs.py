@@ -72,7 +72,7 @@ _UNITS = {
 }
 MOST_CODE_BYTES = 32 * 1024
 """Of a kernel: every step runs through all of its code, which the L1 instruction cache of most x86
-cores then holds. LLVM and TVM take two to three seconds for as much."""
+cores then holds. LLVM and TVM take about two seconds for as much."""
 _MOST_ROWS = 28  # of a step
 _TILE_ROWS = (1, 2, 3, 4, 5, 7)
 _SHORTEST = 8  # lanes of a vector of layer one
