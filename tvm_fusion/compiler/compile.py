@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidInputError
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.thread_pool import choose_threads
+from .interrupts import interrupts_kept
 from .model_cache import Entry, cache_folder
 
 Progress = Callable[[str, int, int], None]
@@ -155,8 +156,8 @@ def compile(
     if ranks is not None:
         if check:
             raise InvalidInputError("check=True has no effect with ranks: leave it out")
-        from .compile_model import compile_for_ranks
-
+        with interrupts_kept():
+            from .compile_model import compile_for_ranks
         return compile_for_ranks(model, ranks, target, shapes, threads, progress, **options)
     count = choose_threads(threads, elsewhere=target != "native")
     folder, entry = cache_folder(cache), None
@@ -165,8 +166,8 @@ def compile(
         entry = Entry.of(folder, model, asked)
     compiled = None if entry is None else entry.load(count)
     if compiled is None:
-        from .compile_model import compile_model, external_files
-
+        with interrupts_kept():  # extensions crash where Ctrl-C ends their own import
+            from .compile_model import compile_model, external_files
         external = None if entry is None else entry.external(external_files(model))
         compiled = compile_model(model, target, shapes, threads, count, progress, **options)
         if entry is not None and external is not None:

@@ -142,7 +142,7 @@ class Finder:
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Finder)
 try:
-    tvm_fusion.compile
+    tvm_fusion.compile(b"")
 except KeyboardInterrupt:
     print("tvm_fusion.compiler.compile_model" in sys.modules)
 """
