@@ -74,13 +74,18 @@ class GraphFacts:
 
     def add_constant(self, hint: str, value: np.ndarray) -> str:
         """Add a constant and return its name: large ones are weights, as those of the model."""
-        name = self.fresh(hint)
         if value.size > SMALL_ELEMENTS:
-            add_weight(self._graph, self._weights, name, value)
-            return name
+            return self.add_weight(hint, value)
+        name = self.fresh(hint)
         tensor = numpy_helper.from_array(value, name)
         self._graph.initializer.append(tensor)
         self._small[name] = tensor
+        return name
+
+    def add_weight(self, hint: str, value: np.ndarray) -> str:
+        """Add a constant outside of the graph, where it stays though no node reads it yet."""
+        name = self.fresh(hint)
+        add_weight(self._graph, self._weights, name, value)
         return name
 
     def add_tensor(self, hint: str, dtype: int, shape: Sequence[int]) -> str:

@@ -71,7 +71,8 @@ def carry(
         **dict.fromkeys((*indices, "tree_roots"), [0]),
         **dict.fromkeys(("nodes_trueleafs", "nodes_falseleafs"), [1]),
     )
-    names = [parts.constant(hint, table) for hint, table in (tables or {}).items()]
+    given = (tables or {}).items()
+    names = [parts.facts.add_weight(f"{result}/{hint}", table) for hint, table in given]
     carried = json.dumps([operator, names, {"columns": columns, **attributes}])
     parts.nodes[-1].metadata_props.add(key=_CARRIED, value=carried)
     return result

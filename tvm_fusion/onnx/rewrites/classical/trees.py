@@ -360,7 +360,9 @@ def _columns(parts: ContribExpansion, total: str, count: int) -> tuple[str, str]
     """Scores of the first and the second class, [rows, 1] each."""
     if count == 1:
         return total, total
-    first, second = parts.emit_many("Split", 2, total, axis=1)
+    first, second = (
+        parts.emit("Gather", total, parts.integers([column]), axis=1) for column in (0, 1)
+    )
     return first, second
 
 

@@ -141,7 +141,7 @@ def expand_contrib(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     _replace(model, frozenset(CONTRIB) - WAITING, weights)
     while any(map(is_contrib, model.graph.node)):
         model = infer_shapes(model)
-        if not _replace(model, WAITING, weights):
+        if not (_replace(model, WAITING, weights) or _replace(model, WAITING, weights, False)):
             break
         del model.graph.value_info[:]
     for node in filter(is_classical, model.graph.node):
@@ -154,14 +154,21 @@ def _refusal(node: onnx.NodeProto, reason: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(f"{node_label(node)}: {node.op_type} of {domain}: {reason}")
 
 
-def _replace(model: onnx.ModelProto, names: frozenset[str], weights: Weights) -> bool:
-    """Replace the named operators whose first inputs have ranks, if they need any."""
+def _replace(
+    model: onnx.ModelProto, names: frozenset[str], weights: Weights, is_patient: bool = True
+) -> bool:
+    """Replace the named operators whose first inputs have ranks, if they need any.
+
+    The number of features of a classical model is waited for; some can do without.
+    """
     facts, opset = GraphFacts(model, weights), default_opset(model) or 1
     nodes: list[onnx.NodeProto] = []
     changed = False
     for node in model.graph.node:
-        is_ready = node.op_type not in WAITING or facts.dims(node.input[0]) is not None
-        is_ready = is_ready and not (is_classical(node) and not facts.dtype(node.input[0]))
+        dims = facts.dims(node.input[0]) if node.op_type in WAITING else ()
+        is_ready = dims is not None
+        if is_ready and is_classical(node):
+            is_ready = bool(facts.dtype(node.input[0])) and not (is_patient and None in dims[-1:])
         if not is_contrib(node) or node.op_type not in names or not is_ready:
             nodes.append(node)
             continue
