@@ -63,7 +63,7 @@ def pairwise_coupling(rows: Extent, classes: int) -> tirx.PrimFunc:
                 T.buffer_store(p, _number(1 / classes), [row, i])
             for number, (i, j) in enumerate(pairs):
                 _add_pair(quadratic, row, (i, j), given[row, number])
-            goes_on = T.sblock_alloc_buffer((1,), "bool", scope="local")
+            goes_on = T.sblock_alloc_buffer((1,), "bool")
             T.buffer_store(goes_on, tirx.const(True, "bool"), [0])
             with T.serial(0, _ROUNDS):
                 with T.If(goes_on[0]), T.Then():
@@ -76,8 +76,8 @@ def pairwise_coupling(rows: Extent, classes: int) -> tirx.PrimFunc:
         row: tirx.Var,
         goes_on: tirx.Buffer,
     ) -> None:
-        total = T.sblock_alloc_buffer((1,), _DTYPE, scope="local")
-        error = T.sblock_alloc_buffer((1,), _DTYPE, scope="local")
+        total = T.sblock_alloc_buffer((1,), _DTYPE)
+        error = T.sblock_alloc_buffer((1,), _DTYPE)
         T.buffer_store(total, zero, [0])
         T.buffer_store(error, zero, [0])
         with T.serial(long(0), size) as i:

@@ -173,7 +173,7 @@ class _Descents:
         depth = self.depths[inside[0]]
         for tree in inside[1:]:
             depth = tirx.max(depth, self.depths[tree])
-        places = T.sblock_alloc_buffer((len(lanes),), "int64", scope="local")
+        places = T.sblock_alloc_buffer((len(lanes),), "int64")
         root_of = [root for root in roots for _ in rows]
         for lane in range(len(lanes)):
             T.buffer_store(places, long(0), [lane])
