@@ -68,8 +68,9 @@ class Nodes:
         return np.arange(start, len(self.mode))
 
     def jump_to(self, targets: Integers) -> Integers:
-        """Append a jump to each of some nodes."""
-        return self.append(targets, mode=JUMP, true=targets)
+        """Append a jump to each of some nodes, or to where it jumps itself."""
+        is_jump = self.mode[targets] == JUMP
+        return self.append(targets, mode=JUMP, true=np.where(is_jump, self.true[targets], targets))
 
 
 def split_members(nodes: Nodes, members: dict[int, npt.NDArray[Any]]) -> None:
@@ -87,12 +88,11 @@ def _search(nodes: Nodes, number: int, values: npt.NDArray[Any], yes: int, no: i
         return
     middle = len(values) // 2
     children = nodes.append(np.array([number, number]))
-    jumps = nodes.jump_to(np.array([yes, no, yes, no]))
+    jumps = nodes.jump_to(np.array([yes, no]))
     nodes.mode[number], nodes.threshold[number] = LEQ, values[middle - 1]
     nodes.true[number], nodes.false[number] = children
-    halves = (values[:middle], values[middle:])
-    for child, half, (near, far) in zip(children, halves, jumps.reshape(2, 2), strict=True):
-        _search(nodes, int(child), half, int(near), int(far))
+    _search(nodes, int(children[0]), values[:middle], int(jumps[0]), int(jumps[1]))
+    _search(nodes, int(children[1]), values[middle:], yes, no)
 
 
 def split_equalities(nodes: Nodes) -> None:
@@ -155,7 +155,8 @@ def make_tables(nodes: Nodes, features: int) -> Tables | None:
     targets = np.where(is_jump, nodes.true[order], first_child[order])
     targets = np.where(is_leaf, order, targets)
     depths = np.zeros(len(nodes.roots), np.int32)
-    np.maximum.at(depths, tree, level)
+    steps = _steps(nodes, (first_child, second), order, level)
+    np.maximum.at(depths, tree, steps)
     used = feature[order]
     ended = is_leaf | is_jump
     used[ended] = 0
@@ -220,3 +221,24 @@ def _levels(
     tree = np.concatenate(owners)
     by_tree = np.argsort(tree, kind="stable")
     return np.concatenate(orders)[by_tree], tree[by_tree], np.concatenate(levels)[by_tree]
+
+
+def _steps(
+    nodes: Nodes, children: tuple[Integers, Integers], order: Integers, level: Integers
+) -> Integers:
+    """Most steps from the root to each node, in the given order: jumps make detours."""
+    steps = np.zeros(len(nodes.mode), np.int64)
+    steps[order] = level
+    jumps = order[nodes.mode[order] == JUMP]
+    by_level = order[np.argsort(level, kind="stable")]
+    parents = by_level[nodes.mode[by_level] <= GT]
+    levels = np.split(parents, np.nonzero(np.diff(steps[parents]))[0] + 1)
+    changes = len(jumps) > 0
+    while changes:
+        before = steps.copy()
+        np.maximum.at(steps, nodes.true[jumps], steps[jumps] + 1)
+        for here in levels:
+            for side in children:
+                steps[side[here]] = np.maximum(steps[side[here]], steps[here] + 1)
+        changes = (steps != before).any()
+    return steps[order]

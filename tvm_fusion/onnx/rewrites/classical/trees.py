@@ -327,30 +327,28 @@ def _two_classes(
     if len(base) > count:
         return f"it has {len(base)} base_values for {count} classes"
     transform = parts.get("post_transform", "NONE")
-    first, second = _columns(parts, total, count)
+    first, second = absent = _columns(parts, total, count)
     if len(base) == 1:
         first = parts.emit("Add", first, parts.number(base[0], kind))
     if len(base) == 2 and 1 in scored:
         second = parts.emit("Add", first, parts.number(base[1], kind))
         first = parts.emit("Neg", second)
     elif len(base) == 2:
-        first, second = (
-            parts.emit("Add", column, parts.number(value, kind))
-            for column, value in zip((first, second), base, strict=True)
-        )
+        first = parts.emit("Add", first, parts.number(base[0], kind))
     deciding = second if 1 in scored else first
     weights = _array(parts, "class_weights", base.dtype)
-    is_probability = bool((weights >= 0).all())
     is_binary = count == 2 and len(scored) == 1
-    limit = 0.5 if is_binary and is_probability else 0.0
-    above = parts.emit("Greater", deciding, parts.number(limit, kind))
+    is_probability = is_binary and bool((weights >= 0).all())
+    above = parts.emit("Greater", deciding, parts.number(0.5 if is_probability else 0.0, kind))
     label = label_if(parts, above, labels if is_binary else (0, 1))
     if count == 2 and 1 not in scored and len(base) < 2:
         if transform == "PROBIT":
             return "its post_transform PROBIT has no meaning for two classes with one score"
         score = parts.emit("Cast", first, to=FLOAT)
-        parts.finish(label, both(parts, score, transform, is_probability and is_binary))
+        is_share = is_probability and transform != "LOGISTIC"
+        parts.finish(label, both(parts, score, transform, is_share))
         return None
+    first = first if 0 in scored or count == 1 else absent[0]
     scores = first if count == 1 else parts.emit("Concat", first, second, axis=1)
     parts.finish(label, _finished(parts, scores, count, transform, FLOAT))
     return None
