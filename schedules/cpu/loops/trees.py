@@ -165,9 +165,7 @@ class _Descents:
     ) -> None:
         """Write the descents of rows in trees; those from an ``end`` on are left out."""
         kept = [row if end is None else T.bind(tirx.min(row, end - long(1))) for row in rows]
-        lanes = [
-            (row, kept_row, tree) for tree in own_trees for row, kept_row in zip(rows, kept)
-        ]
+        lanes = [(place, tree) for tree in own_trees for place in range(len(rows))]
         inside = [tirx.min(tree, last - long(1)) for tree in own_trees]
         roots = [T.bind(tirx.Cast("int64", self.roots[tree])) for tree in inside]
         depth = self.depths[inside[0]]
@@ -180,10 +178,11 @@ class _Descents:
         with T.serial(0, depth):
             nodes = [T.bind(root + places[lane]) for lane, root in enumerate(root_of)]
             for lane, node in enumerate(nodes):
-                number = self.x[lanes[lane][1], tirx.Cast("int64", self.feature[node])]
+                number = self.x[kept[lanes[lane][0]], tirx.Cast("int64", self.feature[node])]
                 second = tirx.Cast("int64", number <= self.threshold[node])
                 T.buffer_store(places, tirx.Cast("int64", self.first[node]) + second, [lane])
-        for lane, (row, _, tree) in enumerate(lanes):
+        for lane, (place, tree) in enumerate(lanes):
+            row = rows[place]
             counts = [] if end is None else [row < end]
             counts += [tree < last] if len(own_trees) > 1 else []
             leaf = root_of[lane] + places[lane]

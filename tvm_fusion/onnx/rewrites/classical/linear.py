@@ -92,8 +92,10 @@ def linear_classifier(parts: ContribExpansion) -> Refusal:
         if is_binary and transform == "PROBIT":
             return "its post_transform PROBIT has no meaning for two classes with one score"
         label = label_if(parts, positive(parts, scores), labels if is_binary else (0, 1))
-        result = transformed(parts, scores, 1, transform)
-        result = both(parts, scores, transform, True) if is_binary else result
+        if is_binary:
+            result = both(parts, scores, transform, is_probability=True)
+        else:
+            result = transformed(parts, scores, 1, transform)
     elif len(labels) < count:
         return f"it has {len(labels)} labels for {count} classes"
     else:
@@ -166,7 +168,7 @@ def svm_classifier(parts: ContribExpansion) -> Refusal:
         return "its support vectors, coefficients, rho and labels do not fit its features"
     pairs = list(combinations(range(len(labels)), 2))
     wins = parts.emit("Cast", positive(parts, scores), to=FLOAT)
-    first, second = (np.eye(len(labels), dtype=np.float32)[list(side)] for side in zip(*pairs))
+    first, second = np.moveaxis(np.eye(len(labels), dtype=np.float32)[np.array(pairs)], 1, 0)
     votes = parts.emit("MatMul", wins, parts.constant("votes", first - second))
     votes = parts.emit("Add", votes, parts.constant("others", second.sum(axis=0)))
     label = label_of_largest(parts, votes, labels)
@@ -185,7 +187,7 @@ def svm_classifier(parts: ContribExpansion) -> Refusal:
     elif transform == "PROBIT":
         return "its post_transform PROBIT has no meaning for two classes with one score"
     else:
-        result = both(parts, scores, "NONE", transform != "NONE")
+        result = both(parts, scores, transform, is_probability=transform != "NONE")
     parts.finish(label, result)
     return transform_problem(parts)
 
@@ -229,9 +231,7 @@ def _linear_svm(parts: ContribExpansion, labels: list[int]) -> Refusal:
         is_second = parts.emit(operator, largest, parts.number(limit, FLOAT))
         second = parts.integers(labels[1])
         label = parts.emit("Where", parts.reshape(is_second, -1), second, label)
-    parts.finish(
-        label, transformed(parts, scores, count, parts.get("post_transform", "NONE"))
-    )
+    parts.finish(label, transformed(parts, scores, count, parts.get("post_transform", "NONE")))
     return transform_problem(parts)
 
 

@@ -73,12 +73,12 @@ def _probit(parts: ContribExpansion, scores: str) -> str:
 
 def both(parts: ContribExpansion, score: str, transform: str, is_probability: bool) -> str:
     """Scores of two classes, [rows, 2], by that of the second one, [rows, 1]."""
-    if is_probability:
+    if transform == "LOGISTIC":
+        other, score = parts.emit("Sigmoid", parts.emit("Neg", score)), parts.emit("Sigmoid", score)
+    elif is_probability:
         other = parts.emit("Sub", parts.number(1, FLOAT), score)
     else:
         other = parts.emit("Neg", score)
-        if transform == "LOGISTIC":
-            other, score = parts.emit("Sigmoid", other), parts.emit("Sigmoid", score)
     return parts.emit("Concat", other, score, axis=1)
 
 

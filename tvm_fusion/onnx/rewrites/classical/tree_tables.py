@@ -5,10 +5,11 @@ The kernel knows one comparison, whose second child is taken if it holds::
 
     x[feature] <= threshold
 
-The others become it: ``x < t`` is ``x <= p`` with the number p below t; ``x >= t`` is ``-x <= -t``,
-where ``-x`` are further features. Where a missing value (NaN) must take the true child, the children
-are exchanged and the opposite is compared. ``x == t`` is two nodes, and membership a search tree of
-equalities. Both reach a child in several ways, by nodes that only jump to it.
+The others become it: ``x < t`` is ``x <= p`` with the number p below t, ``x >= t`` is
+``-x <= -t``, where ``-x`` are further features. Where a missing value (NaN) must take the true
+child, the children are exchanged and the opposite is compared. ``x == t`` is two nodes, and
+membership a search tree of equalities. Both reach a child in several ways, by nodes that only jump
+to it.
 """
 
 from __future__ import annotations

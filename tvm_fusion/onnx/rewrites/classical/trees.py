@@ -22,7 +22,6 @@ from .scores import (
     both,
     label_if,
     label_of_largest,
-    positive,
     transformed,
 )
 from .tree_tables import (
@@ -78,6 +77,13 @@ def _neutral(parts: ContribExpansion) -> float:
     return NEUTRAL.get(str(_aggregate(parts)), 0.0)
 
 
+def _infinite(parts: ContribExpansion, weights: npt.NDArray[Any]) -> str:
+    """Return why the least or largest weight cannot be found, if so: infinity stands for none."""
+    if _aggregate(parts) not in ("MIN", "MAX") or np.isfinite(weights).all():
+        return ""
+    return f"its weights are not finite; expected numbers for {_aggregate(parts)}"
+
+
 def _aggregate(parts: ContribExpansion) -> str:
     found = parts.get("aggregate_function", "SUM")
     return AGGREGATES[found] if found in range(len(AGGREGATES)) else str(found)
@@ -112,6 +118,8 @@ def read_nodes(parts: ContribExpansion, what: str, outputs: int) -> Nodes | str:
     weights = _array(parts, f"{what}_weights", dtype)
     if any(len(field) != len(weights) for field in leaf):
         return f"its attributes of leaves have other lengths than {what}_weights, {len(weights)}"
+    if _infinite(parts, weights):
+        return _infinite(parts, weights)
     targets = leaf[2]
     if len(targets) and not 0 <= targets.min() <= targets.max() < outputs:
         return f"its {what}_ids go from {targets.min()} to {targets.max()}; it has {outputs}"
@@ -159,12 +167,17 @@ def read_ensemble(parts: ContribExpansion, outputs: int) -> Nodes | str:
     names = ("featureids", "truenodeids", "falsenodeids", "trueleafs", "falseleafs")
     feature, true, false, *ends = (_array(parts, f"nodes_{n}", np.int64) for n in names)
     count, tracks = len(mode), _missing(parts, len(mode))
-    targets, weights = _array(parts, "leaf_targetids", np.int64), _array(parts, "leaf_weights", dtype)
+    targets, weights = (
+        _array(parts, "leaf_targetids", np.int64),
+        _array(parts, "leaf_weights", dtype),
+    )
     fields = (threshold, feature, true, false, *ends, tracks)
     if not count or not len(roots) or any(len(field) != count for field in fields):
         return f"its attributes of nodes have other lengths than nodes_modes, {count}"
     if len(targets) != len(weights) or not len(weights):
         return f"it has {len(targets)} leaf_targetids and {len(weights)} leaf_weights"
+    if _infinite(parts, weights):
+        return _infinite(parts, weights)
     if not 0 <= targets.min() <= targets.max() < outputs:
         return f"its leaf_targetids go from {targets.min()} to {targets.max()}; it has {outputs}"
     if not 0 <= roots.min() <= roots.max() < count or not 0 <= mode.min() <= mode.max() <= MEMBER:
@@ -311,7 +324,9 @@ def _many_classes(
     candidates = total
     if len(scored) < count and not len(base):
         absent = [0.0 if place in scored else -math.inf for place in range(count)]
-        candidates = parts.emit("Add", total, parts.constant("absent", np.array(absent, base.dtype)))
+        candidates = parts.emit(
+            "Add", total, parts.constant("absent", np.array(absent, base.dtype))
+        )
     label = label_of_largest(parts, candidates, labels)
     scores = cast(parts, total, kind)
     parts.finish(label, _finished(parts, scores, count, parts.get("post_transform", "NONE"), FLOAT))
@@ -345,8 +360,7 @@ def _two_classes(
         if transform == "PROBIT":
             return "its post_transform PROBIT has no meaning for two classes with one score"
         score = parts.emit("Cast", first, to=FLOAT)
-        is_share = is_probability and transform != "LOGISTIC"
-        parts.finish(label, both(parts, score, transform, is_share))
+        parts.finish(label, both(parts, score, transform, is_probability))
         return None
     first = first if 0 in scored or count == 1 else absent[0]
     scores = first if count == 1 else parts.emit("Concat", first, second, axis=1)
