@@ -101,7 +101,7 @@ def trees(rows: Extent, features: int, forest: Forest, chunks: int = 1) -> tirx.
     each = -(-forest.trees // chunks)
 
     def write(*arguments: tirx.Buffer) -> None:
-        descents = _Descents(*arguments, forest=forest, rows=rows, lanes=together)
+        descents = _Descents(forest, rows, together, *arguments)
         groups = tirx.ceildiv(rows, long(PARTS * together))
         share = tirx.min(groups * long(together), long(ROWS_AT_ONCE))
         parts = tirx.ceildiv(rows, share)
@@ -120,8 +120,15 @@ def trees(rows: Extent, features: int, forest: Forest, chunks: int = 1) -> tirx.
 
 @dataclass(frozen=True)
 class _Descents:
-    """Writer of descents of some rows in some trees; its fields are the kernel's arguments."""
+    """Writer of descents of some rows in some trees.
 
+    Its fields are the trees, all rows, how many of them descend at a time, and the kernel's
+    arguments.
+    """
+
+    forest: Forest
+    rows: tirx.Expr
+    lanes: int
     x: tirx.Buffer
     roots: tirx.Buffer
     depths: tirx.Buffer
@@ -130,9 +137,6 @@ class _Descents:
     first: tirx.Buffer
     value: tirx.Buffer
     out: tirx.Buffer
-    forest: Forest
-    rows: tirx.Expr
-    lanes: int
 
     def write(
         self,

@@ -6,6 +6,7 @@ Numbers are those of ONNX Runtime, also where the specification leaves them open
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def feature_vectorizer(parts: ContribExpansion) -> Refusal:
             return f"the number of features of {name!r} is only known at run time"
         x = parts.emit("Cast", name, to=FLOAT)
         x = parts.emit("Flatten", x, axis=min(1, len(dims) - 1))
-        found = int(np.prod(dims[1:] if len(dims) > 1 else dims))
+        found = math.prod(size or 0 for size in (dims[1:] if len(dims) > 1 else dims))
         if found > count:
             bounds = [parts.integers([bound]) for bound in (0, count, 1)]
             x = parts.emit("Slice", x, *bounds)

@@ -207,7 +207,9 @@ def _levels(
     """Nodes in order of trees and levels, with both; None if one was reached twice."""
     seen = np.zeros(len(nodes.mode), bool)
     here, trees = nodes.roots, np.arange(len(nodes.roots))
-    orders, owners, levels = [], [], []
+    orders: list[Integers] = []
+    owners: list[Integers] = []
+    levels: list[Integers] = []
     while len(here):
         if seen[here].any() or len(np.unique(here)) < len(here):
             return None

@@ -125,15 +125,15 @@ def read_nodes(parts: ContribExpansion, what: str, outputs: int) -> Nodes | str:
         return f"its {what}_ids go from {targets.min()} to {targets.max()}; it has {outputs}"
     is_branch = mode != LEAF
     places = _Places(tree, node)
-    children = [places.find(tree, np.where(is_branch, ids, node)) for ids in (true, false)]
+    true, false = (places.find(tree, np.where(is_branch, ids, node)) for ids in (true, false))
     leaves = places.find(leaf[0], leaf[1])
-    if any((found < 0).any() for found in (*children, leaves)):
+    if any((found < 0).any() for found in (true, false, leaves)):
         return "some of its nodes have children, or some of its weights nodes, that are not there"
     value = np.full((len(mode), outputs), _neutral(parts), dtype)
     combine = {"MIN": np.minimum, "MAX": np.maximum}.get(_aggregate(parts), np.add)
     combine.at(value, (leaves, targets), weights)
     _, roots = np.unique(tree, return_index=True)
-    return Nodes(mode, feature, threshold, *children, tracks, value, np.sort(roots))
+    return Nodes(mode, feature, threshold, true, false, tracks, value, np.sort(roots))
 
 
 class _Places:
@@ -386,14 +386,15 @@ def translate_trees(
     rows, features = x.ty.shape
     nodes, outputs = (int(size) for size in value.ty.shape)
     aggregate = attributes["aggregate"].decode()
-    types = [str(table.ty.dtype) for table in (feature, first, threshold)]
+    kinds = (str(table.ty.dtype) for table in (feature, first, threshold))
+    feature_kind, first_kind, dtype = kinds
     count = int(roots.ty.shape[0])
-    forest = Forest(nodes, count, outputs, *types, aggregate)
+    forest = Forest(nodes, count, outputs, feature_kind, first_kind, dtype, aggregate)
     chunks = 1
     if hasattr(rows, "value") and int(rows) * attributes["steps"] > _WORTH_A_FORK:
         chunks = min(_MOST_CHUNKS, count) if int(rows) <= _FEW_ROWS else 1
     kernel = builder.add_func(trees(rows, int(features), forest, chunks), "trees")
-    result = relax.TensorType((chunks, rows, outputs), types[2])
+    result = relax.TensorType((chunks, rows, outputs), dtype)
     found = builder.emit(relax.call_tir(kernel, [*inputs], result))
     if chunks == 1:
         return relax.op.squeeze(found, [0])

@@ -167,7 +167,7 @@ def _replace(
     for node in model.graph.node:
         dims = facts.dims(node.input[0]) if node.op_type in WAITING else ()
         is_ready = dims is not None
-        if is_ready and is_classical(node):
+        if dims is not None and is_classical(node):
             is_ready = bool(facts.dtype(node.input[0])) and not (is_patient and None in dims[-1:])
         if not is_contrib(node) or node.op_type not in names or not is_ready:
             nodes.append(node)
