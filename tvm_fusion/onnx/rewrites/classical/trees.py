@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree ensembles of ``ai.onnx.ml``: reading their nodes, aggregation, labels and scores."""
+"""Tree ensembles of ``ai.onnx.ml``: their aggregates, labels and scores."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import TensorProto, helper, numpy_helper
-from tvm import relax
+from onnx import TensorProto, helper
+from tvm import relax, tirx
 
 from schedules.cpu.loops.trees import NEUTRAL, Forest, trees
 
 from ..contrib.contrib_expansion import ContribExpansion
 from .carriers import carry
 from .features import cast, float_rows
+from .read_trees import (
+    AGGREGATES,
+    aggregate_name,
+    read_ensemble,
+    read_nodes,
+    tensor_or_list,
+    threshold_type,
+)
 from .scores import (
     TRANSFORMS,
     both,
@@ -27,12 +35,10 @@ from .scores import (
 from .tree_tables import (
     EQ,
     LEAF,
-    MEMBER,
     NEQ,
     Nodes,
     make_tables,
     split_equalities,
-    split_members,
 )
 
 Refusal = str | None
@@ -42,181 +48,13 @@ FLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.DOUBLE
 TREES = "tvm_fusion.Trees"
 """Operator that :func:`translate_trees` translates."""
 
-MODES = ("BRANCH_LEQ", "BRANCH_LT", "BRANCH_GTE", "BRANCH_GT", "BRANCH_EQ", "BRANCH_NEQ")
-AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
-
 _FEW_ROWS = 8
-_WORTH_A_FORK = 20_000
-"""Steps of descents from which on the trees of few rows are shared out."""
+"""Rows up to which threads share out the trees, in ``_MOST_CHUNKS`` parts."""
 
 _MOST_CHUNKS = 16
 
-
-def _array(parts: ContribExpansion, name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An attribute, or the tensor that is given instead."""
-    tensor = parts.get(f"{name}_as_tensor")
-    if tensor is not None and tensor.data_type:
-        return numpy_helper.to_array(tensor).ravel().astype(dtype)
-    found = parts.get(name, [])
-    found = numpy_helper.to_array(found) if isinstance(found, TensorProto) else found
-    return np.array(found).astype(dtype).ravel()
-
-
-def _dtype(parts: ContribExpansion) -> np.dtype[Any]:
-    """Type of thresholds and sums: float64 if the input has it, else float32."""
-    is_double = parts.facts.dtype(parts.input(0)) == DOUBLE
-    return np.dtype(np.float64 if is_double else np.float32)
-
-
-def _missing(parts: ContribExpansion, count: int) -> npt.NDArray[np.bool_]:
-    tracks = _array(parts, "nodes_missing_value_tracks_true", np.int64)
-    return tracks.astype(bool) if len(tracks) else np.zeros(count, bool)
-
-
-def _neutral(parts: ContribExpansion) -> float:
-    return NEUTRAL.get(str(_aggregate(parts)), 0.0)
-
-
-def _infinite(parts: ContribExpansion, weights: npt.NDArray[Any]) -> str:
-    """Return why the least or largest weight cannot be found, if so: infinity stands for none."""
-    if _aggregate(parts) not in ("MIN", "MAX") or np.isfinite(weights).all():
-        return ""
-    return f"its weights are not finite; expected numbers for {_aggregate(parts)}"
-
-
-def _aggregate(parts: ContribExpansion) -> str:
-    found = parts.get("aggregate_function", "SUM")
-    return AGGREGATES[found] if found in range(len(AGGREGATES)) else str(found)
-
-
-def read_nodes(parts: ContribExpansion, what: str, outputs: int) -> Nodes | str:
-    """The nodes of a TreeEnsembleRegressor or TreeEnsembleClassifier, or what is wrong with them.
-
-    Parameters
-    ----------
-    parts : ContribExpansion
-        Of the node.
-    what : str
-        ``"target"`` or ``"class"``, with which the names of attributes of leaves begin.
-    outputs : int
-        Targets or classes.
-    """
-    dtype = _dtype(parts)
-    names = ("treeids", "nodeids", "featureids", "truenodeids", "falsenodeids")
-    tree, node, feature, true, false = (_array(parts, f"nodes_{n}", np.int64) for n in names)
-    modes = [mode.decode() for mode in parts.get("nodes_modes", [])]
-    unknown = set(modes) - {*MODES, "LEAF"}
-    if unknown:
-        return f"it has nodes of the mode {min(unknown)!r}"
-    mode = np.array([LEAF if name == "LEAF" else MODES.index(name) for name in modes], np.int64)
-    threshold = _array(parts, "nodes_values", dtype)
-    tracks = _missing(parts, len(mode))
-    fields = (node, feature, true, false, mode, threshold, tracks)
-    if not len(tree) or any(len(field) != len(tree) for field in fields):
-        return f"its attributes of nodes have other lengths than nodes_treeids, {len(tree)}"
-    leaf = [_array(parts, f"{what}_{n}", np.int64) for n in ("treeids", "nodeids", "ids")]
-    weights = _array(parts, f"{what}_weights", dtype)
-    if any(len(field) != len(weights) for field in leaf):
-        return f"its attributes of leaves have other lengths than {what}_weights, {len(weights)}"
-    if _infinite(parts, weights):
-        return _infinite(parts, weights)
-    targets = leaf[2]
-    if len(targets) and not 0 <= targets.min() <= targets.max() < outputs:
-        return f"its {what}_ids go from {targets.min()} to {targets.max()}; it has {outputs}"
-    is_branch = mode != LEAF
-    places = _Places(tree, node)
-    true, false = (places.find(tree, np.where(is_branch, ids, node)) for ids in (true, false))
-    leaves = places.find(leaf[0], leaf[1])
-    if any((found < 0).any() for found in (true, false, leaves)):
-        return "some of its nodes have children, or some of its weights nodes, that are not there"
-    value = np.full((len(mode), outputs), _neutral(parts), dtype)
-    combine = {"MIN": np.minimum, "MAX": np.maximum}.get(_aggregate(parts), np.add)
-    combine.at(value, (leaves, targets), weights)
-    _, roots = np.unique(tree, return_index=True)
-    return Nodes(mode, feature, threshold, true, false, tracks, value, np.sort(roots))
-
-
-class _Places:
-    """Positions of nodes in the attributes, by the numbers of tree and node."""
-
-    def __init__(self, tree: npt.NDArray[np.int64], node: npt.NDArray[np.int64]) -> None:
-        keys = np.stack([tree, node], axis=1)
-        self._order = np.lexsort((node, tree))
-        self._keys = keys[self._order]
-        self._width = int(abs(node).max()) + 1
-
-    def _key(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return keys[:, 0] * self._width + keys[:, 1]
-
-    def find(
-        self, tree: npt.NDArray[np.int64], node: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Positions of nodes, -1 of those that are not there."""
-        keys = np.stack([tree, node], axis=1)
-        place = np.searchsorted(self._key(self._keys), self._key(keys))
-        place = np.minimum(place, len(self._keys) - 1)
-        is_there = (self._keys[place] == keys).all(axis=1)
-        return np.where(is_there, self._order[place], -1)
-
-
-def read_ensemble(parts: ContribExpansion, outputs: int) -> Nodes | str:
-    """The nodes of a TreeEnsemble, or what is wrong with them."""
-    dtype = _dtype(parts)
-    roots = _array(parts, "tree_roots", np.int64)
-    mode, threshold = _array(parts, "nodes_modes", np.int64), _array(parts, "nodes_splits", dtype)
-    names = ("featureids", "truenodeids", "falsenodeids", "trueleafs", "falseleafs")
-    feature, true, false, *ends = (_array(parts, f"nodes_{n}", np.int64) for n in names)
-    count, tracks = len(mode), _missing(parts, len(mode))
-    targets, weights = (
-        _array(parts, "leaf_targetids", np.int64),
-        _array(parts, "leaf_weights", dtype),
-    )
-    fields = (threshold, feature, true, false, *ends, tracks)
-    if not count or not len(roots) or any(len(field) != count for field in fields):
-        return f"its attributes of nodes have other lengths than nodes_modes, {count}"
-    if len(targets) != len(weights) or not len(weights):
-        return f"it has {len(targets)} leaf_targetids and {len(weights)} leaf_weights"
-    if _infinite(parts, weights):
-        return _infinite(parts, weights)
-    if not 0 <= targets.min() <= targets.max() < outputs:
-        return f"its leaf_targetids go from {targets.min()} to {targets.max()}; it has {outputs}"
-    if not 0 <= roots.min() <= roots.max() < count or not 0 <= mode.min() <= mode.max() <= MEMBER:
-        return "it has roots or modes that are not there"
-    # A leaf may be named several times, and gets a node each time.
-    children, used = [], []
-    for side, (ids, is_leaf) in enumerate(((true, ends[0] != 0), (false, ends[1] != 0))):
-        limit = np.where(is_leaf, len(weights), count)
-        if ((ids < 0) | (ids >= limit)).any():
-            return "some of its nodes have children that are not there"
-        children.append(np.where(is_leaf, count * (side + 1) + np.arange(count), ids))
-        used.append(np.where(is_leaf, ids, 0))
-    is_single = (true == false) & (ends[0] != 0) & (ends[1] != 0)
-    leaf = np.concatenate(used)
-    value = np.full((3 * count, outputs), _neutral(parts), dtype)
-    value[count + np.arange(2 * count), targets[leaf]] = weights[leaf]
-    nodes = Nodes(
-        np.concatenate([mode, np.full(2 * count, LEAF)]),
-        np.concatenate([feature, np.zeros(2 * count, np.int64)]),
-        np.concatenate([threshold, np.zeros(2 * count, dtype)]),
-        np.concatenate([children[0], np.arange(count, 3 * count)]),
-        np.concatenate([children[1], np.arange(count, 3 * count)]),
-        np.concatenate([tracks, np.zeros(2 * count, bool)]),
-        value,
-        np.where(is_single[roots], children[0][roots], roots),
-    )
-    return _without_members(parts, nodes)
-
-
-def _without_members(parts: ContribExpansion, nodes: Nodes) -> Nodes | str:
-    """Split the tests of membership; their sets end at what is no number."""
-    (tests,) = np.nonzero(nodes.mode == MEMBER)
-    values = _array(parts, "membership_values", nodes.threshold.dtype)
-    sets = np.split(values, np.nonzero(np.isnan(values))[0] + 1)
-    if len(sets) < len(tests):
-        return f"it has {len(sets)} sets of membership_values for {len(tests)} nodes"
-    chosen = zip(tests, sets, strict=False)
-    split_members(nodes, {int(test): members[~np.isnan(members)] for test, members in chosen})
-    return nodes
+_WORTH_A_FORK = 20_000
+"""Steps of descents from which on that is worth its time."""
 
 
 def _totals(parts: ContribExpansion, nodes: Nodes) -> tuple[str, str]:
@@ -227,7 +65,7 @@ def _totals(parts: ContribExpansion, nodes: Nodes) -> tuple[str, str]:
     if features is None or (len(own) and not 0 <= own.min() <= own.max() < features):
         most = own.max(initial=0)
         return "", f"it compares feature {most}; {parts.input(0)!r} has {features} features"
-    outputs, aggregate = nodes.value.shape[1], _aggregate(parts)
+    outputs, aggregate = nodes.value.shape[1], aggregate_name(parts)
     if aggregate not in AGGREGATES:
         return "", f"its aggregate_function is {aggregate!r}"
     if ((nodes.mode == EQ) | (nodes.mode == NEQ)).any():
@@ -283,7 +121,7 @@ def tree_regressor(parts: ContribExpansion) -> Refusal:
     outputs, transform = parts.get("n_targets", 1), parts.get("post_transform", "NONE")
     nodes = read_nodes(parts, "target", outputs)
     total, reason = ("", nodes) if isinstance(nodes, str) else _totals(parts, nodes)
-    base = _array(parts, "base_values", _dtype(parts))
+    base = tensor_or_list(parts, "base_values", threshold_type(parts))
     if reason or transform not in TRANSFORMS or len(base) not in (0, outputs):
         return reason or f"it has {len(base)} base_values, or its post_transform is {transform!r}"
     if len(base):
@@ -298,7 +136,7 @@ def tree_classifier(parts: ContribExpansion) -> Refusal:
     transform = parts.get("post_transform", "NONE")
     nodes = read_nodes(parts, "class", len(labels))
     total, reason = ("", nodes) if isinstance(nodes, str) else _totals(parts, nodes)
-    base = _array(parts, "base_values", _dtype(parts))
+    base = tensor_or_list(parts, "base_values", threshold_type(parts))
     if reason or transform not in TRANSFORMS:
         return reason or f"its post_transform is {transform!r}"
     if len(labels) > 2:
@@ -351,7 +189,7 @@ def _two_classes(
     elif len(base) == 2:
         first = parts.emit("Add", first, parts.number(base[0], kind))
     deciding = second if 1 in scored else first
-    weights = _array(parts, "class_weights", base.dtype)
+    weights = tensor_or_list(parts, "class_weights", base.dtype)
     is_binary = count == 2 and len(scored) == 1
     is_probability = is_binary and bool((weights >= 0).all())
     above = parts.emit("Greater", deciding, parts.number(0.5 if is_probability else 0.0, kind))
@@ -391,8 +229,9 @@ def translate_trees(
     count = int(roots.ty.shape[0])
     forest = Forest(nodes, count, outputs, feature_kind, first_kind, dtype, aggregate)
     chunks = 1
-    if hasattr(rows, "value") and int(rows) * attributes["steps"] > _WORTH_A_FORK:
-        chunks = min(_MOST_CHUNKS, count) if int(rows) <= _FEW_ROWS else 1
+    if isinstance(rows, tirx.IntImm) and int(rows) <= _FEW_ROWS:
+        is_worth_it = int(rows) * attributes["steps"] > _WORTH_A_FORK
+        chunks = min(_MOST_CHUNKS, count) if is_worth_it else 1
     kernel = builder.add_func(trees(rows, int(features), forest, chunks), "trees")
     result = relax.TensorType((chunks, rows, outputs), dtype)
     found = builder.emit(relax.call_tir(kernel, [*inputs], result))
