@@ -106,9 +106,12 @@ def trees(rows: Extent, features: int, forest: Forest, chunks: int = 1) -> tirx.
         share = tirx.min(groups * long(together), long(ROWS_AT_ONCE))
         parts = tirx.ceildiv(rows, share)
         with T.parallel(long(0), parts * long(chunks)) as part:
-            chunk = T.bind(tirx.floordiv(part, parts))
-            start = T.bind(tirx.floormod(part, parts) * share)
-            end = T.bind(tirx.min(start + share, rows))
+            # In a buffer, which becomes registers: their formulas would be copied everywhere.
+            bounds = T.sblock_alloc_buffer((3,), "int64")
+            chunk, start, end = (bounds[place] for place in range(3))
+            T.buffer_store(bounds, tirx.floordiv(part, parts), [0])
+            T.buffer_store(bounds, tirx.floormod(part, parts) * share, [1])
+            T.buffer_store(bounds, tirx.min(start + share, rows), [2])
             with T.grid(end - start, long(forest.outputs)) as (row, column):
                 neutral = tirx.const(NEUTRAL[forest.aggregate], forest.dtype)
                 T.buffer_store(descents.out, neutral, [chunk, start + row, column])
