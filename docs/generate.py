@@ -102,6 +102,13 @@ def contrib_operators() -> str:
     return ", ".join(f"`{name}`" for name in sorted(CONTRIB))
 
 
+def classical_operators() -> str:
+    """The operators of ``ai.onnx.ml`` that are translated."""
+    from tvm_fusion.onnx.rewrites.contrib.expand import CLASSICAL
+
+    return ", ".join(f"`{name}`" for name in sorted(CLASSICAL))
+
+
 def networks() -> str:
     """The races of whole networks, by CPU side by side."""
     return _races("networks", ("ONNX Runtime", "OpenVINO"))
@@ -409,6 +416,7 @@ PARTS: dict[str, Callable[..., str]] = {
         architectures,
         operators,
         element_types,
+        classical_operators,
         contrib_operators,
         cooperative_splits,
         networks,

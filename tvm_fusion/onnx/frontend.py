@@ -29,9 +29,10 @@ from .model.loader import check_external_data, check_model, check_opset, parse_m
 from .model.node_order import sort_nodes
 from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
+from .node_checks import check_nodes
 from .operator_checks import check_operators
-from .rewrite import drop_initializers_from_inputs, mend
-from .rewrites.contrib.expand import expand_contrib
+from .rewrite import drop_initializers_from_inputs, mend, upgrade_opset
+from .rewrites.contrib.expand import expand_contrib, is_classical
 from .rewrites.indexing.gather import translate_gather
 from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
@@ -109,7 +110,11 @@ def _prepare(
     bind_shapes(proto, shapes)
     weights = detach_weights(proto) | dict(given or {})
     sort_nodes(proto.graph)
-    proto = expand_contrib(proto)
+    if any(map(is_classical, proto.graph.node)):
+        check_model(proto)
+        check_nodes(proto)
+        proto = upgrade_opset(proto)
+    proto = expand_contrib(proto, weights)
     check_model(proto)
     proto = mend(proto, weights)
     drop_stand_ins(proto, weights)

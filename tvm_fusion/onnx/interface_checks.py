@@ -6,6 +6,7 @@ from __future__ import annotations
 import onnx
 
 from ..errors import InvalidModelError
+from .rewrites.classical.refusals import TEXT_ADVICE
 
 NUMBERS = frozenset(
     getattr(onnx.TensorProto, name)
@@ -34,9 +35,10 @@ def check_interface(model: onnx.ModelProto) -> None:
             names = onnx.TensorProto.DataType.Name
             known = onnx.TensorProto.DataType.values()
             found = names(element) if element in known else f"unknown type {element}"
+            advice = f"; {TEXT_ADVICE}" if element == onnx.TensorProto.STRING else ""
             raise InvalidModelError(
                 f"{role} {value.name!r} holds elements of {found}; expected one of "
-                f"{', '.join(sorted(names(number) for number in NUMBERS))}"
+                f"{', '.join(sorted(names(number) for number in NUMBERS))}{advice}"
             )
     for sparse in graph.sparse_initializer:
         raise InvalidModelError(

@@ -8,6 +8,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 
 from ..errors import UnsupportedOperatorError
 from .model.graph_edits import all_graphs, is_default_domain, node_label, opset_of
+from .rewrites.classical.refusals import classical_refusal
 from .rewrites.contrib.expand import is_contrib
 from .rewrites.control_flow.functions import EXPANDED
 from .rewrites.norms.lp_norm import REPLACED
@@ -35,11 +36,11 @@ def check_operators(model: onnx.ModelProto) -> None:
     importable = importable.union(EXPANDED, REPLACED, RECURRENT, OWN_OPS, WRITTEN) - DATA_DEPENDENT
     functions = {(function.domain, function.name) for function in model.functions}
     problems = [
-        (node, "this operator has no translation")
+        (node, classical_refusal(node) or "this operator has no translation")
         for graph in all_graphs(model)
         for node in graph.node
         if (node.domain, node.op_type) not in functions
-        and not is_contrib(node)
+        and (not is_contrib(node) or classical_refusal(node))
         and not (is_default_domain(node) and node.op_type in importable)
     ]
     refuse_nodes(model, problems)

@@ -55,6 +55,7 @@ from .rewrites.arithmetic.wider_types import (
     widen_scattered,
     widen_sum,
 )
+from .rewrites.classical.carriers import unload_carriers
 from .rewrites.control_flow.branches import splice_branches
 from .rewrites.control_flow.functions import expand_operators, inline_functions
 from .rewrites.control_flow.loops import unroll_loops
@@ -205,6 +206,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     pad_pools(model, facts)
     normalize_resizes(model, facts)
     check_indices(model, facts)
+    unload_carriers(model)
     drop_identities(model, facts)
     check_translations(model, facts)
     saturate_casts(model, facts)

@@ -22,6 +22,9 @@ from .graph_edits import all_graphs, default_opset, is_default_domain
 from .shapes import check_size
 
 MIN_IR_VERSION = 3
+OWN_OPSET = 18
+"""Version of ONNX's operators for a model that has none of them."""
+
 MAX_BYTES = 2**31 - 1
 """Protobuf cannot hold a larger message."""
 
@@ -103,10 +106,13 @@ def check_opset(model: onnx.ModelProto) -> None:
     """Refuse a model without a default operator set, or with one that onnx does not know."""
     newest = onnx.defs.onnx_opset_version()
     opset = default_opset(model)
-    if opset is None:
+    if opset is None and any(map(is_default_domain, model.graph.node)):
         raise InvalidModelError(
             "the model imports no version of the ai.onnx operators; export it again"
         )
+    if opset is None:
+        opset = OWN_OPSET
+        model.opset_import.add(domain="", version=opset)
     if not 1 <= opset <= newest:
         raise InvalidModelError(
             f"the model uses opset {opset}; onnx {onnx.__version__} knows 1 to {newest}: "

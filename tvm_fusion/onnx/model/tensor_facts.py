@@ -10,7 +10,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from .graph_edits import used_names
-from .weights import Weights, to_array
+from .weights import SMALL_ELEMENTS, Weights, add_weight, to_array
 
 SIGNED_TYPES = frozenset(
     getattr(onnx.TensorProto, name) for name in ("INT8", "INT16", "INT32", "INT64")
@@ -73,11 +73,19 @@ class GraphFacts:
         return to_array(self._small[name]) if name in self._small else None
 
     def add_constant(self, hint: str, value: np.ndarray) -> str:
-        """Add an initialiser and return its name."""
+        """Add a constant and return its name: large ones are weights, as those of the model."""
+        if value.size > SMALL_ELEMENTS:
+            return self.add_weight(hint, value)
         name = self.fresh(hint)
         tensor = numpy_helper.from_array(value, name)
         self._graph.initializer.append(tensor)
         self._small[name] = tensor
+        return name
+
+    def add_weight(self, hint: str, value: np.ndarray) -> str:
+        """Add a constant outside of the graph, where it stays though no node reads it yet."""
+        name = self.fresh(hint)
+        add_weight(self._graph, self._weights, name, value)
         return name
 
     def add_tensor(self, hint: str, dtype: int, shape: Sequence[int]) -> str:

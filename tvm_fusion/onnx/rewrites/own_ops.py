@@ -21,6 +21,8 @@ from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
 from .arithmetic.narrow_types import ROUND, translate_round
 from .arithmetic.saturation import SATURATE, translate_saturate
+from .classical.linear import PAIRWISE_COUPLING, translate_pairwise_coupling
+from .classical.trees import TREES, translate_trees
 from .determinant import translate_determinant
 from .expansion import Expansion
 from .indexing.indices import CHECKED_INDICES, translate_checked_indices
@@ -88,9 +90,11 @@ OWN_OPS: dict[str, Translation] = {
     "RoiAlign": translate_roi_align,
     CHECKED_INDICES: translate_checked_indices,
     MAX_PLACES: translate_max_places,
+    PAIRWISE_COUPLING: translate_pairwise_coupling,
     ROUND: translate_round,
     SATURATE: translate_saturate,
     SORT_FIRST: translate_sort_first,
+    TREES: translate_trees,
     WIDE_CONCAT: translate_wide_concat,
 }
 """Operators, and what translates them."""

@@ -79,6 +79,12 @@ class ContribExpansion(Expansion):
             return self.emit("ReduceMean", x, axes=[-1])
         return self.emit("ReduceMean", x, self.integers([-1]))
 
+    def largest(self, x: str) -> str:
+        """Maximum over the last axis, which is kept."""
+        if self.opset < AXES_ARE_INPUTS:
+            return self.emit("ReduceMax", x, axes=[-1])
+        return self.emit("ReduceMax", x, self.integers([-1]))
+
     def layer_norm(self, x: str, scale: str, bias: str, epsilon: float) -> str:
         """Normalise the last axis."""
         if self.opset >= HAS_LAYER_NORM:
