@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from classical_models import DOMAIN, check, model_of, node
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_cases import normal
 
 import tvm_fusion
@@ -276,3 +276,20 @@ def test_text_as_input() -> None:
     model.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
     with pytest.raises(InvalidModelError, match="elements of STRING.*encode it as integers"):
         import_onnx(model)
+
+
+def test_unknown_ranks_are_told() -> None:
+    model = _single("Scaler", offset=[0.0], scale=[1.0])
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "N"
+    model.graph.node[0].input[0] = "less"
+    model.graph.node.insert(0, helper.make_node("Squeeze", ["x"], ["less"]))
+    with pytest.raises(UnsupportedOperatorError, match="type of 'less' is only known at run time"):
+        import_onnx(model, {"N": "N"})
+
+
+def test_vectors_of_features_of_unknown_number_are_told() -> None:
+    nodes = [node("FeatureVectorizer", "x", "y", inputdimensions=[3])]
+    model = model_of(nodes, {"x": normal(2, 3)})
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "M"
+    with pytest.raises(UnsupportedOperatorError, match="number of features of 'x' is only known"):
+        import_onnx(model, {"M": "M"})
