@@ -2,6 +2,7 @@
 """Rules for all but convolutions: element-wise, pooling, matmul, softmax, fallback; own kernels.
 
 Imports ``reduce``, ``nests`` and ``core``; ``cpu/__init__.py`` may import it, the storeys above
-its kernels that only CPUs have, ``recurrent_cells.py``, ``selections.py`` and ``determinants.py``.
+its kernels that only CPUs have: ``recurrent_cells.py``, ``selections.py``, ``determinants.py``,
+``trees.py`` and ``pairwise_coupling.py``.
 Start with ``elementwise.py``, the smallest rule.
 """

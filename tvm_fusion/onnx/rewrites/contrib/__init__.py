@@ -3,5 +3,5 @@
 
 Each is written by ONNX's own operators, before anything else looks at the model: onnx infers no
 shapes of these operators. Those whose form depends on ranks or sizes wait for their inputs' shapes.
-Start with ``expand.py``.
+Start with ``expand.py``, which also replaces the operators of ``../classical/``.
 """
