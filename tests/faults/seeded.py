@@ -148,8 +148,8 @@ KERNELS = (
     Fault(
         "partial sums of a layer in parts get the bias again",
         "schedules/cpu/core/micro_kernel.py",
-        "value = tirx.if_then_else(first, value, partial)",
-        "value = tirx.if_then_else(first, value, value + partial)",
+        "value = tirx.if_then_else(first, value, _load(ops.output.buffer, place, lanes))",
+        "value = tirx.if_then_else(first, value, value + _load(ops.output.buffer, place, lanes))",
         (
             "tests/schedules/cpu/conv2d/test_conv2d.py",
             "tests/schedules/cpu/conv2d/test_fused_conv2d.py",

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_text_of_a_fault_occurs_once(fault: Fault) -> None:
     text = (ROOT / fault.file).read_text()
     assert text.count(fault.old) == 1, f"{fault.file} has not this text once: {fault.old!r}"
-    compile(text.replace(fault.old, fault.new), fault.file, "exec")
+    if fault.file.endswith(".py"):
+        compile(text.replace(fault.old, fault.new), fault.file, "exec")
     assert fault.tests and all((ROOT / test).exists() for test in fault.tests)
 
 
