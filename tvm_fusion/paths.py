@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths that a user gives."""
+"""Paths that a user gives, and the folder of a user's caches."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def as_path(value: Any, error: type[TVMFusionError]) -> Path:
     if not isinstance(text, str):
         raise error(f"{value!r:.60} is a {type(value).__name__}; expected a path")
     return Path(text)
+
+
+def user_cache() -> Path:
+    """Folder of what this user's runs leave for later ones, ``$XDG_CACHE_HOME/tvm-fusion``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "tvm-fusion")

@@ -22,7 +22,7 @@ _ARCHITECTURES = {
 
 
 def worker_pool(triple: str) -> ElfObject:
-    """Object file with the threads' code, to be linked with kernels that have parallel loops.
+    """Object file with the threads' code, to be linked with kernels.
 
     Raises
     ------

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArtifactError, InvalidInputError, TargetError
-from ..runtime.artifact import FORMAT
+from ..paths import user_cache
+from ..runtime.artifact import FORMAT, file_digest
 from ..runtime.compiled_model import CompiledModel, load
 from ..written_aside import written_aside
 
@@ -55,8 +56,7 @@ def cache_folder(wish: bool | str | os.PathLike[str] | None) -> Path | None:
         text = os.environ.get(VARIABLE, "0")
         wish = text == "1" if text in ("", "0", "1") else text
     if isinstance(wish, bool):
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(home, "tvm-fusion", "models") if wish else None
+        return user_cache() / "models" if wish else None
     if not isinstance(wish, str | os.PathLike):
         raise InvalidInputError(f"cache is {wish!r:.60}; expected True, False, a folder or None")
     return Path(wish)
@@ -168,11 +168,7 @@ def _digest_of_model(model: Any) -> str:
 
 
 def _digest_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_digest(path, path.stat().st_size).hex()
 
 
 def _described(options: Mapping[str, Any]) -> Iterable[str]:

@@ -17,6 +17,7 @@ from ..compiler.targets.target import resolve
 from ..errors import PredictionError
 from ..machine.host import host_cpu
 from ..machine.host_info import cpu_name
+from ..paths import user_cache
 from ..runtime.thread_pool import choose_threads
 
 NATIVE = "native"
@@ -28,8 +29,7 @@ _OF_ALL_THREADS = ("peak_flops.", "capacity.L1", "capacity.L2", "bandwidth.L2", 
 
 def calibrations() -> Path:
     """Folder of this user's calibrations, ``$XDG_CACHE_HOME/tvm-fusion/machines``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "tvm-fusion", "machines")
+    return user_cache() / "machines"
 
 
 def calibration_path(threads: int) -> Path:

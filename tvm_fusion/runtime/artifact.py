@@ -202,7 +202,7 @@ def _write(aside: Path, executable: Any, about: Description, weights: Sequence[A
         write_weights(file, weights)
         place = file.tell()
         file.write(text)
-    digest = _digest(aside, place + len(text))
+    digest = file_digest(aside, place + len(text))
     with aside.open("ab") as file:
         file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
 
@@ -299,7 +299,7 @@ def _read(path: Path) -> Description:
                 f"{FORMAT}; install a newer tvm_fusion"
             )
         whole = version >= 1 and place + length + _FOOTER.size == size
-        if not whole or digest != _digest(path, place + length):
+        if not whole or digest != file_digest(path, place + length):
             raise ArtifactError(
                 f"{str(path)!r} is damaged: its checksum does not fit; {_SAVE_HELP}"
             )
@@ -338,7 +338,7 @@ def _foreign(path: Path, start: bytes) -> str:
     )
 
 
-def _digest(path: Path, count: int) -> bytes:
+def file_digest(path: Path, count: int) -> bytes:
     """SHA-256 of the first ``count`` bytes of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:

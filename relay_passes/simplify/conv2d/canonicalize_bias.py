@@ -25,7 +25,7 @@ from ...core.graph import Graph
 from .conv2d_operands import is_chain, is_plain_conv2d, out_channels
 
 ROUNDING = 1024.0
-"""How many times larger than their sum, and than 1, are constants that are there to round."""
+"""Ratio of a constant to the sum of both, and to 1, beyond which it is there to round."""
 
 
 def canonicalize_bias(graph: Graph, call: relax.Expr) -> Value:

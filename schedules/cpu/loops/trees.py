@@ -37,7 +37,7 @@ PARTS = 32
 """Parts for threads, if there are rows enough."""
 
 NEUTRAL = {"SUM": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
-"""What an aggregate is of no tree."""
+"""Value of an aggregate of no tree."""
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,8 @@ class BatchNormRule:
         scaled = expansion.emit("Mul", expansion.emit("Div", centred, deviation), scale)
         results = [expansion.emit("Add", scaled, bias)]
         momentum = attribute(node, "momentum", 0.9)
-        for old, new in list(zip((mean, variance), (own_mean, own_variance), strict=True))[
-            : len(node.output) - 1
-        ]:
+        statistics = (mean, own_mean), (variance, own_variance)
+        for old, new in statistics[: len(node.output) - 1]:
             flat = expansion.emit("Reshape", new, expansion.constant("flat", np.array([-1])))
             parts = [
                 expansion.emit("Mul", name, expansion.number(factor, wide))
