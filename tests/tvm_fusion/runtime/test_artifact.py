@@ -313,7 +313,7 @@ def test_a_failed_save_leaves_what_was_there(
     def fail(*args: Any) -> bytes:
         raise error
 
-    monkeypatch.setattr(artifact, "_digest", fail)
+    monkeypatch.setattr(artifact, "file_digest", fail)
     with pytest.raises(ArtifactError, match=f"cannot write .*: {error.args[-1]}"):
         model.save(path)
     assert path.read_bytes() == b"precious"
