@@ -51,7 +51,6 @@ from .rewrites.arithmetic.wider_types import (
     SUMS,
     always_sort,
     widen_cast,
-    widen_product,
     widen_scattered,
     widen_sum,
 )
@@ -134,7 +133,6 @@ EXPANSIONS: dict[str, Rule] = {
     "EyeLike": expand_eye_like,
     "GRU": expand_recurrent,
     "Gelu": widen_sum,
-    "Gemm": widen_product,
     "GlobalLpPool": expand_p_norm,
     "GridSample": expand_grid_sample,
     "HardSigmoid": widen_sum,

@@ -48,9 +48,18 @@ def widen_many(node: onnx.NodeProto, expansion: Expansion) -> None:
         widen_sum(node, expansion)
 
 
-def widen_scaled(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Compute a Gemm with factors in float32: the importer multiplies an operand by each."""
-    if attribute(node, "alpha", 1.0) != 1 or attribute(node, "beta", 1.0) != 1:
+def widen_gemm(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Compute a Gemm with factors in a type that holds them; the importer multiplies by each.
+
+    A ``C`` of factor 0 goes away, as in ONNX Runtime and PyTorch: it may hold NaN.
+    """
+    factors = [attribute(node, name, 1.0) for name in ("alpha", "beta")]
+    if factors[1] == 0:
+        del node.input[2:]
+    kind = expansion.facts.dtype(node.input[0])
+    if kind in INTEGER_TYPES and not all(factor.is_integer() for factor in factors):
+        widen(node, expansion, TensorProto.DOUBLE, [kind])
+    elif factors != [1, 1]:
         widen_sum(node, expansion)
 
 
@@ -83,21 +92,13 @@ SUMS: dict[str, Rule] = {
         widen_sum,
     ),
     "Col2Im": widen_overlaps,
-    "Gemm": widen_scaled,
+    "Gemm": widen_gemm,
     "Resize": widen_resize,
     "Sum": widen_many,
 }
 """Operators that accumulate and that become several ops, each of which would round its result.
 
 Those that become one op are left to the pass ``WidenSums``."""
-
-
-def widen_product(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Compute a Gemm of integers by fractions in double: the importer would make these 0."""
-    factors = [attribute(node, name, 1.0) for name in ("alpha", "beta")]
-    kind = expansion.facts.dtype(node.input[0])
-    if kind in INTEGER_TYPES and not all(factor.is_integer() for factor in factors):
-        widen(node, expansion, TensorProto.DOUBLE, [kind])
 
 
 def norm_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
