@@ -2,9 +2,9 @@
 """Passes and ops on the graph; the IR is Relax, TVM's successor of Relay.
 
 Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``attention``, ``conv2d``,
-``layout``, ``norm``, ``reduction``, ``distribute`` and ``program``, independent of each other.
-Imports ``schedules`` and TVM; ``tvm_fusion`` may import it. Start with ``fuse_conv2d.py`` in
-``conv2d``.
+``layout``, ``matmul``, ``norm``, ``reduction``, ``distribute`` and ``program``, independent of each
+other. Imports ``schedules`` and TVM; ``tvm_fusion`` may import it. Start with ``fuse_conv2d.py``
+in ``conv2d``.
 """
 
 import tvm_ffi
@@ -26,6 +26,8 @@ from .distribute.separate_pairs import SeparatePairs
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .layout.pad_columns import PadColumns
+from .matmul.multiply_narrow import MultiplyNarrow
+from .matmul.narrow_weights import NarrowWeights
 from .norm.fuse_layer_norm import FuseLayerNorm
 from .program.allow_tf32 import AllowTF32
 from .program.annotate_gathers import AnnotateGathers
@@ -76,8 +78,10 @@ __all__ = [
     "LiftOutputs",
     "LiftWeights",
     "MarkConstants",
-    "NameSizes",
     "MultiplyBytes",
+    "MultiplyNarrow",
+    "NameSizes",
+    "NarrowWeights",
     "PackLayout",
     "PackWeights",
     "PadColumns",

@@ -21,6 +21,8 @@ from schedules.errors import InvalidModelError
 from ..core.constants import FLOATS, array_of, tensor_constant
 from ..core.expressions import Value, op_name
 from ..core.graph import Graph
+from ..op.widen_weight import NAME as WIDEN_WEIGHT
+from ..op.widen_weight import widened
 from .remove_broadcast import is_broadcast_by_readers
 
 _SHAPE_OPS = ("relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape")
@@ -67,6 +69,11 @@ def _quantize(call: relax.Call, x: np.ndarray, scale: np.ndarray, zero: np.ndarr
     return np.clip(whole, limits.min, limits.max)
 
 
+def _widen(call: relax.Call, x: np.ndarray, scale: np.ndarray, *zero: np.ndarray) -> np.ndarray:
+    block, axis = int(call.attrs["block"]), int(call.attrs["axis"])
+    return widened(x, scale, zero[0] if zero else None, block, axis)
+
+
 _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.add": lambda call, x, y: x + y,
     "relax.subtract": lambda call, x, y: x - y,
@@ -91,6 +98,7 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.less": lambda call, x, y: x < y,
     "relax.equal": lambda call, x, y: x == y,
     "relax.tvm_fusion.checked_indices": _check_indices,
+    WIDEN_WEIGHT: _widen,
 }
 
 FOLDED = tuple(_COMPUTE)

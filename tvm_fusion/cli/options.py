@@ -154,6 +154,12 @@ precision_option = click.option(
     "from sm_80 on.",
 )
 
+weights_option = click.option(
+    "--weights",
+    type=click.Choice(["int8", "int4"]),
+    help="On CPUs: round the matrices of products to 8 or 4 bits, with a scale for each block.",
+)
+
 network_option = click.option(
     "--network",
     metavar="FIGURES|FILE",

@@ -27,6 +27,7 @@ TOLERANCES = {
     "bfloat16": 5e-2,
     "int8": 5e-2,
     "uint8": 5e-2,
+    "int4": 0.25,
 }
 """Largest error in parts of an output's largest magnitude, by the coarsest type in the model.
 
@@ -61,7 +62,7 @@ class Reference:
     trials: Iterator[tuple[list[Any], list[np.ndarray]]]
 
 
-def check_numbers(model: Any, compiled: CompiledModel, is_coarse: bool) -> None:
+def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> None:
     """Call a compiled model on random inputs, and compare with the model that it was made of.
 
     Parameters
@@ -70,8 +71,8 @@ def check_numbers(model: Any, compiled: CompiledModel, is_coarse: bool) -> None:
         The model.
     compiled : CompiledModel
         Its compiled form.
-    is_coarse : bool
-        Whether the user chose to compute with less than the model's precision.
+    coarsest : str | None
+        A type that the user chose for numbers of the model.
 
     Raises
     ------
@@ -90,7 +91,7 @@ def check_numbers(model: Any, compiled: CompiledModel, is_coarse: bool) -> None:
         reference = family.reference(model, compiled.inputs, _SEED)
     else:
         reference = _onnx_reference(model, compiled.inputs)
-    dtypes = reference.dtypes | ({"float16"} if is_coarse else set())
+    dtypes = reference.dtypes | ({coarsest} if coarsest else set())
     tolerance = max(TOLERANCES[dtype] for dtype in {"float64"} | dtypes & TOLERANCES.keys())
     for inputs, wanted in reference.trials:
         found = compiled(*inputs)

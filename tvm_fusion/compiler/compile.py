@@ -33,6 +33,7 @@ def compile(
     records: str | os.PathLike[str] | None = None,
     fast_math: bool = False,
     precision: str = "fp32",
+    weights: str | None = None,
     cuda_graph: bool = False,
     machine: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -81,6 +82,12 @@ def compile(
         for norms and softmax. Inputs and outputs stay as they are. Values beyond 65504 overflow.
         ``"tf32"``, from sm_80 on, only rounds the factors of matrix products and of dense
         convolutions to 10 bits behind the point, for tensor cores; attention stays float32.
+    weights : str, optional
+        For CPUs: ``"int8"`` or ``"int4"`` rounds the constant matrices of products to integers with
+        a float32 scale for every 128 or 32 numbers of a column, and the compiled model holds these.
+        A number changes by at most 1/254 or 1/8 of the largest of its block; sums stay float32.
+        Convolutions and embeddings stay as they are. Matrices that a model stores in 8 or 4 bits,
+        as by MatMulNBits, stay so without this option.
     cuda_graph : bool
         For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
         the others, which saves the time of their launches. Those that read inputs or write outputs
@@ -105,8 +112,8 @@ def compile(
         on its example inputs, if it carries such of these shapes, and on random floats beside their
         integers; else floats are random, and integers 0 or 1, always the same ones. The largest
         error in parts of an output's largest magnitude may be 1e-3 in models of float32, 2e-2 with
-        float16 and 5e-2 with bfloat16 or quantised values; 1% of the elements of an integer output
-        may differ, as where two scores are nearly equal.
+        float16, 5e-2 with bfloat16 or quantised values, and 0.25 with weights of 4 bits; 1% of the
+        elements of an integer output may differ, as where two scores are nearly equal.
     cache : bool or path, optional
         Whether a model that was compiled before, with the same options, on a CPU like this one and
         by the same versions, is loaded instead, and others are stored for the next time: True for
@@ -131,7 +138,8 @@ def compile(
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
         algorithm is requested for a GPU, approximations of functions or graphs elsewhere than on
-        CUDA, or float16 on a CPU; or if the machine is another device than the target.
+        CUDA, float16 on a CPU or narrow weights on a GPU; or if the machine is another device than
+        the target.
     InvalidInputError
         If ``threads`` is not possible. With ``check``, if sizes of inputs are not known.
     TuningError
@@ -150,6 +158,7 @@ def compile(
         "records": records,
         "fast_math": fast_math,
         "precision": precision,
+        "weights": weights,
         "cuda_graph": cuda_graph,
         "machine": machine,
     }
@@ -177,5 +186,6 @@ def compile(
     if check:
         from .check_numbers import check_numbers
 
-        check_numbers(model, compiled, fast_math or precision != "fp32")
+        rounds = fast_math or precision != "fp32"
+        check_numbers(model, compiled, weights or ("float16" if rounds else None))
     return compiled

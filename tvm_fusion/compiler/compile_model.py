@@ -74,6 +74,7 @@ def compile_for_ranks(
     machine: str | os.PathLike[str] | None,
     fast_math: bool,
     precision: str,
+    weights: str | None,
     cuda_graph: bool,
     **options: Any,
 ) -> Any:
@@ -81,6 +82,8 @@ def compile_for_ranks(
     # By name: that family stands above this one.
     family = importlib.import_module("tvm_fusion.distributed.network.compile_network")
     family.refuse_gpu_options(fast_math, precision, cuda_graph)
+    if weights is not None:
+        raise TargetError(f"weights={weights!r} has no effect with ranks: leave it out")
     if machine is not None:
         raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")
     return family.compile_network(

@@ -35,7 +35,9 @@ from relay_passes import (
     LiftWeights,
     MarkConstants,
     MultiplyBytes,
+    MultiplyNarrow,
     NameSizes,
+    NarrowWeights,
     PackLayout,
     PackWeights,
     PadColumns,
@@ -72,6 +74,9 @@ NAME = "tvm_fusion"
 
 PRECISIONS = ("fp32", "tf32", "fp16")
 
+WEIGHTS_BITS = {"int8": 8, "int4": 4}
+"""Types to which the matrices of products can be rounded, and their bits."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -93,6 +98,8 @@ class Options:
         ``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU.
     cuda_graph : bool
         Whether kernels are captured into CUDA graphs.
+    weights : str | None
+        ``"int8"`` or ``"int4"``: type to which matrices of products are rounded on a CPU.
     machine : Machine | None
         Machine by whose figures choices are made; without one, a CPU has those of its family, and a
         GPU fixed thresholds.
@@ -105,6 +112,7 @@ class Options:
     fast_math: bool = False
     precision: str = "fp32"
     cuda_graph: bool = False
+    weights: str | None = None
     machine: Machine | None = None
 
 
@@ -145,6 +153,10 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         raise TargetError(
             f"precision is {options.precision!r}; expected {' or '.join(map(repr, PRECISIONS))}"
         )
+    if options.weights is not None and options.weights not in WEIGHTS_BITS:
+        raise TargetError(
+            f"weights is {options.weights!r}; expected {' or '.join(map(repr, WEIGHTS_BITS))}"
+        )
     if is_gpu(target):
         _check_gpu(target, options)
         return gpu_phases(target, options.fuse, options.precision, options.records)
@@ -160,7 +172,12 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     transform = relax.transform
     winograd = options.winograd
     return {
-        "simplify": [WidenSums(reductions=False), SimplifyInference()],
+        "simplify": [
+            MultiplyNarrow(target),
+            WidenSums(reductions=False),
+            SimplifyInference(),
+            *_narrowing(target, options.weights),
+        ],
         "fuse": [
             MultiplyBytes(target),
             FuseConv2D(options.fuse, target, winograd, options.records),
@@ -187,7 +204,19 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     }
 
 
+def _narrowing(target: Target, weights: str | None) -> list[Pass]:
+    """Passes that round the matrices of products."""
+    if weights is None:
+        return []
+    return [NarrowWeights(WEIGHTS_BITS[weights]), MultiplyNarrow(target)]
+
+
 def _check_gpu(target: Target, options: Options) -> None:
+    if options.weights is not None:
+        raise TargetError(
+            f"weights={options.weights!r} has no effect on {target.kind.name!r}: the kernels of "
+            "narrow weights are for CPUs; leave it out"
+        )
     if options.winograd == "always":
         raise TargetError(
             f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "

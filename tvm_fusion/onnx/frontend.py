@@ -26,6 +26,7 @@ from ..warning_filters import warnings_ignored
 from .interface_checks import check_interface
 from .model.graph_edits import default_opset, node_label
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
+from .model.narrow_weight import NarrowWeight
 from .model.node_order import sort_nodes
 from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
@@ -130,9 +131,18 @@ class _Importer(ONNXGraphImporter):
 
     def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
         super()._parse_graph_initializers(graph)
-        for name in list(self._weights):
+        for name, value in list(self._weights.items()):
             # Popped, so that not all weights are in memory twice.
-            self._nodes[name] = _constant(self._weights.pop(name))
+            if not isinstance(value, NarrowWeight):
+                self._nodes[name] = _constant(value)
+                del self._weights[name]
+
+    def _construct_nodes(self, graph: onnx.GraphProto) -> None:
+        for name, value in self._weights.items():  # an expression belongs to a function
+            assert isinstance(value, NarrowWeight), "others became constants"
+            self._nodes[name] = self.bb.emit(value.expression())
+        self._weights.clear()
+        super()._construct_nodes(graph)
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         """Accept all: ``check_operators`` has looked at the model, and rewrites add our own."""

@@ -22,6 +22,7 @@ from ..options import (
     precision_option,
     records_option,
     threads_option,
+    weights_option,
 )
 from ..output import compile_model, progress_bar, show
 
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     help="Capture CUDA kernels into graphs, which are replayed in all calls but the first.",
 )
 @precision_option
+@weights_option
 @threads_option
 @json_option
 def compile_command(
@@ -125,11 +127,11 @@ def _compiled(
         return compile_model(source, **options)
     for_gpus = ("fast_math", "cuda_graph", "precision")
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
-    refuse_given(["machine"], "it is for one process")
+    refuse_given(["machine", "weights"], "it is for one process")
     from ...distributed.network.compile_network import compile_network
     from ...distributed.network_figures import read_figures
 
-    for name in (*for_gpus, "machine"):
+    for name in (*for_gpus, "machine", "weights"):
         del options[name]
     figures, _ = read_figures(network)
     with progress_bar() as progress:

@@ -10,7 +10,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from .graph_edits import used_names
-from .weights import SMALL_ELEMENTS, Weights, add_weight, to_array
+from .narrow_weight import NarrowWeight
+from .weights import SMALL_ELEMENTS, Weights, add_weight, floats_of, to_array
 
 SIGNED_TYPES = frozenset(
     getattr(onnx.TensorProto, name) for name in ("INT8", "INT16", "INT32", "INT64")
@@ -43,9 +44,10 @@ class GraphFacts:
 
     def dims(self, name: str) -> tuple[int | None, ...] | None:
         """Sizes of a tensor, None for each symbolic one; None if not even the rank is known."""
-        value = self.constant(name)
-        if value is not None:
-            return value.shape
+        if name in self._weights:
+            return self._weights[name].shape
+        if name in self._small:
+            return tuple(self._small[name].dims)
         if name not in self._infos:
             return None
         tensor = self._infos[name].type.tensor_type
@@ -69,7 +71,7 @@ class GraphFacts:
     def constant(self, name: str) -> np.ndarray | None:
         """Value of a tensor if it is constant."""
         if name in self._weights:
-            return self._weights[name]
+            return floats_of(self._weights[name])
         return to_array(self._small[name]) if name in self._small else None
 
     def add_constant(self, hint: str, value: np.ndarray) -> str:
@@ -82,7 +84,7 @@ class GraphFacts:
         self._small[name] = tensor
         return name
 
-    def add_weight(self, hint: str, value: np.ndarray) -> str:
+    def add_weight(self, hint: str, value: np.ndarray | NarrowWeight) -> str:
         """Add a constant outside of the graph, where it stays though no node reads it yet."""
         name = self.fresh(hint)
         add_weight(self._graph, self._weights, name, value)

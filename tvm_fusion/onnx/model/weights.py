@@ -17,9 +17,10 @@ from tvm_fusion.errors import InvalidModelError
 
 from .graph_edits import used_names
 from .loader import load_all_external_data, load_external_data
+from .narrow_weight import NarrowWeight
 from .shapes import check_size
 
-Weights = dict[str, np.ndarray]
+Weights = dict[str, np.ndarray | NarrowWeight]
 
 SMALL_ELEMENTS = 256
 """Initialisers up to this size, including all axes and shapes, stay in the model."""
@@ -51,11 +52,18 @@ def detach_weights(model: onnx.ModelProto) -> Weights:
     return weights
 
 
-def add_weight(graph: onnx.GraphProto, weights: Weights, name: str, value: np.ndarray) -> None:
+def add_weight(
+    graph: onnx.GraphProto, weights: Weights, name: str, value: np.ndarray | NarrowWeight
+) -> None:
     """Store one more tensor outside the graph."""
     weights[name] = value
     dtype = helper.np_dtype_to_tensor_dtype(value.dtype)
     graph.input.append(helper.make_tensor_value_info(name, dtype, value.shape))
+
+
+def floats_of(value: np.ndarray | NarrowWeight) -> np.ndarray:
+    """The elements of a weight."""
+    return value.floats() if isinstance(value, NarrowWeight) else value
 
 
 def keep_tensors(graph: onnx.GraphProto, names: set[str]) -> None:

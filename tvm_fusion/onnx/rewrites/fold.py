@@ -21,8 +21,16 @@ from ..model.graph_edits import (
     set_attributes,
     used_names,
 )
+from ..model.narrow_weight import NarrowWeight, narrow_weight
 from ..model.shapes import MAX_ELEMENTS, infer_shapes, static_shape
-from ..model.weights import SMALL_ELEMENTS, Weights, add_weight, keep_tensors, to_array
+from ..model.weights import (
+    SMALL_ELEMENTS,
+    Weights,
+    add_weight,
+    floats_of,
+    keep_tensors,
+    to_array,
+)
 
 FOLDABLE = frozenset(
     """Abs Add And ArgMax ArgMin Cast CastLike Ceil Clip Concat Constant ConstantOfShape Cos CumSum
@@ -77,7 +85,7 @@ class _Folder:
     def __init__(self, model: onnx.ModelProto, weights: Weights) -> None:
         self.weights = weights
         self.opsets = list(model.opset_import)
-        self.values: dict[str, np.ndarray] = {}
+        self.values: dict[str, np.ndarray | NarrowWeight] = {}
         self.shapes: dict[str, tuple[int, ...] | None] = {}
         self.types: dict[str, int] = {}
         self.small: dict[str, onnx.TensorProto] = {}
@@ -111,6 +119,10 @@ class _Folder:
         if node.op_type in ("Shape", "Size") and shape is not None:
             self.values[node.output[0]] = _shape_value(node, shape)
             return True
+        narrow = self._narrow(node)
+        if narrow is not None:
+            self.values[node.output[0]] = narrow
+            return True
         feeds = {}
         for name in filter(None, node.input):
             value = self._value(name)
@@ -127,6 +139,31 @@ class _Folder:
         self.values.update(results)
         return True
 
+    def _narrow(self, node: onnx.NodeProto) -> NarrowWeight | None:
+        """The result of a node that is a matrix of integers with scales."""
+        if node.op_type == "Transpose":
+            source = self.weights.get(node.input[0], self.values.get(node.input[0]))
+            if not isinstance(source, NarrowWeight):
+                return None
+            return (
+                source if list(attribute(node, "perm", [1, 0])) == [0, 1] else source.transposed()
+            )
+        if node.op_type != "DequantizeLinear":
+            return None
+        x, scale, zero = [*node.input, ""][:3]
+        values = [self._value(name) if name else None for name in (x, scale, zero)]
+        if values[0] is None or values[1] is None or (zero and values[2] is None):
+            return None
+        kind = attribute(node, "output_dtype", 0)
+        return narrow_weight(
+            values[0],
+            values[1],
+            values[2],
+            attribute(node, "axis", 1),
+            attribute(node, "block_size", 0),
+            helper.tensor_dtype_to_np_dtype(kind) if kind else None,
+        )
+
     def _is_empty(self, node: onnx.NodeProto) -> bool:
         """Return whether no result has elements; then their values are known."""
         names = [name for name in node.output if name]
@@ -141,10 +178,11 @@ class _Folder:
     def _value(self, name: str) -> np.ndarray | None:
         """Return the value of a tensor if it is constant."""
         if name in self.weights:
-            return self.weights[name]
+            return floats_of(self.weights[name])
         if name not in self.values and name in self.small:
             self.values[name] = to_array(self.small[name])
-        return self.values.get(name)
+        value = self.values.get(name)
+        return None if value is None else floats_of(value)
 
     def _reserve(self, node: onnx.NodeProto, feeds: dict[str, np.ndarray]) -> bool:
         """Account for the results' size before they take any memory; False if it is unknown."""
@@ -171,7 +209,7 @@ class _Folder:
         keep_tensors(graph, used)
         for name in sorted(used & self.values.keys() - self.small.keys()):
             value = self.values.pop(name)
-            if value.size > SMALL_ELEMENTS:
+            if isinstance(value, NarrowWeight) or value.size > SMALL_ELEMENTS:
                 add_weight(graph, self.weights, name, value)
             else:
                 graph.initializer.append(numpy_helper.from_array(value, name))

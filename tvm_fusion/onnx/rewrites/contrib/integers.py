@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto
 
+from ...model.narrow_weight import NarrowWeight, narrow_weight
 from .contrib_expansion import ContribExpansion
 from .pointwise import Refusal
 
@@ -156,6 +158,10 @@ def matmul_of_few_bits(parts: ContribExpansion) -> Refusal:
     if bits not in (2, 4, 8) or parts.input(4):
         return f"its numbers have {bits} bits, or its rows are reordered"
     blocks = -(-rows // size)
+    weight = _narrow_matrix(parts, (rows, columns), bits, size)
+    if weight is not None:
+        right = parts.facts.add_weight(f"{parts.node.output[0]}/weight", weight)
+        return _finish_product(parts, right)
     numbers = parts.emit("Cast", _unpacked(parts, parts.input(1), bits), to=FLOAT)
     numbers = parts.reshape(numbers, columns, blocks, size)
     zeros = parts.input(3)
@@ -175,9 +181,45 @@ def matmul_of_few_bits(parts: ContribExpansion) -> Refusal:
     flat = parts.reshape(weights, columns, blocks * size)
     flat = parts.emit("Slice", flat, *map(parts.integers, ([0], [rows], [1])))
     right = parts.emit("CastLike", parts.emit("Transpose", flat, perm=[1, 0]), parts.input(0))
+    return _finish_product(parts, right)
+
+
+def _finish_product(parts: ContribExpansion, right: str) -> Refusal:
     product = parts.emit("MatMul", parts.input(0), right)
     parts.finish(parts.emit("Add", product, parts.input(5)) if parts.input(5) else product)
     return None
+
+
+def _narrow_matrix(
+    parts: ContribExpansion, shape: tuple[int, int], bits: int, block: int
+) -> NarrowWeight | None:
+    """The matrix of a MatMulNBits as it is stored, if it is a constant that kernels read so."""
+    rows, columns = shape
+    given = [parts.facts.constant(parts.input(place)) for place in (1, 2, 3)]
+    packed, scales, zeros = given
+    if packed is None or scales is None or (parts.input(3) and zeros is None):
+        return None
+    blocks = -(-rows // block)
+    integers = _split(packed.reshape(columns, -1), bits)[:, :rows]
+    if zeros is not None:
+        is_packed = zeros.dtype == np.uint8
+        zeros = _split(zeros.reshape(columns, -1), bits) if is_packed else zeros
+        zeros = zeros.reshape(columns, -1)[:, :blocks]
+    else:
+        zeros = np.full((columns, blocks), 1 << (bits - 1), np.uint8)
+    # As bytes they are of 8 bits: the type tells how many there are.
+    kind = {2: ml_dtypes.uint2, 4: ml_dtypes.uint4, 8: np.uint8}[bits]
+    found = narrow_weight(
+        integers.astype(kind), scales.reshape(columns, blocks), zeros, axis=1, block=block
+    )
+    return None if found is None else found.transposed()
+
+
+def _split(packed: np.ndarray, bits: int) -> np.ndarray:
+    """The numbers that share bytes along the last axis, the lowest bits first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    numbers = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+    return numbers.reshape(*packed.shape[:-1], -1)
 
 
 def _unpacked(parts: ContribExpansion, packed: str, bits: int) -> str:

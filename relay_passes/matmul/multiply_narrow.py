@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pass ``MultiplyNarrow``: products with constant matrices that stay in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import tvm
+from tvm import IRModule, relax
+from tvm.ir import GenericConst
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.target import Target
+
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.loops.matmul.narrow_matmul import (
+    BITS,
+    GRANULE,
+    NarrowMatrix,
+    narrow_matmul,
+    pack_matrix,
+    pack_scales,
+    tile_columns,
+)
+
+from ..core.constants import array_of, tensor_constant
+from ..core.expressions import is_claimed, op_name
+from ..core.pass_target import pass_target
+from ..op.widen_weight import NAME as WIDEN_WEIGHT
+
+LEAST_ELEMENTS = 4096
+"""Elements of a matrix below which its floats are as good."""
+
+_FLOAT = "float32"
+_TYPES = (_FLOAT, "float16", "bfloat16")
+
+
+@tvm.transform.module_pass(opt_level=0, name="MultiplyNarrow")
+class MultiplyNarrow:
+    """Multiply by matrices of few bits without making floats of them first.
+
+    Before, with integers of 4 bits::
+
+        w = R.tvm_fusion.widen_weight(integers, scale, block=32, bits=4)   # [768, 3072]
+        y = R.matmul(x, w)                                                  # x: [1, 768]
+
+    After, with eight integers in each int32 of the weight::
+
+        y = R.call_tir(cls.narrow_matmul, (x, weight, scale), ...)
+
+    On CPUs, before ``WidenSums``: operands of 16 bits are cast, and so is the result. Left alone,
+    for ``SimplifyInference`` to make constants of: matrices that something else reads than a
+    product of floats; small ones; those whose scales are shared by fewer rows than the kernel takes
+    at once; and products whose other operand is quantised, which ``MultiplyBytes`` takes.
+
+    Parameters
+    ----------
+    target : Target | None
+        The CPU; the current target for None.
+    """
+
+    def __init__(self, target: Target | None = None) -> None:
+        self.target = target
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Rewrite all functions of Relax that are ours."""
+        cpu = CPUInfo.from_target(pass_target(self.target, "MultiplyNarrow"))
+        rewriter = _Rewriter(mod, cpu)
+        for var, function in mod.functions_items():
+            if isinstance(function, relax.Function) and not is_claimed(function):
+                rewritten = rewriter.visit_expr(function)
+                if not rewritten.same_as(function):
+                    rewritten = relax.analysis.remove_all_unused(rewritten)
+                    rewriter.builder_.update_func(var, rewritten)
+        return rewriter.builder_.get()
+
+
+class _Packed(NamedTuple):
+    """A matrix in the kernel's layout, with its constants."""
+
+    matrix: NarrowMatrix
+    zeros: str
+    constants: tuple[relax.Expr, ...]
+    depth: int  # before it was padded
+
+
+@mutator
+class _Rewriter(PyExprMutator):
+    def __init__(self, mod: IRModule, cpu: CPUInfo) -> None:
+        super().__init__(mod)
+        self._cpu = cpu
+        self._packed: dict[tuple[int, bool], _Packed | None] = {}
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        """Rewrite one call."""
+        call = self.visit_expr_post_order(call)
+        if op_name(call) != "relax.matmul":
+            return call
+        x, weight = call.args
+        packed = self._matrix(weight)
+        shape = x.ty.shape
+        if packed is None or not isinstance(shape, relax.ShapeExpr) or x.ty.ndim < 2:
+            return call
+        if str(x.ty.dtype) not in _TYPES or self._is_quantised(x):
+            return call
+        return self._product(call, packed)
+
+    def _product(self, call: relax.Call, packed: _Packed) -> relax.Expr:
+        """The product by the kernel, in the type of ``call``."""
+        x, emit, matrix = call.args[0], self.builder_.emit, packed.matrix
+        if str(x.ty.dtype) != _FLOAT:
+            x = emit(relax.op.astype(x, _FLOAT))
+        if matrix.depth > packed.depth:
+            x = emit(
+                relax.op.nn.pad(x, [0, 0] * (x.ty.ndim - 1) + [0, matrix.depth - packed.depth])
+            )
+        rows = list(x.ty.shape.values)[:-1]
+        kernel = self.builder_.add_func(
+            narrow_matmul(rows, matrix, packed.zeros, self._cpu), "narrow_matmul"
+        )
+        ty = relax.TensorType([*rows, matrix.columns], _FLOAT)
+        result = relax.call_tir(kernel, [x, *packed.constants], ty)
+        if str(call.ty.dtype) == _FLOAT:
+            return result
+        return relax.op.astype(emit(result), str(call.ty.dtype))
+
+    def _is_quantised(self, x: relax.Expr) -> bool:
+        value = self.lookup_binding(x) if isinstance(x, relax.Var) else None
+        return op_name(value) == "relax.dequantize"
+
+    def _matrix(self, weight: relax.Expr) -> _Packed | None:
+        """The matrix that a weight is widened from, if the kernel takes it."""
+        value = self.lookup_binding(weight) if isinstance(weight, relax.Var) else weight
+        turned = op_name(value) == "relax.permute_dims"
+        if turned:
+            source = value.args[0]
+            value = self.lookup_binding(source) if isinstance(source, relax.Var) else source
+        if op_name(value) != WIDEN_WEIGHT or not all(
+            isinstance(argument, GenericConst) for argument in value.args
+        ):
+            return None
+        key = int(value.args[0].value.data_ptr()), turned
+        if key not in self._packed:
+            self._packed[key] = _pack(value, turned, self._cpu)
+        return self._packed[key]
+
+
+def _pack(call: relax.Call, turned: bool, cpu: CPUInfo) -> _Packed | None:
+    """The operands of a ``widen_weight`` in the kernel's layout, if it takes them."""
+    integers, scale, *zero = (array_of(argument) for argument in call.args)
+    bits, block = int(call.attrs["bits"]), int(call.attrs["block"])
+    if int(call.attrs["axis"]) != int(turned):
+        return None
+    if turned:
+        integers, scale, *zero = (values.T for values in (integers, scale, *zero))
+    depth, columns = integers.shape
+    groups = len(scale)
+    if groups == 1:
+        block = -(-depth // GRANULE) * GRANULE
+    if bits not in BITS or block % GRANULE or integers.size < LEAST_ELEMENTS:
+        return None
+    padded = groups * block
+    integers = np.pad(integers, [(0, padded - depth), (0, 0)])
+    if zero:  # what is added times zero is zero, if no infinity makes NaN of it
+        integers[depth:] = zero[0][-1] if zero[0].dtype == np.int8 else 0
+    matrix = NarrowMatrix(padded, columns, bits, block, tile_columns(columns, cpu), bool(zero))
+    arrays = [pack_matrix(matrix, integers), *(pack_scales(matrix, one) for one in (scale, *zero))]
+    constants = tuple(tensor_constant(array, array.dtype) for array in arrays)
+    return _Packed(matrix, str(zero[0].dtype) if zero else "int8", constants, depth)
