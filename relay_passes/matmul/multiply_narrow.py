@@ -13,11 +13,12 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.matmul.narrow_matmul import (
+from schedules.cpu.loops.matmul.narrow_dot import byte_rows, narrow_dot
+from schedules.cpu.loops.matmul.narrow_matmul import narrow_matmul
+from schedules.cpu.loops.matmul.narrow_matrix import (
     BITS,
     GRANULE,
     NarrowMatrix,
-    narrow_matmul,
     pack_matrix,
     pack_scales,
     tile_columns,
@@ -48,10 +49,16 @@ class MultiplyNarrow:
 
         y = R.call_tir(cls.narrow_matmul, (x, weight, scale), ...)
 
+    or, where ``by_bytes`` allows it and the CPU multiplies bytes::
+
+        lv = R.call_tir(cls.byte_rows, (x,), ...)
+        y = R.call_tir(cls.narrow_dot, (lv[0], lv[1], lv[2], weight, scale), ...)
+
     On CPUs, before ``WidenSums``: operands of 16 bits are cast, and so is the result. Left alone,
     for ``SimplifyInference`` to make constants of: matrices that something else reads than a
-    product of floats; small ones; those whose scales are shared by fewer rows than the kernel takes
-    at once; and products whose other operand is quantised, which ``MultiplyBytes`` takes.
+    product of floats; small ones, and those narrower than a vector; those whose scales are shared
+    by fewer rows than the kernel takes at once; and products whose other operand is quantised,
+    which ``MultiplyBytes`` takes.
 
     Parameters
     ----------
@@ -90,6 +97,7 @@ class _Rewriter(PyExprMutator):
         super().__init__(mod)
         self._cpu = cpu
         self._packed: dict[tuple[int, bool], _Packed | None] = {}
+        self._in_bytes: dict[tuple[relax.Expr, int], list[relax.Expr]] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         """Rewrite one call."""
@@ -111,18 +119,37 @@ class _Rewriter(PyExprMutator):
         if str(x.ty.dtype) != _FLOAT:
             x = emit(relax.op.astype(x, _FLOAT))
         if matrix.depth > packed.depth:
-            x = emit(
-                relax.op.nn.pad(x, [0, 0] * (x.ty.ndim - 1) + [0, matrix.depth - packed.depth])
-            )
+            widths = [0, 0] * (x.ty.ndim - 1) + [0, matrix.depth - packed.depth]
+            x = emit(relax.op.nn.pad(x, widths))
         rows = list(x.ty.shape.values)[:-1]
-        kernel = self.builder_.add_func(
-            narrow_matmul(rows, matrix, packed.zeros, self._cpu), "narrow_matmul"
+        operands = self._bytes(x, matrix) if matrix.in_bytes else [x]
+        build = narrow_dot if matrix.in_bytes else narrow_matmul
+        kernel = build(rows, matrix, packed.zeros, self._cpu)
+        result = relax.call_tir(
+            self.builder_.add_func(kernel, build.__name__),
+            [*operands, *packed.constants],
+            relax.TensorType([*rows, matrix.columns], _FLOAT),
         )
-        ty = relax.TensorType([*rows, matrix.columns], _FLOAT)
-        result = relax.call_tir(kernel, [x, *packed.constants], ty)
         if str(call.ty.dtype) == _FLOAT:
             return result
         return relax.op.astype(emit(result), str(call.ty.dtype))
+
+    def _bytes(self, x: relax.Expr, matrix: NarrowMatrix) -> list[relax.Expr]:
+        """Integers, scales and sums of the rows of ``x``; one call for all that read them."""
+        key = x, matrix.byte_block
+        if not isinstance(x, relax.Var) or key not in self._in_bytes:
+            *rows, depth = x.ty.shape.values
+            per_block = relax.TensorType([*rows, matrix.depth // matrix.byte_block], _FLOAT)
+            made = relax.call_tir(
+                self.builder_.add_func(byte_rows(rows, matrix), "byte_rows"),
+                [x],
+                [relax.TensorType([*rows, depth], "int8"), per_block, per_block],
+            )
+            whole = self.builder_.emit(made)
+            self._in_bytes[key] = [
+                self.builder_.emit(relax.TupleGetItem(whole, field)) for field in range(3)
+            ]
+        return self._in_bytes[key]
 
     def _is_quantised(self, x: relax.Expr) -> bool:
         value = self.lookup_binding(x) if isinstance(x, relax.Var) else None
@@ -157,13 +184,15 @@ def _pack(call: relax.Call, turned: bool, cpu: CPUInfo) -> _Packed | None:
     groups = len(scale)
     if groups == 1:
         block = -(-depth // GRANULE) * GRANULE
-    if bits not in BITS or block % GRANULE or integers.size < LEAST_ELEMENTS:
+    tile = tile_columns(columns, cpu)
+    if bits not in BITS or block % GRANULE or integers.size < LEAST_ELEMENTS or not tile:
         return None
     padded = groups * block
     integers = np.pad(integers, [(0, padded - depth), (0, 0)])
     if zero:  # what is added times zero is zero, if no infinity makes NaN of it
         integers[depth:] = zero[0][-1] if zero[0].dtype == np.int8 else 0
-    matrix = NarrowMatrix(padded, columns, bits, block, tile_columns(columns, cpu), bool(zero))
+    in_bytes = bits == 4 and bool(call.attrs["by_bytes"]) and bool(cpu.byte_dots)
+    matrix = NarrowMatrix(padded, columns, bits, block, tile, bool(zero), in_bytes)
     arrays = [pack_matrix(matrix, integers), *(pack_scales(matrix, one) for one in (scale, *zero))]
     constants = tuple(tensor_constant(array, array.dtype) for array in arrays)
     return _Packed(matrix, str(zero[0].dtype) if zero else "int8", constants, depth)

@@ -34,6 +34,7 @@ def widen_weight(
     block: int,
     axis: int = 0,
     bits: int = 8,
+    by_bytes: bool = False,
     out_dtype: str = "float32",
 ) -> relax.Call:
     """Widen a matrix.
@@ -48,6 +49,8 @@ def widen_weight(
         0 or 1.
     bits : int
         Of the integers, which lie between ``-2 ** (bits - 1)`` and ``2 ** (bits - 1) - 1``.
+    by_bytes : bool
+        Whether what is multiplied by the matrix may be rounded to 8 bits.
     out_dtype : str
         Type of the result; sums and products are computed in float32.
 
@@ -57,7 +60,13 @@ def widen_weight(
         A matrix of the shape of ``integers``.
     """
     operands = [integers, scale] if zero is None else [integers, scale, zero]
-    attrs = {"block": block, "axis": axis, "bits": bits, "out_dtype": out_dtype}
+    attrs = {
+        "block": block,
+        "axis": axis,
+        "bits": bits,
+        "by_bytes": by_bytes,
+        "out_dtype": out_dtype,
+    }
     return relax.Call(_WIDEN_WEIGHT, operands, attrs)
 
 

@@ -85,7 +85,8 @@ def compile(
     weights : str, optional
         For CPUs: ``"int8"`` or ``"int4"`` rounds the constant matrices of products to integers with
         a float32 scale for every 128 or 32 numbers of a column, and the compiled model holds these.
-        A number changes by at most 1/254 or 1/8 of the largest of its block; sums stay float32.
+        A number changes by at most 1/254 or 1/8 of the largest of its block. What is multiplied by
+        4 bits is rounded to 8 bits, in blocks of 32 numbers; sums stay float32.
         Convolutions and embeddings stay as they are. Matrices that a model stores in 8 or 4 bits,
         as by MatMulNBits, stay so without this option.
     cuda_graph : bool

@@ -56,6 +56,9 @@ class CPUInfo:
         Whether vectors can be stored past the caches.
     multiplies_bytes : bool
         Whether four products of bytes are added to each int32 of a vector at once (VNNI).
+    byte_dots : str
+        Instruction for products of bytes: ``"vpdpbusd"``; ``"maddubs"``, whose sums of two products
+        have 16 bits; ``"sdot"``; or none.
     """
 
     vector_bits: int
@@ -68,6 +71,7 @@ class CPUInfo:
     family: str = ""
     has_streaming_stores: bool = False
     multiplies_bytes: bool = False
+    byte_dots: str = ""
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -202,6 +206,7 @@ class MeasuredCPU(CPUInfo):
             family=info.family,
             has_streaming_stores=info.has_streaming_stores,
             multiplies_bytes=info.multiplies_bytes,
+            byte_dots=info.byte_dots,
             memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
@@ -216,8 +221,19 @@ def _from_text(text: str) -> CPUInfo:
     family = str(target.attrs.get("mcpu", ""))
     streams = "sse2" in features
     multiplies_bytes = ("avx512vnni" if bits == 512 else "avxvnni") in features
-    cores = _num_cores(target)
-    return CPUInfo(bits, registers, fma, cores, l1d, l2, l3, family, streams, multiplies_bytes)
+    cores, dots = _num_cores(target), _byte_dots(features, bits)
+    return CPUInfo(
+        bits, registers, fma, cores, l1d, l2, l3, family, streams, multiplies_bytes, dots
+    )
+
+
+def _byte_dots(features: set[str], bits: int) -> str:
+    """Name of the instruction for products of bytes."""
+    if ("avx512vnni" if bits == 512 else "avxvnni") in features:
+        return "vpdpbusd"
+    if ("avx512bw" if bits == 512 else "avx2") in features:
+        return "maddubs"
+    return "sdot" if "dotprod" in features else ""
 
 
 def _vector_unit(features: set[str], aarch64: bool) -> tuple[int, int, bool]:

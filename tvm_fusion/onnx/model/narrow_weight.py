@@ -40,6 +40,8 @@ class NarrowWeight:
         8, or 4 where integers lie between -8 and 7.
     dtype : np.dtype
         Type of the floats.
+    by_bytes : bool
+        Whether what is multiplied by the matrix may be rounded to 8 bits.
     """
 
     integers: np.ndarray
@@ -49,6 +51,7 @@ class NarrowWeight:
     axis: int
     bits: int
     dtype: np.dtype
+    by_bytes: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,6 +84,7 @@ class NarrowWeight:
             block=self.block,
             axis=self.axis,
             bits=self.bits,
+            by_bytes=self.by_bytes,
             out_dtype=str(self.dtype),
         )
 
@@ -116,13 +120,12 @@ def narrow_weight(
     if not block:
         axis, shape = 1 - axis, [1, 1]
         block, shape[1 - axis] = integers.shape[axis], integers.shape[1 - axis]
-        scale, zero = (
-            None if one is None else np.broadcast_to(one.ravel(), shape[1 - axis]).reshape(shape)
-            for one in (scale, zero)
-        )
+        scale = np.broadcast_to(scale.ravel(), shape[1 - axis]).reshape(shape)
+        if zero is not None:
+            zero = np.broadcast_to(zero.ravel(), shape[1 - axis]).reshape(shape)
     blocks = list(integers.shape)
     blocks[axis] = -(-blocks[axis] // block)
-    if scale is None or list(scale.shape) != blocks:
+    if list(scale.shape) != blocks:
         return None
     is_unsigned = "uint" in str(integers.dtype)
     centre = 1 << (bits - 1) if is_unsigned else 0

@@ -24,116 +24,19 @@ from functools import reduce
 from itertools import product
 from operator import mul
 
-import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.errors import OpError
 from schedules.workload.reduce import Extent
 
 from ...core.machine import CPUInfo
-from ...core.prefetch import CACHE_LINE_BYTES, prefetch
 from ..selections import Shapes, cpu_kernel, long, own_extents
+from .narrow_matrix import FLOAT, GRANULE, NarrowMatrix, Places, flat, lowest_bit, stored_shape
 
-_FLOAT = "float32"
-BITS = (4, 8)
-_STORED = {4: "int32", 8: "int8"}
-_PER_ELEMENT = {4: 8, 8: 1}
-"""Rows of the matrix whose numbers share a stored element."""
-GRANULE = 8
-"""Rows of a block of scales are a multiple of this many."""
 _FEW_ROWS = 2
 """Rows up to which each is multiplied by itself."""
 _PANEL_BYTES = 16 * 1024
 _UNROLLED = 4  # steps of a loop over the rows of a panel
-_AHEAD_BYTES = 2048  # between what is read and what is prefetched
-
-
-@dataclass(frozen=True)
-class NarrowMatrix:
-    """A constant matrix ``[depth, columns]`` of integers with scales.
-
-    Parameters
-    ----------
-    depth, columns : int
-        Its shape.
-    bits : int
-        Of an integer: 4 or 8.
-    block : int
-        Rows that share a scale in each column; a multiple of 8 that divides ``depth``.
-    tile : int
-        Columns that are stored together, at most ``columns``.
-    has_zeros : bool
-        Whether there is a zero point beside each scale.
-    """
-
-    depth: int
-    columns: int
-    bits: int
-    block: int
-    tile: int
-    has_zeros: bool
-
-    def __post_init__(self) -> None:
-        fits = self.block % GRANULE == 0 and self.depth % self.block == 0
-        if self.bits not in BITS or not fits or not 0 < self.tile <= self.columns:
-            raise OpError(
-                f"{self}: expected 4 or 8 bits, blocks of a multiple of {GRANULE} rows that divide "
-                "the depth, and a tile of at most all columns"
-            )
-
-    @property
-    def tiles(self) -> int:
-        """Number of tiles; the last one may overlap the one before."""
-        return -(-self.columns // self.tile)
-
-    @property
-    def groups(self) -> int:
-        """Blocks of rows."""
-        return self.depth // self.block
-
-
-def tile_columns(columns: int, cpu: CPUInfo) -> int:
-    """Columns that are stored together, for a CPU: four vectors, or fewer where there are none."""
-    lanes = cpu.lanes(_FLOAT)
-    return min(4, columns // lanes) * lanes or columns
-
-
-def pack_matrix(matrix: NarrowMatrix, integers: np.ndarray) -> np.ndarray:
-    """Integers ``[depth, columns]`` in the order in which the kernel reads them.
-
-    Parameters
-    ----------
-    matrix : NarrowMatrix
-        The matrix.
-    integers : np.ndarray
-        int8; of 4 bits they lie between -8 and 7.
-
-    Returns
-    -------
-    np.ndarray
-        int8 [tiles, depth, tile], or int32 [tiles, depth / 8, tile] of eight integers each, the
-        first in the lowest bits.
-    """
-    tiles = _in_tiles(matrix, integers)
-    if matrix.bits == 8:
-        return tiles
-    nibbles = (tiles & 15).astype(np.uint32).reshape(matrix.tiles, -1, 8, matrix.tile)
-    words = np.zeros(nibbles[:, :, 0].shape, np.uint32)
-    for place in range(8):
-        words |= nibbles[:, :, place] << np.uint32(4 * place)
-    return words.view(np.int32)
-
-
-def pack_scales(matrix: NarrowMatrix, scales: np.ndarray) -> np.ndarray:
-    """Scales or zero points ``[groups, columns]`` as ``[tiles, groups, tile]``."""
-    return _in_tiles(matrix, scales)
-
-
-def _in_tiles(matrix: NarrowMatrix, values: np.ndarray) -> np.ndarray:
-    starts = np.minimum(np.arange(matrix.tiles) * matrix.tile, matrix.columns - matrix.tile)
-    places = starts[:, None] + np.arange(matrix.tile)
-    return np.ascontiguousarray(values[:, places].transpose(1, 0, 2))
 
 
 def narrow_matmul(
@@ -161,17 +64,16 @@ def narrow_matmul(
     """
     rows = own_extents(rows)
     per_block = (matrix.tiles, matrix.groups, matrix.tile)
-    stored = matrix.depth // _PER_ELEMENT[matrix.bits]
     buffers: Shapes = {
-        "x": ((*rows, matrix.depth), _FLOAT),
-        "weight": ((matrix.tiles, stored, matrix.tile), _STORED[matrix.bits]),
-        "scale": (per_block, _FLOAT),
+        "x": ((*rows, matrix.depth), FLOAT),
+        "weight": stored_shape(matrix),
+        "scale": (per_block, FLOAT),
         **({"zero": (per_block, zeros)} if matrix.has_zeros else {}),
-        "out": ((*rows, matrix.columns), _FLOAT),
+        "out": ((*rows, matrix.columns), FLOAT),
     }
 
     def write(*arguments: tirx.Buffer) -> None:
-        x, weight, scale, *zero, out = map(_flat, arguments)
+        x, weight, scale, *zero, out = map(flat, arguments)
         count = reduce(mul, rows, long(1))
         writer = _Writer(matrix, cpu, count, x, weight, scale, zero[0] if zero else None, out)
         with T.parallel(long(0), long(matrix.tiles)) as tile, T.sblock("tile"):
@@ -180,12 +82,6 @@ def narrow_matmul(
             writer.write(tile)
 
     return cpu_kernel("NarrowMatmul", buffers, write)
-
-
-def _flat(buffer: tirx.Buffer) -> tirx.Buffer:
-    """A view in one dimension."""
-    size = reduce(mul, buffer.shape, long(1))
-    return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
 
 
 @dataclass(frozen=True)
@@ -202,14 +98,14 @@ class _Writer:
     out: tirx.Buffer
 
     @property
-    def lanes(self) -> int:
-        """Columns of a vector."""
-        return min(self.matrix.tile, self.cpu.lanes(_FLOAT))
+    def places(self) -> Places:
+        """Places in the arguments."""
+        return Places(self.matrix, self.cpu.lanes(FLOAT))
 
     @property
-    def vectors(self) -> int:
-        """Vectors of a tile."""
-        return self.matrix.tile // self.lanes
+    def lanes(self) -> int:
+        """Columns of a vector."""
+        return self.places.lanes
 
     def write(self, tile: tirx.Expr) -> None:
         """Write the product of all rows and a tile of columns."""
@@ -228,47 +124,43 @@ class _Writer:
         with T.serial(long(0), self.rows) as row, T.sblock("row"):
             T.reads()
             T.writes()
-            totals = self._sums(self.vectors)
+            totals = self._sums(self.places.vectors)
             with T.serial(long(0), long(matrix.groups)) as group, T.sblock("group"):
                 T.reads()
                 T.writes()
-                parts = self._sums(self.vectors)
+                parts = self._sums(self.places.vectors)
                 with T.serial(long(0), long(matrix.block // GRANULE)) as step:
                     first = group * long(matrix.block) + step * long(GRANULE)
-                    self._prefetch(tile, first)
+                    self.places.prefetch(self.weight, tile, first)
                     for place in range(GRANULE):
                         factor = self._factor(row, first + long(place))
                         for vector, part in enumerate(parts):
                             number = self._number(tile, group, first, place, vector)
                             self._add(part, factor * number)
                 for vector, (total, part) in enumerate(zip(totals, parts, strict=True)):
-                    scale = self.scale[self._of_group(tile, group, vector)]
+                    scale = self.scale[self.places.of_group(tile, group, vector)]
                     self._add(total, part[self._all] * scale)
             for vector, total in enumerate(totals):
-                T.buffer_store(self.out, total[self._all], [self._result(row, tile, vector)])
-
-    def _prefetch(self, tile: tirx.Expr, first: tirx.Expr) -> None:
-        """Prefetch what lies some way behind ``GRANULE`` rows."""
-        size = np.dtype(_STORED[self.matrix.bits]).itemsize
-        for byte in range(0, GRANULE * self.matrix.tile * self.matrix.bits // 8, CACHE_LINE_BYTES):
-            prefetch(self.weight, self._stored(tile, first) + long((_AHEAD_BYTES + byte) // size))
+                T.buffer_store(self.out, total[self._all], [self.places.result(row, tile, vector)])
 
     def _by_panels(self, tile: tirx.Expr) -> None:
         matrix, depth = self.matrix, self._panel_depth()
-        panel = T.sblock_alloc_buffer((depth * matrix.tile,), _FLOAT)
+        panel = T.sblock_alloc_buffer((depth * matrix.tile,), FLOAT)
         height, width = self._register_tile()
         with T.serial(long(0), long(matrix.depth // depth)) as part:
             start = part * long(depth)
             with T.serial(long(0), long(depth // GRANULE)) as step:
                 first = start + step * long(GRANULE)
                 group = tirx.floordiv(first, long(matrix.block))
-                for place, vector in product(range(GRANULE), range(self.vectors)):
+                for place, vector in product(range(GRANULE), range(self.places.vectors)):
                     number = self._number(tile, group, first, place, vector)
-                    number = number * self.scale[self._of_group(tile, group, vector)]
-                    at = self._in_panel(step * long(GRANULE) + long(place), vector)
+                    number = number * self.scale[self.places.of_group(tile, group, vector)]
+                    at = self.places.vector(
+                        (step * long(GRANULE) + long(place)) * long(matrix.tile), vector
+                    )
                     T.buffer_store(panel, number, [at])
-            for left in range(0, self.vectors, width):
-                vectors = range(left, min(left + width, self.vectors))
+            for left in range(0, self.places.vectors, width):
+                vectors = range(left, min(left + width, self.places.vectors))
                 self._multiply(_Panel(tile, panel, start, depth, vectors), height)
 
     def _multiply(self, panel: _Panel, height: int) -> None:
@@ -293,7 +185,7 @@ class _Writer:
             cells = list(product(range(height), panel.vectors))
             sums = dict(zip(cells, self._sums(len(cells)), strict=True))
             places = {
-                (line, vector): self._result(row + long(line), panel.tile, vector)
+                (line, vector): self.places.result(row + long(line), panel.tile, vector)
                 for line, vector in cells
             }
             with T.If(panel.start > long(0)), T.Then():
@@ -304,7 +196,9 @@ class _Writer:
                     k = step * long(_UNROLLED) + long(turn)
                     factor = self._factor(row + long(line), panel.start + k)
                     for vector in panel.vectors:
-                        number = panel.numbers[self._in_panel(k, vector)]
+                        number = panel.numbers[
+                            self.places.vector(k * long(self.matrix.tile), vector)
+                        ]
                         self._add(sums[line, vector], factor * number)
             for cell, total in sums.items():
                 T.buffer_store(self.out, total[self._all], [places[cell]])
@@ -318,7 +212,7 @@ class _Writer:
     def _register_tile(self) -> tuple[int, int]:
         """Rows, and vectors of columns, whose sums the registers hold."""
         sums = 12 if self.cpu.num_vector_registers < 32 else 24
-        width = min(self.vectors, 2)
+        width = min(self.places.vectors, 2)
         return sums // width, width
 
     @property
@@ -328,9 +222,9 @@ class _Writer:
 
     def _sums(self, count: int) -> list[tirx.Buffer]:
         """Registers that begin with zeros."""
-        sums = [T.sblock_alloc_buffer((self.lanes,), _FLOAT) for _ in range(count)]
+        sums = [T.sblock_alloc_buffer((self.lanes,), FLOAT) for _ in range(count)]
         for total in sums:
-            T.buffer_store(total, T.broadcast(tirx.const(0, _FLOAT), self.lanes), [self._all])
+            T.buffer_store(total, T.broadcast(tirx.const(0, FLOAT), self.lanes), [self._all])
         return sums
 
     def _add(self, total: tirx.Buffer, term: tirx.Expr) -> None:
@@ -347,50 +241,25 @@ class _Writer:
 
         ``first`` is a multiple of ``GRANULE``.
         """
-        wide, real = f"int32x{self.lanes}", f"{_FLOAT}x{self.lanes}"
+        wide, real = f"int32x{self.lanes}", f"{FLOAT}x{self.lanes}"
         if self.matrix.bits == 8:
             integers = T.Cast(
-                wide, self.weight[self._vector(self._stored(tile, first + long(place)), vector)]
+                wide, self.weight[self.places.stored(tile, first + long(place), vector)]
             )
         else:
-            word = self.weight[self._vector(self._stored(tile, first), vector)]
+            word = self.weight[self.places.stored(tile, first, vector)]
             up, down = (
                 T.broadcast(tirx.const(count, "int32"), self.lanes)
-                for count in (28 - 4 * place, 28)
+                for count in (28 - lowest_bit(place), 28)
             )
-            integers = (word << up if place < 7 else word) >> down
+            integers = (word << up) >> down
         number = T.Cast(real, integers)
         if self.zero is None:
             return number
-        zero = self.zero[self._of_group(tile, group, vector)]
-        if str(self.zero.dtype) != _FLOAT:
+        zero = self.zero[self.places.of_group(tile, group, vector)]
+        if str(self.zero.dtype) != FLOAT:
             zero = T.Cast(real, T.Cast(wide, zero))
         return number - zero
-
-    # Places in the arguments
-
-    def _stored(self, tile: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
-        """The first stored element of a row of the matrix."""
-        per_element = _PER_ELEMENT[self.matrix.bits]
-        line = tile * long(self.matrix.depth // per_element) + tirx.floordiv(row, long(per_element))
-        return line * long(self.matrix.tile)
-
-    def _of_group(self, tile: tirx.Expr, group: tirx.Expr, vector: int) -> tirx.Expr:
-        """Scales or zero points of a vector."""
-        line = tile * long(self.matrix.groups) + group
-        return self._vector(line * long(self.matrix.tile), vector)
-
-    def _in_panel(self, row: tirx.Expr, vector: int) -> tirx.Expr:
-        return self._vector(row * long(self.matrix.tile), vector)
-
-    def _result(self, row: tirx.Expr, tile: tirx.Expr, vector: int) -> tirx.Expr:
-        """Results of a row; the last tile overlaps the one before where it would leave the row."""
-        last = self.matrix.columns - self.matrix.tile
-        column = tirx.min(tile * long(self.matrix.tile), long(last))
-        return self._vector(row * long(self.matrix.columns) + column, vector)
-
-    def _vector(self, first: tirx.Expr, vector: int) -> tirx.Expr:
-        return T.ramp(first + long(vector * self.lanes), 1, self.lanes)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import relax, te, tirx
 
 from ...model.graph_edits import attribute, is_default_domain, replace_nodes
+from ...model.narrow_weight import NarrowWeight
 from ...model.tensor_facts import GraphFacts
 from ...model.weights import Weights, to_array
 from ..expansion import Expansion
@@ -69,15 +70,16 @@ def carry_narrow_types(model: onnx.ModelProto, facts: GraphFacts, weights: Weigh
         nodes += _carried(node, facts, bits)
     nodes += [_bit_cast(bits[name], name, kind) for name, kind in outputs.items() if name in bits]
     if len(nodes) == len(graph.node) and not any(t.data_type in NARROW for t in graph.initializer):
-        if not any(_is_narrow(value) for value in weights.values()):
+        if not any(map(_is_narrow, weights.values())):
             return
     replace_nodes(graph, nodes)
     for tensor in graph.initializer:
         if tensor.data_type in NARROW:
             name = bits.get(tensor.name, tensor.name)
             tensor.CopyFrom(numpy_helper.from_array(_bytes(to_array(tensor)), name))
-    for name in [name for name, value in weights.items() if _is_narrow(value)]:
-        weights[name] = _bytes(weights[name])
+    for name, value in weights.items():
+        if isinstance(value, np.ndarray) and _is_narrow(value):
+            weights[name] = _bytes(value)
 
 
 def _bit_cast(source: str, result: str, kind: int) -> onnx.NodeProto:
@@ -141,7 +143,7 @@ def _wrapped(expansion: Expansion, x: str, target: int) -> str:
     return expansion.emit("Sub", expansion.emit("BitwiseXor", bits, half), half)
 
 
-def _is_narrow(value: np.ndarray) -> bool:
+def _is_narrow(value: np.ndarray | NarrowWeight) -> bool:
     is_known = value.dtype.isbuiltin != 1 and value.dtype.itemsize == 1
     return is_known and helper.np_dtype_to_tensor_dtype(value.dtype) in NARROW
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -21,6 +22,9 @@ from .contrib_expansion import ContribExpansion
 from .pointwise import Refusal
 
 FLOAT = TensorProto.FLOAT
+
+IN_BYTES = 4
+"""Level of accuracy at which a MatMulNBits may round its first operand to 8 bits."""
 
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 
@@ -212,7 +216,9 @@ def _narrow_matrix(
     found = narrow_weight(
         integers.astype(kind), scales.reshape(columns, blocks), zeros, axis=1, block=block
     )
-    return None if found is None else found.transposed()
+    if found is None:
+        return None
+    return replace(found.transposed(), by_bytes=parts.get("accuracy_level", 0) == IN_BYTES)
 
 
 def _split(packed: np.ndarray, bits: int) -> np.ndarray:

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constant matrices of 8 or 4 bits with scales, and the order in which kernels read them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from operator import mul
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.errors import OpError
+
+from ...core.machine import CPUInfo
+from ...core.prefetch import CACHE_LINE_BYTES, prefetch
+from ..selections import long
+
+FLOAT = "float32"
+BITS = (4, 8)
+STORED = {4: "int32", 8: "int8"}
+"""Types of stored elements."""
+_PER_ELEMENT = {4: 8, 8: 1}
+"""Rows of the matrix whose numbers share a stored element."""
+GRANULE = 8
+"""Rows of a block of scales are a multiple of this many."""
+OFFSET = 8
+"""What is added to integers of 4 bits for products of bytes, which take them without a sign."""
+_VECTORS = 4  # of a tile
+_AHEAD_BYTES = 2048  # between what is read and what is prefetched
+_MOST_PRODUCTS = 32  # of 4 by 8 bits that an int16 holds: 32 * 15 * 127 / 2 pairs
+
+
+@dataclass(frozen=True)
+class NarrowMatrix:
+    """A constant matrix ``[depth, columns]`` of integers with scales.
+
+    Parameters
+    ----------
+    depth, columns : int
+        Its shape.
+    bits : int
+        Of an integer: 4 or 8.
+    block : int
+        Rows that share a scale in each column; a multiple of 8 that divides ``depth``.
+    tile : int
+        Columns that are stored together: whole vectors, at most ``columns``.
+    has_zeros : bool
+        Whether there is a zero point beside each scale.
+    in_bytes : bool
+        Whether it is multiplied by bytes; only of 4 bits.
+    """
+
+    depth: int
+    columns: int
+    bits: int
+    block: int
+    tile: int
+    has_zeros: bool
+    in_bytes: bool = False
+
+    def __post_init__(self) -> None:
+        fits = self.block % GRANULE == 0 and self.depth % self.block == 0
+        if self.bits not in BITS or not fits or not 0 < self.tile <= self.columns:
+            raise OpError(
+                f"{self}: expected 4 or 8 bits, blocks of a multiple of {GRANULE} rows that divide "
+                "the depth, and a tile of at most all columns"
+            )
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles; the last one may overlap the one before."""
+        return -(-self.columns // self.tile)
+
+    @property
+    def groups(self) -> int:
+        """Blocks of rows."""
+        return self.depth // self.block
+
+    @property
+    def byte_block(self) -> int:
+        """Numbers of a row of ``x`` that share a scale where they become bytes."""
+        return math.gcd(self.block, _MOST_PRODUCTS)
+
+
+def tile_columns(columns: int, cpu: CPUInfo) -> int:
+    """Columns that are stored together: at most four vectors of the CPU, and none without one."""
+    lanes = cpu.lanes(FLOAT)
+    return min(_VECTORS, columns // lanes) * lanes
+
+
+def pack_matrix(matrix: NarrowMatrix, integers: np.ndarray) -> np.ndarray:
+    """Integers ``[depth, columns]`` in the order in which kernels read them.
+
+    Parameters
+    ----------
+    matrix : NarrowMatrix
+        The matrix.
+    integers : np.ndarray
+        int8; of 4 bits they lie between -8 and 7.
+
+    Returns
+    -------
+    np.ndarray
+        int8 [tiles, depth, tile], or int32 [tiles, depth / 8, tile] of eight integers each: in the
+        low halves of its bytes the first four.
+    """
+    tiles = _in_tiles(matrix, integers)
+    if matrix.bits == 8:
+        return tiles
+    tiles = tiles + np.int8(OFFSET if matrix.in_bytes else 0)
+    nibbles = (tiles & 15).astype(np.uint32).reshape(matrix.tiles, -1, 8, matrix.tile)
+    words = np.zeros(nibbles[:, :, 0].shape, np.uint32)
+    for place in range(8):
+        words |= nibbles[:, :, place] << np.uint32(lowest_bit(place))
+    return words.view(np.int32)
+
+
+def stored_shape(matrix: NarrowMatrix) -> tuple[tuple[int, int, int], str]:
+    """Shape and type of the stored integers."""
+    rows = matrix.depth // _PER_ELEMENT[matrix.bits]
+    return (matrix.tiles, rows, matrix.tile), STORED[matrix.bits]
+
+
+def lowest_bit(place: int) -> int:
+    """Bit of a stored word at which the integer of one of its eight rows begins."""
+    return 8 * (place % 4) + 4 * (place // 4)
+
+
+def pack_scales(matrix: NarrowMatrix, scales: np.ndarray) -> np.ndarray:
+    """Scales or zero points ``[groups, columns]`` as ``[tiles, groups, tile]``."""
+    return _in_tiles(matrix, scales)
+
+
+def _in_tiles(matrix: NarrowMatrix, values: np.ndarray) -> np.ndarray:
+    starts = np.minimum(np.arange(matrix.tiles) * matrix.tile, matrix.columns - matrix.tile)
+    places = starts[:, None] + np.arange(matrix.tile)
+    return np.ascontiguousarray(values[:, places].transpose(1, 0, 2))
+
+
+def flat(buffer: tirx.Buffer) -> tirx.Buffer:
+    """A view of a kernel's argument in one dimension."""
+    size = reduce(mul, buffer.shape, long(1))
+    return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places of vectors of ``lanes`` columns in flat arguments of a kernel."""
+
+    matrix: NarrowMatrix
+    lanes: int
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a tile."""
+        return self.matrix.tile // self.lanes
+
+    def stored(self, tile: tirx.Expr, row: tirx.Expr, vector: int) -> tirx.Expr:
+        """Stored elements that hold a row of the matrix."""
+        return self.vector(self._line(tile, row), vector)
+
+    def of_group(self, tile: tirx.Expr, group: tirx.Expr, vector: int) -> tirx.Expr:
+        """Scales or zero points."""
+        line = tile * long(self.matrix.groups) + group
+        return self.vector(line * long(self.matrix.tile), vector)
+
+    def result(self, row: tirx.Expr, tile: tirx.Expr, vector: int) -> tirx.Expr:
+        """Results of a row; the last tile overlaps the one before where it would leave the row."""
+        last = self.matrix.columns - self.matrix.tile
+        column = tirx.min(tile * long(self.matrix.tile), long(last))
+        return self.vector(row * long(self.matrix.columns) + column, vector)
+
+    def vector(self, first: tirx.Expr, vector: int) -> tirx.Expr:
+        """Elements of a vector of a tile, of which the first is known."""
+        return T.ramp(first + long(vector * self.lanes), 1, self.lanes)
+
+    def prefetch(self, weight: tirx.Buffer, tile: tirx.Expr, row: tirx.Expr) -> None:
+        """Prefetch what lies some way behind the ``GRANULE`` rows from ``row`` on."""
+        size = np.dtype(STORED[self.matrix.bits]).itemsize
+        for byte in range(0, GRANULE * self.matrix.tile * self.matrix.bits // 8, CACHE_LINE_BYTES):
+            prefetch(weight, self._line(tile, row) + long((_AHEAD_BYTES + byte) // size))
+
+    def _line(self, tile: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
+        per_element = _PER_ELEMENT[self.matrix.bits]
+        line = tile * long(self.matrix.depth // per_element) + tirx.floordiv(row, long(per_element))
+        return line * long(self.matrix.tile)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of 8 and 4 bits stay so in compiled models, with the numbers of ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import tvm_fusion
+from tvm_fusion.errors import TargetError
+from tvm_fusion.onnx.frontend import import_onnx
+
+Array = np.ndarray
+
+
+def model_of(
+    nodes: list[onnx.NodeProto], constants: dict[str, Array], rows: Any, depth: int, dtype: int
+) -> onnx.ModelProto:
+    """A model from ``x`` [1, rows, depth], or [rows, depth] for a Gemm, to ``y``."""
+    shape = [rows, depth] if nodes[-1].op_type == "Gemm" else [1, rows, depth]
+    graph = helper.make_graph(
+        nodes,
+        "narrow",
+        [helper.make_tensor_value_info("x", dtype, shape)],
+        [helper.make_tensor_value_info("y", dtype, None)],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+def nbits(
+    depth: int,
+    columns: int,
+    bits: int,
+    block: int,
+    *,
+    zeros: bool = False,
+    bias: bool = False,
+    dtype: str = "float32",
+    rows: Any = 3,
+    **attributes: int,
+) -> onnx.ModelProto:
+    """A MatMulNBits."""
+    random = np.random.default_rng(depth + bits)
+    blocks = -(-depth // block)
+    constants = {
+        "b": random.integers(0, 256, (columns, blocks, block * bits // 8)).astype("uint8"),
+        "scales": random.uniform(0.01, 0.02, (columns, blocks)).astype(dtype),
+    }
+    if zeros:
+        size = -(-blocks * bits // 8)
+        constants["zeros"] = random.integers(0, 256, (columns, size)).astype("uint8")
+    names = ["x", *constants]
+    if bias:
+        constants["bias"] = random.standard_normal(columns).astype(dtype)
+        names += [""] * (5 - len(names)) + ["bias"]
+    node = helper.make_node(
+        "MatMulNBits",
+        names,
+        ["y"],
+        domain="com.microsoft",
+        K=depth,
+        N=columns,
+        bits=bits,
+        block_size=block,
+        **attributes,
+    )
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return model_of([node], constants, rows, depth, kind)
+
+
+def kernels(model: onnx.ModelProto) -> bool:
+    """Whether the model's matrix is still narrow once it is imported."""
+    return "widen_weight" in import_onnx(model, {"rows": "rows"}).mod.script()
+
+
+def rows_of(model: onnx.ModelProto, rows: int) -> Array:
+    value = model.graph.input[0]
+    shape = [dim.dim_value or rows for dim in value.type.tensor_type.shape.dim]
+    kind = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+    return np.random.default_rng(rows).standard_normal(shape).astype(kind)
+
+
+def check(model: onnx.ModelProto, tolerance: float, rows: tuple[int, ...] = (3,)) -> None:
+    """Compare with ONNX Runtime, in parts of the largest magnitude."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    compiled = tvm_fusion.compile(model, shapes={"rows": "rows"} if len(rows) > 1 else None)
+    for count in rows:
+        x = rows_of(model, count)
+        wanted = session.run(None, {"x": x})[0]
+        found = compiled(x)
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+        error = np.abs(found.astype("float64") - wanted).max() / np.abs(wanted).max()
+        assert error <= tolerance, (count, error)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_matmul_of_few_bits(bits: int, zeros: bool) -> None:
+    model = nbits(256, 72, bits, 32, zeros=zeros, bias=True, rows="rows")
+    assert kernels(model)
+    check(model, 1e-5, (1, 2, 3, 14))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nbits(250, 70, 4, 32, zeros=True),  # the last block is short
+        nbits(130, 100, 8, 16),
+        nbits(128, 70, 4, 128, zeros=True),
+        nbits(32, 8, 4, 32),  # small: floats
+    ],
+)
+def test_odd_matrices(model: onnx.ModelProto) -> None:
+    check(model, 1e-5)
+
+
+def test_rows_of_16_bits() -> None:
+    check(nbits(256, 72, 4, 32, zeros=True, dtype="float16"), 2e-3)
+
+
+def test_rows_in_bytes() -> None:
+    """At accuracy level 4 rows may be rounded to bytes, as ONNX Runtime does."""
+    model = nbits(512, 96, 4, 32, zeros=True, accuracy_level=4, rows="rows")
+    check(model, 1e-2, (1, 2, 5, 9))
+    exact = tvm_fusion.compile(nbits(512, 96, 4, 32, zeros=True))
+    rounded = tvm_fusion.compile(nbits(512, 96, 4, 32, zeros=True, accuracy_level=4))
+    x = rows_of(nbits(512, 96, 4, 32), 3)
+    error = np.abs(exact(x) - rounded(x)).max() / np.abs(exact(x)).max()
+    assert 0 < error < 1e-2
+
+
+def dequantized(
+    kind: str, axis: int, block: int, form: str, with_zero: bool = True
+) -> onnx.ModelProto:
+    """A product with a dequantised matrix, [96, 80] or transposed."""
+    random = np.random.default_rng(block)
+    shape = (80, 96) if form != "MatMul" else (96, 80)
+    limits = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128), "uint8": (0, 256)}[kind]
+    dtype = getattr(ml_dtypes, kind, None) or np.dtype(kind)
+    integers = random.integers(*limits, shape).astype(dtype)
+    if block:
+        groups = list(shape)
+        groups[axis] = -(-shape[axis] // block)
+    else:
+        groups = [shape[axis]] if axis >= 0 else []
+    constants = {
+        "w": integers,
+        "scale": random.uniform(0.01, 0.02, groups).astype("float32"),
+    }
+    if with_zero:
+        constants["zero"] = random.integers(*limits, groups or None, dtype=int)
+        constants["zero"] = np.asarray(constants["zero"]).astype(dtype)
+    attributes: dict[str, int] = {"block_size": block} if block else {}
+    nodes = [
+        helper.make_node("DequantizeLinear", [*constants], ["d"], axis=max(axis, 0), **attributes)
+    ]
+    matrix = "d"
+    if form == "Transpose":
+        nodes.append(helper.make_node("Transpose", ["d"], ["t"], perm=[1, 0]))
+        matrix = "t"
+    if form == "Gemm":
+        nodes.append(helper.make_node("Gemm", ["x", matrix], ["y"], transB=1))
+    else:
+        nodes.append(helper.make_node("MatMul", ["x", matrix], ["y"]))
+    return model_of(nodes, constants, 3, 96, TensorProto.FLOAT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "block", "form"),
+    [
+        ("int8", 1, 0, "MatMul"),
+        ("uint8", 0, 0, "Transpose"),
+        ("int8", -1, 0, "MatMul"),
+        ("uint8", -1, 0, "Gemm"),
+        ("int4", 0, 32, "MatMul"),
+        ("uint4", 1, 16, "Gemm"),
+        ("uint4", 1, 32, "Transpose"),
+        ("int4", 1, 16, "MatMul"),  # blocks along the columns: floats
+        ("int8", 0, 0, "MatMul"),
+    ],
+)
+@pytest.mark.parametrize("with_zero", [False, True])
+def test_dequantised_matrices(kind: str, axis: int, block: int, form: str, with_zero: bool) -> None:
+    model = dequantized(kind, axis, block, form, with_zero)
+    x = rows_of(model, 3)
+    wanted = ReferenceEvaluator(model).run(None, {"x": x})[0]
+    found = tvm_fusion.compile(model)(x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
+def network(depth: int = 256) -> onnx.ModelProto:
+    """Three products, one of them small, with activations between them."""
+    random = np.random.default_rng(0)
+    sizes = [depth, 512, 256, 10]
+    constants, nodes, x = {}, [], "x"
+    for number, (rows, columns) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        matrix = random.standard_normal((rows, columns)) * rows**-0.5
+        constants[f"w{number}"] = matrix.astype("float32")
+        nodes.append(helper.make_node("MatMul", [x, f"w{number}"], [f"m{number}"]))
+        nodes.append(helper.make_node("Tanh", [f"m{number}"], [f"t{number}"]))
+        x = f"t{number}"
+    nodes[-1].output[0] = "y"
+    return model_of(nodes, constants, 2, depth, TensorProto.FLOAT)
+
+
+def test_weights_are_rounded(tmp_path: Path) -> None:
+    model = network()
+    x = rows_of(model, 2)
+    sizes, errors = {}, {}
+    exact = tvm_fusion.compile(model)(x)
+    for weights in (None, "int8", "int4"):
+        compiled = tvm_fusion.compile(model, weights=weights)
+        path = tmp_path / f"{weights}.so"
+        compiled.save(path)
+        loaded = tvm_fusion.load(path)
+        sizes[weights] = path.stat().st_size
+        errors[weights] = np.abs(loaded(x) - exact).max() / np.abs(exact).max()
+        np.testing.assert_array_equal(loaded(x), compiled(x))
+    floats = 4 * 2 * 256 * 512  # of the two matrices that are not small
+    assert sizes[None] - sizes["int8"] > 0.72 * floats
+    assert sizes[None] - sizes["int4"] > 0.82 * floats
+    assert errors[None] == 0 and 0 < errors["int8"] < 0.02 and 0 < errors["int4"] < 0.2
+
+
+def test_check_knows_what_rounding_may_cost() -> None:
+    for weights in ("int8", "int4"):
+        tvm_fusion.compile(network(), weights=weights, check=True)
+
+
+def test_rounding_that_has_no_effect_is_refused() -> None:
+    with pytest.raises(TargetError, match="weights is 'int2'; expected 'int8' or 'int4'"):
+        tvm_fusion.compile(network(), weights="int2")
+    with pytest.raises(TargetError, match="narrow weights are for CPUs"):
+        tvm_fusion.compile(network(), "opencl", weights="int8")
+    with pytest.raises(TargetError, match="weights='int8' has no effect with ranks"):
+        tvm_fusion.compile(network(), ranks=2, weights="int8")
