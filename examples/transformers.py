@@ -275,7 +275,7 @@ def _decoder_layer(net: TransformerBuilder, x: str, name: str) -> str:
     context = net.attention(parts, lambda scores: _causal(net, scores))
     x = net.op("Add", _flat_linear(net, context, f"{name}.c_proj", width, width, gain), x)
     inside = net.layer_norm(x, f"{name}.ln_2")
-    inside = _tanh_gelu(net, _flat_linear(net, inside, f"{name}.c_fc", width, 4 * width))
+    inside = tanh_gelu(net, _flat_linear(net, inside, f"{name}.c_fc", width, 4 * width))
     inside = _flat_linear(net, inside, f"{name}.mlp.c_proj", 4 * width, width, gain)
     return net.op("Add", x, inside)
 
@@ -296,7 +296,7 @@ def _causal(net: TransformerBuilder, scores: str) -> str:
     return net.op("Where", mask, scores, net.number(NEGATIVE, "negative"))
 
 
-def _tanh_gelu(net: TransformerBuilder, x: str) -> str:
+def tanh_gelu(net: TransformerBuilder, x: str) -> str:
     """Append ``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))``."""
     half = net.op("Mul", x, net.number(0.5, "half"))
     cube = net.op("Pow", x, net.number(3, "three"))
