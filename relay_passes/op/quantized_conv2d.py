@@ -11,7 +11,8 @@
 Sums are exact in int32; padding consists of zero bytes. Packed, with lanes ``x`` from
 ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
 ``[blocks, x]``, ``data`` alike, or with 4 lanes in ``NCHW4c`` as for an input image, the weight is
-as in ``schedules/compute/quantized_conv2d.py``, and ``in_channels`` and ``out_channels`` are given.
+as in ``schedules/compute/quantized_conv2d.py``, of int8 or of int16 for CPUs that add products in
+pairs, and ``in_channels`` and ``out_channels`` are given.
 Batch, height and width may be symbolic.
 """
 
@@ -24,7 +25,7 @@ from tvm import relax, te
 
 from schedules.compute.quantized_conv2d import quantized_conv2d as compute
 from schedules.errors import OpError
-from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, WORDS, Conv2DKernel, ConvLayer
 from schedules.workload.reduce import constant
 
 from .conv_call import Known, checked_attrs, legalize_kernel
@@ -119,8 +120,8 @@ def quantized_conv2d(
 
 def read_quantized(call: relax.Call) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
-    check_operands(call, _OPERANDS, _NAME)
     layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
+    check_operands(call, _OPERANDS, _NAME, ("int16",) if layouts[1] != "NCHW" else ())
     extents = call.args[0].ty.shape.values
     data_lanes, lanes = (lanes_of(layout, _NAME) for layout in layouts)
     rank = 5 if lanes else 4
@@ -139,9 +140,9 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
     out_dtype = str(call.attrs["out_dtype"])
     if out_dtype != "float32":
         check_bytes(layer.activation, out_dtype, _NAME)
-    return Conv2DKernel(
-        (layer,), batch, height, width, False, "uint8", *layouts, out_dtype=out_dtype
-    )
+    word = WORDS[str(call.args[1].ty.dtype)]
+    sizes = batch, height, width
+    return Conv2DKernel((layer,), *sizes, False, "uint8", *layouts, out_dtype=out_dtype, word=word)
 
 
 def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
@@ -159,8 +160,8 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     numbers: tuple[int, ...] = expected[:1]
     if lanes:
         out_blocks, in_blocks = -(-layer.out_channels // lanes), -(-layer.in_channels // data_lanes)
-        words = data_lanes // WORD_BYTES
-        expected = (out_blocks, in_blocks, *layer.kernel, words, lanes, WORD_BYTES)
+        word = WORDS[str(call.args[1].ty.dtype)]
+        expected = (out_blocks, in_blocks, *layer.kernel, data_lanes // word, lanes, word)
         numbers = (out_blocks, lanes)
     shapes = {"weight": expected, "bias": numbers, "scale": numbers}
     for argument, (name, shape) in zip(call.args[1:], shapes.items(), strict=True):
@@ -170,13 +171,21 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     return layer
 
 
-def check_operands(call: relax.Call, dtypes: Mapping[str, str], op: str) -> None:
-    """Check the number of a call's operands, and their types by name; else OpError."""
+def check_operands(
+    call: relax.Call, dtypes: Mapping[str, str], op: str, others: Sequence[str] = ()
+) -> None:
+    """Check the number of a call's operands, and their types by name; else OpError.
+
+    A weight may be of ``others``, too.
+    """
     if len(call.args) != len(dtypes):
         raise OpError(f"{op}: {len(call.args)} operands; expected {', '.join(dtypes)}")
     for argument, (name, dtype) in zip(call.args, dtypes.items(), strict=True):
-        if str(tensor_type(argument, name, op).dtype) != dtype:
-            raise OpError(f"{op}: {name} is of {argument.ty.dtype}; expected {dtype}")
+        allowed = (dtype, *others) if name == "weight" else (dtype,)
+        if str(tensor_type(argument, name, op).dtype) not in allowed:
+            raise OpError(
+                f"{op}: {name} is of {argument.ty.dtype}; expected {' or '.join(allowed)}"
+            )
 
 
 def check_products(layer: ConvLayer, op: str) -> None:

@@ -5,9 +5,10 @@
 tensor     NCHW                    NCHW[x]c
 ========== ======================= ======================================================
 data       ``[N, C, H, W]``        ``[N, B(C), H, W, x]`` or ``[N, ceil(C / 4), H, W, 4]``, uint8
-weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / 4, x, 4]`` or
-                                   ``[B(O), ceil(I / 4), kh, kw, 1, x, 4]``, int8: words of input
-                                   channels, output lanes, channels of a word
+weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / w, x, w]`` or
+                                   ``[B(O), ceil(I / 4), kh, kw, 4 / w, x, w]``: words of input
+                                   channels, output lanes, the ``w`` channels of a word: 4 of
+                                   int8 or 2 of int16; int8 in NCHW
 bias       ``[O]``                 ``[B(O), x]``, float32
 scale      ``[O]``                 ``[B(O), x]``, float32
 ========== ======================= ======================================================
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from ..workload.conv2d import WORD_BYTES, ConvLayer
+from ..workload.conv2d import ConvLayer
 from .conv2d import finished, out_space, padded, source_pixel, taps
 
 
@@ -89,8 +90,8 @@ def _layer(
         pixel = source_pixel(layer, h, w, kh, kw)
         if packed:
             block, channel = ic // data.shape[4], ic % data.shape[4]
-            word, byte = channel // WORD_BYTES, channel % WORD_BYTES
-            factors = image(n, block, *pixel, channel), weight(o, block, kh, kw, word, *lane, byte)
+            word, part = channel // weight.shape[6], channel % weight.shape[6]
+            factors = image(n, block, *pixel, channel), weight(o, block, kh, kw, word, *lane, part)
         else:
             factors = image(n, ic, *pixel), weight(o, ic, kh, kw)
         left, right = (factor.astype("int32") for factor in factors)

@@ -16,7 +16,9 @@ from ..errors import OpError
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 WORD_BYTES = 4
-"""Neighbouring channels of bytes that one instruction multiplies and adds up."""
+"""Bytes of a word: neighbouring channels whose products one instruction adds up."""
+WORDS = {"uint8": WORD_BYTES, "int8": WORD_BYTES, "int16": WORD_BYTES // 2}
+"""Channels in a word by their type: bytes, or the same numbers in 16 bits."""
 ACTIVATIONS = (
     *("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu"),
     "round_clip",
@@ -304,6 +306,8 @@ class Conv2DKernel:
     out_dtype : str | None
         Element type of the output, if not ``dtype``. ``uint8`` stands for rounded numbers from
         which the activation's lower bound is subtracted.
+    word : int
+        Channels of bytes whose products one instruction adds up; see :data:`WORDS`.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -319,6 +323,7 @@ class Conv2DKernel:
     winograd: int = 0
     data_dtype: str | None = None
     out_dtype: str | None = None
+    word: int = WORD_BYTES
 
     @property
     def is_quantized(self) -> bool:
@@ -328,13 +333,13 @@ class Conv2DKernel:
     def in_words(self) -> Conv2DKernel:
         """The convolution of floats that moves as many bytes by as many instructions.
 
-        That of words of four channels of bytes, with images of one pixel as one row; a convolution
-        of floats is its own.
+        That of words of channels of bytes, with images of one pixel as one row; a convolution of
+        floats is its own.
         """
         if not self.is_quantized:
             return self
         (layer,) = self.layers
-        words = replace(layer, in_channels=-(-layer.in_channels // WORD_BYTES))
+        words = replace(layer, in_channels=-(-layer.in_channels // self.word))
         layout = "NCHW" if self.data_layout == f"NCHW{WORD_BYTES}c" else self.data_layout
         kernel = replace(self, layers=(words,), dtype="float32", data_layout=layout)
         return replace(kernel, batch=1, width=self.batch) if self.is_matrix else kernel
@@ -382,8 +387,8 @@ def describe(kernel: Conv2DKernel) -> str:
 def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
-    for name in ("data_dtype", "out_dtype"):
-        if fields[name] is None:
+    for name, default in (("data_dtype", None), ("out_dtype", None), ("word", WORD_BYTES)):
+        if fields[name] == default:
             del fields[name]
     return json.dumps(fields, sort_keys=True)
 

@@ -60,9 +60,9 @@ class MultiplyBytes:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI), and GPUs with tensor cores that do, the latter for
-    convolutions only, in functions whose convolutions have no groups: others are in float32 and
-    another layout there. Products with constant matrices are those of pixels; depthwise
+    For CPUs that multiply bytes (VNNI, or AVX2 in 16 bits), and GPUs with tensor cores that do,
+    the latter for convolutions only, in functions whose convolutions have no groups: others are in
+    float32 and another layout there. Products with constant matrices are those of pixels; depthwise
     convolutions read bytes, and multiply floats; maxima are taken of bytes; other readers get
     floats again. Where zero bytes stand for another number than zero, they are padded explicitly.
     Left alone: tensors whose limits are more than 255 apart, convolutions of other groups, weights
@@ -85,7 +85,7 @@ class MultiplyBytes:
         if on_gpu:
             multiplies = GPUInfo.from_target(target).has_tensor_cores
         else:
-            multiplies = CPUInfo.from_target(target).multiplies_bytes
+            multiplies = CPUInfo.from_target(target).word_channels > 0
         if not multiplies:
             return mod
         result = mod.clone()

@@ -35,7 +35,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
 
 from schedules.compute.conv2d import finished
-from schedules.workload.conv2d import ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 
 from .prefetch import line_elements, prefetch
 from .tiles import Index, Run
@@ -51,6 +51,18 @@ UNROLLED_STEPS = 8
 MOST_UNROLLED = 192
 LANES_OF_128_BITS = 4
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
+_ADD = "tvm_fusion_add_"
+ADDITIONS = "".join(
+    f"""
+define linkonce_odr {vector} @{_ADD}{lanes}({vector} %a, {vector} %b) alwaysinline {{
+  %sum = call {vector} asm "vpaddd $2, $1, $0", "=x,x,x"({vector} %a, {vector} %b)
+  ret {vector} %sum
+}}
+"""
+    for lanes in (4, 8)
+    for vector in (f"<{lanes} x i32>",)
+)
+"""LLVM IR of additions in the order given; else LLVM adds products to each other, and spills."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +154,11 @@ class LayerOperands:
         Groups that the output blocks of the tile belong to.
     scale : tirx.Buffer | None
         Factors of the sums, like ``bias``; only of layers of bytes, whose input and weights are
-        int32 words of four channels each.
+        int32 words.
     out_dtype : str | None
         Element type of the output, if not ``dtype``.
+    word : int
+        Channels of a word: four in bytes, or two in 16 bits.
     """
 
     layer: ConvLayer
@@ -160,6 +174,7 @@ class LayerOperands:
     met: int = 1
     scale: tirx.Buffer | None = None
     out_dtype: str | None = None
+    word: int = WORD_BYTES
 
     @property
     def group_lanes(self) -> int:
@@ -561,10 +576,18 @@ def _multiply(
 def _multiply_add(
     ops: LayerOperands, total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr
 ) -> tirx.Expr:
-    """Add to ``total`` products of floats, or those of four bytes and four signed ones a lane."""
+    """Add to ``total`` products of floats, or those of the channels of a word in each lane.
+
+    Pairs of 16 bits cannot saturate: their sum is at most ``2 * 255 * 128``.
+    """
     if ops.scale is None:
         return total + factor * vector
     bits = 32 * ops.lanes
+    if ops.word != WORD_BYTES:
+        pairs = (T.reinterpret(f"int16x{bits // 16}", each) for each in (factor, vector))
+        name = "llvm.x86.avx2.pmadd.wd" if bits == 256 else "llvm.x86.sse2.pmadd.wd"
+        products = T.call_llvm_pure_intrin(ops.vector, name, *pairs)
+        return T.call_pure_extern(ops.vector, f"{_ADD}{ops.lanes}", total, products)
     if llvm_version_major() >= BYTES_SINCE_LLVM:
         factor, vector = (T.reinterpret(f"int8x{bits // 8}", each) for each in (factor, vector))
     name = f"llvm.x86.avx512.vpdpbusd.{bits}"

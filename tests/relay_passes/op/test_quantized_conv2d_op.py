@@ -71,6 +71,9 @@ def test_types_in_blocks_and_with_an_open_batch():
     )  # fmt: skip
     expected = relax.TensorType((batch, 2, 3, 3, 8), "float32")
     tvm.ir.assert_structural_equal(type_of(call), expected)
+    pairs = var("w", (2, 1, 3, 3, 2, 8, 2), "int16")
+    packed = relax.Call(call.op, [data, pairs, *numbers], call.attrs)
+    tvm.ir.assert_structural_equal(type_of(packed), expected)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,7 @@ def test_types_in_blocks_and_with_an_open_batch():
         ({}, {"out_dtype": "uint8"}, "out_dtype is 'uint8' after none; expected 'uint8' after a"),
         ({}, {"out_dtype": "int8"}, "out_dtype is 'int8'"),
         ({}, {"padding": (-1, 0, 0, 0)}, "padding is"),
+        ({"weight": var("w", (8, 3, 3, 3), "int16")}, {}, "weight is of int16; expected int8$"),
         ({}, {"out_layout": "NCHW8c"}, "NCHW8c output without all of in_channels, out_channels"),
         (
             DEEP,

@@ -19,7 +19,10 @@ ENDS = (Activation(), Activation("relu"), Activation("round_clip", -100, 155))
 
 @dataclass(frozen=True)
 class QuantizedCase:
-    """A layer on concrete shapes; ``words``: the data is packed in words of four channels."""
+    """A layer on concrete shapes; ``words``: the data is packed in words of four channels.
+
+    Weights are words of ``word`` channels.
+    """
 
     layer: ConvLayer
     batch: int = 1
@@ -28,18 +31,22 @@ class QuantizedCase:
     lanes: int = 16
     words: bool = False
     out_dtype: str = "float32"
+    word: int = 4
 
     @property
     def data_lanes(self) -> int:
         return 4 if self.words else self.lanes
 
     @property
+    def weight_dtype(self) -> str:
+        return "int8" if self.word == 4 else "int16"
+
+    @property
     def kernel(self) -> Conv2DKernel:
         layouts = f"NCHW{self.data_lanes}c", f"NCHW{self.lanes}c"
         sizes = self.batch, self.height, self.width
-        return Conv2DKernel(
-            (self.layer,), *sizes, False, "uint8", *layouts, out_dtype=self.out_dtype
-        )
+        types = {"out_dtype": self.out_dtype, "word": self.word}
+        return Conv2DKernel((self.layer,), *sizes, False, "uint8", *layouts, **types)
 
     def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
         """The function as legalization makes it, with another ``batch`` if given."""
@@ -48,7 +55,10 @@ class QuantizedCase:
         images = self.batch if batch is None else batch
         shapes = {
             "data": ((images, blocks, self.height, self.width, data_lanes), "uint8"),
-            "weight": ((out_blocks, blocks, *layer.kernel, data_lanes // 4, lanes, 4), "int8"),
+            "weight": (
+                (out_blocks, blocks, *layer.kernel, data_lanes // self.word, lanes, self.word),
+                self.weight_dtype,
+            ),
             "bias": ((out_blocks, lanes), "float32"),
             "scale": ((out_blocks, lanes), "float32"),
         }
@@ -77,12 +87,12 @@ class QuantizedCase:
 
     def _pack_weight(self, weight: Array) -> Array:
         words = pack(pack(weight, self.data_lanes, axis=1), self.lanes, axis=0)
-        shape = *words.shape[:4], self.data_lanes // 4, 4, self.lanes
+        shape = *words.shape[:4], self.data_lanes // self.word, self.word, self.lanes
         return np.moveaxis(words.reshape(shape), 5, 6)
 
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
         """Run into a poisoned output; return its true channels in NCHW."""
-        dtypes = "uint8", "int8", "float32", "float32"
+        dtypes = "uint8", self.weight_dtype, "float32", "float32"
         tensors = [
             tvm.runtime.tensor(array.astype(dtype))
             for array, dtype in zip(packed, dtypes, strict=True)
@@ -114,11 +124,13 @@ def _end(value: Array, activation: Activation) -> Array:
 
 
 @st.composite
-def quantized_cases(draw) -> QuantizedCase:
-    """A dense layer on an image that is large enough for it."""
+def quantized_cases(draw, word: int | None = None) -> QuantizedCase:
+    """A dense layer on an image that is large enough for it, of words of any or given size."""
+    if word is None:
+        word = draw(st.sampled_from((2, 4)))
     words = draw(st.booleans())
     channels = draw(st.sampled_from((1, 3, 4, 7) if words else CHANNELS))
-    lanes = draw(st.sampled_from([8, 16]))
+    lanes = draw(st.sampled_from([8, 16] if word == 4 else [4, 8]))
     layer = replace(
         draw(layers(channels, lanes, ("dense", "plain"))), activation=draw(st.sampled_from(ENDS))
     )
@@ -131,4 +143,5 @@ def quantized_cases(draw) -> QuantizedCase:
     )
     in_bytes = layer.activation.kind == "round_clip" and draw(st.booleans())
     out_dtype = "uint8" if in_bytes else "float32"
-    return QuantizedCase(layer, draw(st.integers(1, 3)), height, width, lanes, words, out_dtype)
+    batch = draw(st.integers(1, 3))
+    return QuantizedCase(layer, batch, height, width, lanes, words, out_dtype, word)
