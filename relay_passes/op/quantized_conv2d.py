@@ -4,8 +4,10 @@
 ::
 
     out = activation(conv(data, weight) * scale + bias)                   one group
+    out = round((activation(...) * factor + (residual + shift) * bytes_factor) / divisor)
 
     data [N, C, H, W] uint8    weight [O, C, kh, kw] int8    scale, bias [O] float32
+    residual [N, O, H', W'] uint8
     out [N, O, H', W'] float32, or uint8: the distances of rounded numbers to their lower bound
 
 Sums are exact in int32; padding consists of zero bytes. Packed, with lanes ``x`` from
@@ -19,13 +21,14 @@ Batch, height and width may be symbolic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from math import prod
 
 from tvm import relax, te
 
 from schedules.compute.quantized_conv2d import quantized_conv2d as compute
 from schedules.errors import OpError
-from schedules.workload.conv2d import WORD_BYTES, WORDS, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, WORDS, ByteAddition, Conv2DKernel, ConvLayer
 from schedules.workload.reduce import constant
 
 from .conv_call import Known, checked_attrs, legalize_kernel
@@ -55,6 +58,7 @@ def quantized_conv2d(
     weight: relax.Expr,
     bias: relax.Expr,
     scale: relax.Expr,
+    residual: relax.Expr | None = None,
     *,
     strides: Sequence[int] = (1, 1),
     padding: Sequence[int] = (0, 0, 0, 0),
@@ -67,8 +71,9 @@ def quantized_conv2d(
     in_channels: int | None = None,
     out_channels: int | None = None,
     out_dtype: str = "float32",
+    addition: ByteAddition | None = None,
 ) -> relax.Call:
-    """Convolve, scale, add the bias, and activate.
+    """Convolve, scale, add the bias, activate, and add a residual.
 
     Parameters
     ----------
@@ -84,6 +89,8 @@ def quantized_conv2d(
         True channel counts; given exactly where the layouts are packed.
     out_dtype : str
         ``float32``, or ``uint8`` where the activation is ``round_clip``.
+    residual, addition : relax.Expr | None, ByteAddition | None
+        Bytes of the output's shape, and what is done with them; neither or both.
 
     Returns
     -------
@@ -109,9 +116,11 @@ def quantized_conv2d(
         "out_channels": out_channels,
         "out_dtype": out_dtype,
     }
-    operands = [data, weight, bias, scale]
+    operands = [data, weight, bias, scale, *([] if residual is None else [residual])]
     attrs = checked_attrs(QUANTIZED_CONV2D, given) | {"data_layout": data_layout}
     del attrs["groups"]
+    if addition is not None:
+        attrs["addition"] = [float(number) for number in astuple(addition)]
     call = relax.Call(QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
@@ -121,7 +130,9 @@ def quantized_conv2d(
 def read_quantized(call: relax.Call) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
     layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
-    check_operands(call, _OPERANDS, _NAME, ("int16",) if layouts[1] != "NCHW" else ())
+    addition = _read_addition(call)
+    operands = _OPERANDS if addition is None else _OPERANDS | {"residual": "uint8"}
+    check_operands(call, operands, _NAME, ("int16",) if layouts[1] != "NCHW" else ())
     extents = call.args[0].ty.shape.values
     data_lanes, lanes = (lanes_of(layout, _NAME) for layout in layouts)
     rank = 5 if lanes else 4
@@ -139,10 +150,23 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
         check_sizes([layer], height, width, _NAME)
     out_dtype = str(call.attrs["out_dtype"])
     if out_dtype != "float32":
-        check_bytes(layer.activation, out_dtype, _NAME)
+        last = layer.activation if addition is None else addition.activation
+        check_bytes(last, out_dtype, _NAME)
     word = WORDS[str(call.args[1].ty.dtype)]
-    sizes = batch, height, width
-    return Conv2DKernel((layer,), *sizes, False, "uint8", *layouts, out_dtype=out_dtype, word=word)
+    return Conv2DKernel(
+        (layer,),
+        *(batch, height, width, addition is not None, "uint8", *layouts),
+        out_dtype=out_dtype,
+        word=word,
+        addition=addition,
+    )
+
+
+def _read_addition(call: relax.Call) -> ByteAddition | None:
+    if "addition" not in call.attrs.keys():
+        return None
+    *numbers, bytes_first = (float(number) for number in call.attrs["addition"])
+    return ByteAddition(*numbers, bytes_first=bool(bytes_first))
 
 
 def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
@@ -164,7 +188,7 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
         expected = (out_blocks, in_blocks, *layer.kernel, data_lanes // word, lanes, word)
         numbers = (out_blocks, lanes)
     shapes = {"weight": expected, "bias": numbers, "scale": numbers}
-    for argument, (name, shape) in zip(call.args[1:], shapes.items(), strict=True):
+    for argument, (name, shape) in zip(call.args[1:4], shapes.items(), strict=True):
         if constant_shape(argument, name, _NAME) != shape:
             raise OpError(f"{_NAME}: {name} has shape {argument.ty.shape}; expected {shape}")
     check_products(layer, _NAME)
@@ -201,9 +225,11 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
     return kernel_output_type(call, read_quantized(call), _NAME)
 
 
-def _compute(kernel: Conv2DKernel, operands: Sequence[te.Tensor], _: None) -> te.Tensor:
-    data, weight, bias, scale = operands
-    return compute(data, weight, bias, scale, kernel.layers[0], str(kernel.out_dtype))
+def _compute(
+    kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
+) -> te.Tensor:
+    layer, out_dtype = kernel.layers[0], str(kernel.out_dtype)
+    return compute(*operands, layer, out_dtype, residual, kernel.addition)
 
 
 def legalize(

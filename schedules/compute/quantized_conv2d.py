@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from ..workload.conv2d import ConvLayer
-from .conv2d import finished, out_space, padded, source_pixel, taps
+from ..workload.conv2d import ByteAddition, ConvLayer
+from .conv2d import finished, finished_sum, out_space, padded, source_pixel, taps
 
 
 def quantized_conv2d(
@@ -29,6 +29,8 @@ def quantized_conv2d(
     scale: te.Tensor,
     layer: ConvLayer,
     out_dtype: str,
+    residual: te.Tensor | None = None,
+    addition: ByteAddition | None = None,
 ) -> te.Tensor:
     """One convolution: ``act(conv(data, weight) * scale + bias)``, with sums of int32.
 
@@ -40,13 +42,18 @@ def quantized_conv2d(
         Attributes, with one group; its channel counts are the true ones.
     out_dtype : str
         ``float32``, or ``uint8`` for the distances of the rounded output to its lower bound.
+    residual : te.Tensor | None
+        Bytes of the output's shape, if there is an ``addition``.
+    addition : ByteAddition | None
+        What is done with them after the activation.
 
     Returns
     -------
     te.Tensor
         The activated output in the layout of the data.
     """
-    return _layer(data, weight, bias, scale, layer, out_dtype, "1")
+    added = None if residual is None or addition is None else (residual, addition)
+    return _layer(data, weight, bias, scale, layer, out_dtype, "1", added)
 
 
 def fused_quantized_conv2d(
@@ -77,6 +84,7 @@ def _layer(
     layer: ConvLayer,
     out_dtype: str,
     suffix: str,
+    added: tuple[te.Tensor, ByteAddition] | None = None,
 ) -> te.Tensor:
     image = padded(data, layer, suffix)
     packed = len(data.shape) == 5
@@ -102,6 +110,8 @@ def _layer(
     def finish(*index: tirx.Var) -> tirx.Expr:
         channel = (index[1], index[4]) if packed else (index[1],)
         value = conv(*index).astype("float32") * scale(*channel) + bias(*channel)
+        if added is not None:
+            return finished_sum(value, layer.activation, added[0](*index), added[1], out_dtype)
         return finished(value, layer.activation, "float32", out_dtype)
 
     return te.compute(shape, finish, name=f"layer{suffix}")

@@ -55,6 +55,42 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class ByteAddition:
+    """Addition of a tensor of bytes to an activated layer, rounded to whole numbers.
+
+    ::
+
+        out = round((layer * factor + (bytes + shift) * bytes_factor) / divisor)    within bounds
+
+    Parameters
+    ----------
+    factor, bytes_factor : float
+        Scales of both summands.
+    shift : float
+        Whole number that the bytes are short of the numbers that they stand for.
+    divisor : float
+        Scale of the sum.
+    low, high : float
+        Bounds of the rounded sum.
+    bytes_first : bool
+        Whether the bytes are the first summand; of two products the compiler rounds one.
+    """
+
+    factor: float
+    bytes_factor: float
+    shift: float
+    divisor: float
+    low: float
+    high: float
+    bytes_first: bool = False
+
+    @property
+    def activation(self) -> Activation:
+        """The rounding of the sum."""
+        return Activation("round_clip", self.low, self.high)
+
+
+@dataclass(frozen=True)
 class ConvLayer:
     """One convolution with its activation; spatial pairs are (height, width).
 
@@ -308,6 +344,8 @@ class Conv2DKernel:
         which the activation's lower bound is subtracted.
     word : int
         Channels of bytes whose products one instruction adds up; see :data:`WORDS`.
+    addition : ByteAddition | None
+        What a convolution of bytes does with its residual, which is of ``uint8``.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -324,6 +362,7 @@ class Conv2DKernel:
     data_dtype: str | None = None
     out_dtype: str | None = None
     word: int = WORD_BYTES
+    addition: ByteAddition | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -387,7 +426,8 @@ def describe(kernel: Conv2DKernel) -> str:
 def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
-    for name, default in (("data_dtype", None), ("out_dtype", None), ("word", WORD_BYTES)):
+    defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
+    for name, default in defaults.items():
         if fields[name] == default:
             del fields[name]
     return json.dumps(fields, sort_keys=True)
@@ -398,6 +438,8 @@ def from_json(text: str) -> Conv2DKernel:
     try:
         fields = json.loads(text)
         layers = tuple(_layer_from_fields(layer) for layer in fields.pop("layers"))
+        if "addition" in fields:
+            fields["addition"] = ByteAddition(**fields["addition"])
         return Conv2DKernel(layers=layers, **fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise OpError(

@@ -128,7 +128,8 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     else:
         operands = [scope.pack(data).expr]
     forms = form, "bias", "bias"
-    operands += [scope.parameter(*pair) for pair in zip(call.args[1:], forms, strict=True)]
+    operands += [scope.parameter(*pair) for pair in zip(call.args[1:4], forms, strict=True)]
+    operands += [scope.pack(residual).expr for residual in call.args[4:]]
     packed = relax.Call(call.op, operands, attrs)
     is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0
     if is_row and binding.var not in scope.uses.wanted:

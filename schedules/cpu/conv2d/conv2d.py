@@ -29,6 +29,7 @@ from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import (
     WORD_BYTES,
     Activation,
+    ByteAddition,
     Conv2DKernel,
     describe,
     from_json,
@@ -164,12 +165,14 @@ class Conv2D(PackedRule):
         return kernel
 
     def workload_json(self, workload: Conv2DKernel) -> str:
-        """Write the convolution; the bounds of bytes do not count, which differ in each layer."""
+        """Write the convolution; bounds and scales of bytes, which each layer has, do not count."""
         (layer,) = workload.layers
         in_bytes = workload.is_quantized or workload.data_dtype or workload.out_dtype
         if in_bytes and layer.activation.kind == "round_clip":
             layer = replace(layer, activation=Activation("round_clip", 0.0, 255.0))
             workload = replace(workload, layers=(layer,))
+        if workload.addition is not None:
+            workload = replace(workload, addition=ByteAddition(1.0, 1.0, 0.0, 1.0, 0.0, 255.0))
         return super().workload_json(workload)
 
 
@@ -210,13 +213,15 @@ def operands(
 def _quantized_operands(
     builder: KernelBuilder, kernel: Conv2DKernel, image: Index
 ) -> LayerOperands:
-    """The operands of a function with parameters data, weight, bias, scale, output.
+    """The operands of a function with parameters data, weight, bias, scale[, residual], output.
 
     Data that is multiplied in 16 bits is given in bytes; see :func:`_widened`.
     """
-    data, output = builder.feature_map(0, image), builder.feature_map(-1, image)
+    places = (0, -1, -2) if kernel.residual else (0, -1)
+    maps = [builder.feature_map(place, image) for place in places]
     if kernel.is_matrix:
-        data, output = (_row_of_images(each, int(kernel.batch or 1)) for each in (data, output))
+        maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
+    data, output, *residual = maps
     weight = builder.buffers[1]
     return LayerOperands(
         layer=kernel.in_words().layers[0],
@@ -224,7 +229,7 @@ def _quantized_operands(
         output=output,
         weight=builder.words(1),
         bias=builder.flat[2],
-        residual=None,
+        residual=residual[0] if residual else None,
         lanes=int(weight.shape[5]),
         in_blocks=int(weight.shape[1]),
         out_blocks=int(weight.shape[0]),
@@ -232,6 +237,7 @@ def _quantized_operands(
         scale=builder.flat[3],
         out_dtype=kernel.out_dtype,
         word=kernel.word,
+        addition=kernel.addition,
     )
 
 

@@ -34,8 +34,8 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
 
-from schedules.compute.conv2d import finished
-from schedules.workload.conv2d import WORD_BYTES, ConvLayer
+from schedules.compute.conv2d import finished, finished_sum
+from schedules.workload.conv2d import WORD_BYTES, ByteAddition, ConvLayer
 
 from .prefetch import line_elements, prefetch
 from .tiles import Index, Run
@@ -140,7 +140,7 @@ class LayerOperands:
     bias : tirx.Buffer | None
         Likewise; None stands for zeros.
     residual : FeatureMap | None
-        Added before the activation.
+        Added before the activation; of bytes, see ``addition``.
     lanes : int
         Output channels in a block (``x``).
     in_blocks : int
@@ -159,6 +159,8 @@ class LayerOperands:
         Element type of the output, if not ``dtype``.
     word : int
         Channels of a word: four in bytes, or two in 16 bits.
+    addition : ByteAddition | None
+        What is done with a residual of bytes, after the activation.
     """
 
     layer: ConvLayer
@@ -175,6 +177,7 @@ class LayerOperands:
     scale: tirx.Buffer | None = None
     out_dtype: str | None = None
     word: int = WORD_BYTES
+    addition: ByteAddition | None = None
 
     @property
     def group_lanes(self) -> int:
@@ -674,14 +677,7 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
                 value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
                 value = value + _load(ops.bias, channel, lanes)
             if complete:
-                if ops.residual is not None:
-                    value = value + _load(ops.residual.buffer, at, lanes)
-                value = finished(
-                    value,
-                    ops.layer.activation,
-                    "float32" if ops.scale is not None else ops.dtype,
-                    ops.out_dtype,
-                )
+                value = _ended(ops, value, at)
             _store(ops.output.buffer, value, place, lanes)
 
     if last is True:
@@ -692,6 +688,17 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
             write(True)
         with T.Else():
             write(False)
+
+
+def _ended(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
+    """A complete sum with residual and activation."""
+    activation, dtype = ops.layer.activation, ops.dtype if ops.scale is None else "float32"
+    if ops.residual is not None:
+        added = _load(ops.residual.buffer, at, ops.lanes)
+        if ops.addition is not None:
+            return finished_sum(value, activation, added, ops.addition, ops.out_dtype)
+        value = value + added
+    return finished(value, activation, dtype, ops.out_dtype)
 
 
 def _places(image: FeatureMap, tile: RegisterTile) -> list[Index]:

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from tvm import te, tirx
 
 from schedules.compute.quantized_conv2d import quantized_conv2d
-from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+from schedules.workload.conv2d import Activation, ByteAddition, Conv2DKernel, ConvLayer, to_json
 
+ADDITIONS = (
+    ByteAddition(0.5, 0.25, -7.0, 0.125, -3.0, 252.0),
+    ByteAddition(0.25, 2.0, 0.0, 4.0, 0.0, 255.0, bytes_first=True),
+)
+"""With scales by which float32 has no rounding error; some sums are halves."""
 ENDS = (Activation(), Activation("relu"), Activation("round_clip", -100, 155))
 
 
@@ -32,6 +37,7 @@ class QuantizedCase:
     words: bool = False
     out_dtype: str = "float32"
     word: int = 4
+    addition: ByteAddition | None = None
 
     @property
     def data_lanes(self) -> int:
@@ -45,8 +51,9 @@ class QuantizedCase:
     def kernel(self) -> Conv2DKernel:
         layouts = f"NCHW{self.data_lanes}c", f"NCHW{self.lanes}c"
         sizes = self.batch, self.height, self.width
-        types = {"out_dtype": self.out_dtype, "word": self.word}
-        return Conv2DKernel((self.layer,), *sizes, False, "uint8", *layouts, **types)
+        adds = self.addition is not None
+        types = {"out_dtype": self.out_dtype, "word": self.word, "addition": self.addition}
+        return Conv2DKernel((self.layer,), *sizes, adds, "uint8", *layouts, **types)
 
     def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
         """The function as legalization makes it, with another ``batch`` if given."""
@@ -62,8 +69,13 @@ class QuantizedCase:
             "bias": ((out_blocks, lanes), "float32"),
             "scale": ((out_blocks, lanes), "float32"),
         }
+        if self.addition is not None:
+            size = layer.output_size(self.height, self.width)
+            shapes["residual"] = (images, out_blocks, *size, lanes), "uint8"
         inputs = [te.placeholder(*shape, name=name) for name, shape in shapes.items()]
-        output = quantized_conv2d(*inputs, layer, self.out_dtype)
+        output = quantized_conv2d(
+            *inputs[:4], layer, self.out_dtype, *inputs[4:], addition=self.addition
+        )
         func = te.create_prim_func([*inputs, output])
         return func.with_attr("tvm_fusion.workload", to_json(self.kernel))
 
@@ -82,8 +94,13 @@ class QuantizedCase:
         packed += [pack(each, self.lanes, axis=0, fill=3) for each in (bias, scale)]
         with np.errstate(over="ignore"):  # it computes all activations
             sums = convolve(data, weight, np.zeros(layer.out_channels), _sums(layer), None)
-        exact = sums * scale[:, None, None] + bias[:, None, None]
-        return packed, _end(exact, layer.activation)
+        exact = _end(sums * scale[:, None, None] + bias[:, None, None], layer.activation)
+        if self.addition is None:
+            return packed, exact
+        added, how = random.integers(0, 256, exact.shape), self.addition
+        packed.append(pack(added, self.lanes, fill=55))
+        total = exact * how.factor + (added + how.shift) * how.bytes_factor
+        return packed, _end(total / how.divisor, how.activation)
 
     def _pack_weight(self, weight: Array) -> Array:
         words = pack(pack(weight, self.data_lanes, axis=1), self.lanes, axis=0)
@@ -92,10 +109,10 @@ class QuantizedCase:
 
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
         """Run into a poisoned output; return its true channels in NCHW."""
-        dtypes = "uint8", self.weight_dtype, "float32", "float32"
+        dtypes = "uint8", self.weight_dtype, "float32", "float32", "uint8"
         tensors = [
             tvm.runtime.tensor(array.astype(dtype))
-            for array, dtype in zip(packed, dtypes, strict=True)
+            for array, dtype in zip(packed, dtypes, strict=False)
         ]
         size = self.layer.output_size(self.height, self.width)
         shape = self.batch, up(self.layer.out_channels, self.lanes), *size, self.lanes
@@ -109,7 +126,8 @@ class QuantizedCase:
         """Compare with NumPy, to the bit."""
         packed, expected = self.arguments(seed)
         if self.out_dtype == "uint8":
-            expected = expected - self.layer.activation.low
+            last = self.layer.activation if self.addition is None else self.addition
+            expected = expected - last.low
         np.testing.assert_array_equal(self.run(executable, packed), expected, err_msg=str(self))
 
 
@@ -141,7 +159,10 @@ def quantized_cases(draw, word: int | None = None) -> QuantizedCase:
         )
         for i in range(2)
     )
-    in_bytes = layer.activation.kind == "round_clip" and draw(st.booleans())
+    rounds = layer.activation.kind == "round_clip"
+    addition = draw(st.sampled_from((None, *ADDITIONS))) if rounds else None
+    in_bytes = rounds and draw(st.booleans())
     out_dtype = "uint8" if in_bytes else "float32"
     batch = draw(st.integers(1, 3))
-    return QuantizedCase(layer, batch, height, width, lanes, words, out_dtype, word)
+    types = lanes, words, out_dtype, word
+    return QuantizedCase(layer, batch, height, width, *types, addition)

@@ -10,7 +10,7 @@ import pytest
 import tvm
 from cpu.conv2d.test_conv2d import KNOBS, SEED
 from cpu.conv_cases import TARGET, assembly, compile_function, pack
-from cpu.quantized_cases import QuantizedCase, quantized_cases
+from cpu.quantized_cases import ADDITIONS, QuantizedCase, quantized_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
@@ -78,6 +78,21 @@ def test_images_of_one_pixel_are_rows_of_a_matrix(batch, word):
     case = QuantizedCase(layer, batch, 1, 1, lanes=4 * word, word=word)
     assert case.kernel.is_matrix == (batch > 1)
     case.check(compile_function(schedule(case)), 1)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("addition", ADDITIONS, ids=["bytes last", "bytes first"])
+def test_rows_of_a_matrix_and_added_bytes(word, addition):
+    layer = ConvLayer(40, 24, (1, 1), activation=Activation("round_clip", -100, 155))
+    case = QuantizedCase(layer, 9, 1, 1, 4 * word, False, "uint8", word, addition)
+    case.check(compile_function(schedule(case)), 4)
+
+
+def test_scales_of_additions_do_not_count_in_records():
+    rounds = ConvLayer(8, 8, (1, 1), activation=Activation("round_clip", -100, 155))
+    first, second = (QuantizedCase(rounds, addition=each).kernel for each in ADDITIONS)
+    assert Conv2D().workload_json(first) == Conv2D().workload_json(second)
+    assert from_json(to_json(first)) == first != second
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -165,7 +180,8 @@ def test_blocks_that_are_larger_than_vectors_are_left_to_others():
 
 @given(quantized_cases(), st.booleans())
 def test_kernels_are_written_and_read_back(case, in_bytes):
-    kernel = case.kernel if in_bytes else replace(case.kernel, dtype="float32", out_dtype=None)
+    floats = {"dtype": "float32", "out_dtype": None, "addition": None}
+    kernel = case.kernel if in_bytes else replace(case.kernel, **floats)
     assert from_json(to_json(kernel)) == kernel
     assert ("out_dtype" in to_json(kernel)) == in_bytes
 
