@@ -94,14 +94,10 @@ def finished(
     return activate(value, activation, dtype)
 
 
-def finished_sum(
-    value: tirx.Expr,
-    activation: Activation,
-    added: tirx.Expr,
-    addition: ByteAddition,
-    out_dtype: str | None,
+def add_bytes(
+    value: tirx.Expr, activation: Activation, added: tirx.Expr, addition: ByteAddition
 ) -> tirx.Expr:
-    """Apply ``activation`` to float32, add bytes, and finish as :func:`finished` does."""
+    """Apply ``activation`` to float32 and add bytes; the sum has to be rounded yet."""
     dtype = value.ty.dtype
     lanes = DataType(str(dtype)).lanes
 
@@ -117,8 +113,7 @@ def finished_sum(
         numbers * const(addition.bytes_factor),
     ]
     first, second = reversed(products) if addition.bytes_first else products
-    total = (first + second) / const(addition.divisor)
-    return finished(total, addition.activation, "float32", out_dtype)
+    return (first + second) / const(addition.divisor)
 
 
 def conv2d(

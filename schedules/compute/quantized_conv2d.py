@@ -19,7 +19,7 @@ from __future__ import annotations
 from tvm import te, tirx
 
 from ..workload.conv2d import ByteAddition, ConvLayer
-from .conv2d import finished, finished_sum, out_space, padded, source_pixel, taps
+from .conv2d import add_bytes, finished, out_space, padded, source_pixel, taps
 
 
 def quantized_conv2d(
@@ -110,8 +110,11 @@ def _layer(
     def finish(*index: tirx.Var) -> tirx.Expr:
         channel = (index[1], index[4]) if packed else (index[1],)
         value = conv(*index).astype("float32") * scale(*channel) + bias(*channel)
+        activation = layer.activation
         if added is not None:
-            return finished_sum(value, layer.activation, added[0](*index), added[1], out_dtype)
-        return finished(value, layer.activation, "float32", out_dtype)
+            residual, addition = added
+            value = add_bytes(value, activation, residual(*index), addition)
+            activation = addition.activation
+        return finished(value, activation, "float32", out_dtype)
 
     return te.compute(shape, finish, name=f"layer{suffix}")

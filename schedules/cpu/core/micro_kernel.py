@@ -34,8 +34,8 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
 
-from schedules.compute.conv2d import finished, finished_sum
-from schedules.workload.conv2d import WORD_BYTES, ByteAddition, ConvLayer
+from schedules.compute.conv2d import add_bytes, finished
+from schedules.workload.conv2d import WORD_BYTES, Activation, ByteAddition, ConvLayer
 
 from .prefetch import line_elements, prefetch
 from .tiles import Index, Run
@@ -50,6 +50,7 @@ UNROLLED_STEPS = 8
 # as many, LLVM 22 spills a vector of tiles of 6 x 4 on AVX-512.
 MOST_UNROLLED = 192
 LANES_OF_128_BITS = 4
+PACKED_LANES = 8  # Only CPUs with AVX2 store bytes in such blocks.
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
 _ADD = "tvm_fusion_add_"
 ADDITIONS = "".join(
@@ -188,6 +189,11 @@ class LayerOperands:
     def step(self) -> int:
         """Channels of an input block, or of a piece that a group is read in."""
         return self.layer.input_step(self.source.lanes)
+
+    @property
+    def ending(self) -> Activation:
+        """The last activation."""
+        return self.layer.activation if self.addition is None else self.addition.activation
 
     @property
     def vector(self) -> str:
@@ -670,15 +676,24 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
     def write(complete: bool) -> None:
         places, block = _places(ops.output, tile), bound(tile.block * lanes)
         added = _places(ops.residual, tile) if ops.residual is not None else places
-        for total, place, at, (_, v) in zip(sums, places, added, tile.cells(), strict=True):
+        values = []
+        for total, at, (_, v) in zip(sums, added, tile.cells(), strict=True):
             value = _load(total, 0, lanes)
             if ops.scale is not None:
                 channel, floats = block + v * lanes, f"float32x{lanes}"
                 value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
                 value = value + _load(ops.bias, channel, lanes)
-            if complete:
-                value = _ended(ops, value, at)
-            _store(ops.output.buffer, value, place, lanes)
+            values.append(_with_residual(ops, value, at) if complete else value)
+        if not complete or ops.out_dtype != "uint8" or lanes != PACKED_LANES:
+            for value, place in zip(values, places, strict=True):
+                _store(ops.output.buffer, _ended(ops, value) if complete else value, place, lanes)
+            return
+        together = 4 if ops.output.step == lanes else 1
+        for v in range(tile.blocks):
+            for p in range(0, tile.run.size, together):
+                cells = range(p, min(p + together, tile.run.size))
+                data = packed_bytes([values[q * tile.blocks + v] for q in cells], ops.ending)
+                _store(ops.output.buffer, data, places[p * tile.blocks + v], len(cells) * lanes)
 
     if last is True:
         write(True)
@@ -690,15 +705,46 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
             write(False)
 
 
-def _ended(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
-    """A complete sum with residual and activation."""
-    activation, dtype = ops.layer.activation, ops.dtype if ops.scale is None else "float32"
-    if ops.residual is not None:
-        added = _load(ops.residual.buffer, at, ops.lanes)
-        if ops.addition is not None:
-            return finished_sum(value, activation, added, ops.addition, ops.out_dtype)
-        value = value + added
-    return finished(value, activation, dtype, ops.out_dtype)
+def _with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
+    """A complete sum and the residual; with bytes, after the layer's activation."""
+    if ops.residual is None:
+        return value
+    added = _load(ops.residual.buffer, at, ops.lanes)
+    if ops.addition is None:
+        return value + added
+    return add_bytes(value, ops.layer.activation, added, ops.addition)
+
+
+def _ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
+    """What is stored of a complete sum."""
+    return finished(
+        value, ops.ending, "float32" if ops.scale is not None else ops.dtype, ops.out_dtype
+    )
+
+
+def packed_bytes(values: Sequence[tirx.Expr], activation: Activation) -> tirx.Expr:
+    """Round up to four vectors of eight floats to bytes, as ``activate_to_bytes`` does.
+
+    They are bounded first, with NaN as the lower bound, so that the integers fit; and packed within
+    halves of registers, whose words are put in order at the end.
+    """
+    low, high = (tirx.const(end, "float32") for end in (activation.low, activation.high))
+    words = []
+    for value in values:
+        value = tirx.max(value, T.broadcast(low, PACKED_LANES))
+        value = tirx.min(value, T.broadcast(high, PACKED_LANES))
+        word = T.call_llvm_pure_intrin("int32x8", "llvm.x86.avx.cvt.ps2dq.256", value)
+        if activation.low:
+            word = word - T.broadcast(T.int32(int(activation.low)), PACKED_LANES)
+        words.append(word)
+    pairs = [
+        T.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.packssdw", *(words[p : p + 2] * 2)[:2])
+        for p in range(0, len(words), 2)
+    ]
+    data = T.call_llvm_pure_intrin("int8x32", "llvm.x86.avx2.packuswb", pairs[0], pairs[-1])
+    order = [half * 4 + number for number in range(len(words)) for half in range(2)]
+    data = tirx.Shuffle([T.reinterpret("int32x8", data)], order)
+    return T.reinterpret(f"uint8x{len(words) * PACKED_LANES}", data)
 
 
 def _places(image: FeatureMap, tile: RegisterTile) -> list[Index]:

@@ -19,6 +19,7 @@ from tvm.target import Target, codegen
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
 
 HAS_VNNI = CPUInfo.from_target(TARGET).word_channels == 4
@@ -27,6 +28,7 @@ WORDS = [2] * HAS_AVX2 + [4] * HAS_VNNI
 AVX2 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "num-cores": 2})
 runs_bytes = pytest.mark.skipif(not WORDS, reason="this CPU multiplies no bytes (AVX2, VNNI)")
 own_cases = st.sampled_from(WORDS or [4]).flatmap(quantized_cases)
+ONE_TILE = Conv2DKnobs(7, 1, 1, 1, 7, blocks_inside=False)
 ROUNDED = Activation("round_clip", -3, 252)
 
 
@@ -69,6 +71,23 @@ def test_the_largest_sums_do_not_saturate(word, weight):
     found = case.run(compile_function(schedule(case)), packed)
     expected = np.float32(7296 * 9 * 255 * weight) * np.float32(2.0**-12)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
+@pytest.mark.parametrize(("low", "high"), [(0, 255), (-128, 127), (-100, 100)])
+def test_bytes_of_extremes_and_halves(low, high):
+    """Rows of seven pixels: four, two and one are packed together."""
+    layer = ConvLayer(8, 8, (1, 1), activation=Activation("round_clip", low, high))
+    case = QuantizedCase(layer, 1, 1, 7, 8, False, "uint8", 2)
+    ends = np.array([1e30, -1e30, np.inf, -np.inf, np.nan, 2.0**31, -(2.0**31), 0.5])
+    biases = np.stack([ends, np.arange(8) * 37.5 - 150, np.linspace(254, 256, 8)])
+    executable = compile_function(conv2d_template(case.build(), case.kernel, ONE_TILE).mod["main"])
+    for bias in biases:
+        packed, _ = case.arguments(3)
+        packed[1][:], packed[2][:] = 0, bias
+        clipped = np.clip(np.rint(np.nan_to_num(bias, nan=low)), low, high) - low
+        expected = np.broadcast_to(clipped[None, :, None, None], (1, 8, 1, 7))
+        np.testing.assert_array_equal(case.run(executable, packed), expected)
 
 
 @pytest.mark.parametrize("word", WORDS)
