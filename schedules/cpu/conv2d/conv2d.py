@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import prod
 
@@ -38,7 +37,14 @@ from schedules.workload.conv2d import (
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
-from ..core.micro_kernel import ADDITIONS, FeatureMap, Index, LayerOperands, ReducedBlocks, loop
+from ..core.micro_kernel import (
+    FeatureMap,
+    Index,
+    LayerOperands,
+    ReducedBlocks,
+    loop,
+    word_functions,
+)
 from ..core.rule import TunableCPURule
 from ..core.tiles import Run, Span, chunk, split_evenly, tile_start
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space
@@ -271,7 +277,8 @@ def conv2d_template(
         If ``ic_o`` does not divide the input blocks, or comes with ``blocks_inside``.
     """
     builder = KernelBuilder(func)
-    with builder.body(), _imported(kernel):
+    in_pairs = kernel.is_quantized and kernel.word != WORD_BYTES
+    with builder.body(), word_functions(in_pairs):
         pieces = knobs.unit_chunks * knobs.block_chunks
         images = 1 if kernel.is_matrix else builder.batch
         with T.parallel(0, images * pieces) as index:
@@ -302,13 +309,6 @@ def conv2d_template(
                     stop = tirx.min(units[1], start + knobs.unit_group)
                     _nest(ops, (start, stop), runs, blocks, knobs)
     return builder.schedule()
-
-
-def _imported(kernel: Conv2DKernel) -> AbstractContextManager[None]:
-    """The functions that the products of a kernel call."""
-    if kernel.is_quantized and kernel.word != WORD_BYTES:
-        return T.attr(T.int32(0), "pragma_import_llvm", ADDITIONS)
-    return nullcontext()
 
 
 def count_units(ops: LayerOperands, pixels: int) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from tvm import sym, tirx
@@ -53,7 +53,7 @@ LANES_OF_128_BITS = 4
 PACKED_LANES = 8  # Only CPUs with AVX2 store bytes in such blocks.
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
 _ADD = "tvm_fusion_add_"
-ADDITIONS = "".join(
+_ADDITIONS = "".join(
     f"""
 define linkonce_odr {vector} @{_ADD}{lanes}({vector} %a, {vector} %b) alwaysinline {{
   %sum = call {vector} asm "vpaddd $2, $1, $0", "=x,x,x"({vector} %a, {vector} %b)
@@ -64,6 +64,11 @@ define linkonce_odr {vector} @{_ADD}{lanes}({vector} %a, {vector} %b) alwaysinli
     for vector in (f"<{lanes} x i32>",)
 )
 """LLVM IR of additions in the order given; else LLVM adds products to each other, and spills."""
+
+
+def word_functions(in_pairs: bool) -> AbstractContextManager[None]:
+    """Import what products of words call, if they are added in pairs, into what is opened next."""
+    return T.attr(T.int32(0), "pragma_import_llvm", _ADDITIONS) if in_pairs else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -585,22 +590,30 @@ def _multiply(
 def _multiply_add(
     ops: LayerOperands, total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr
 ) -> tirx.Expr:
-    """Add to ``total`` products of floats, or those of the channels of a word in each lane.
-
-    Pairs of 16 bits cannot saturate: their sum is at most ``2 * 255 * 128``.
-    """
+    """Add to ``total`` products of floats, or those of the channels of a word in each lane."""
     if ops.scale is None:
         return total + factor * vector
-    bits = 32 * ops.lanes
-    if ops.word != WORD_BYTES:
+    return add_word_products(total, factor, vector, ops.lanes, ops.word)
+
+
+def add_word_products(
+    total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr, lanes: int, word: int
+) -> tirx.Expr:
+    """Add to each int32 of ``total`` the products of the channels of its words.
+
+    Those are four of bytes, or two in 16 bits, which cannot saturate: their sum is at most
+    ``2 * 255 * 128``. The latter needs :func:`word_functions`.
+    """
+    bits, vector_type = 32 * lanes, f"int32x{lanes}"
+    if word != WORD_BYTES:
         pairs = (T.reinterpret(f"int16x{bits // 16}", each) for each in (factor, vector))
         name = "llvm.x86.avx2.pmadd.wd" if bits == 256 else "llvm.x86.sse2.pmadd.wd"
-        products = T.call_llvm_pure_intrin(ops.vector, name, *pairs)
-        return T.call_pure_extern(ops.vector, f"{_ADD}{ops.lanes}", total, products)
+        products = T.call_llvm_pure_intrin(vector_type, name, *pairs)
+        return T.call_pure_extern(vector_type, f"{_ADD}{lanes}", total, products)
     if llvm_version_major() >= BYTES_SINCE_LLVM:
         factor, vector = (T.reinterpret(f"int8x{bits // 8}", each) for each in (factor, vector))
     name = f"llvm.x86.avx512.vpdpbusd.{bits}"
-    return T.call_llvm_pure_intrin(ops.vector, name, total, factor, vector)
+    return T.call_llvm_pure_intrin(vector_type, name, total, factor, vector)
 
 
 def _elements(
