@@ -17,7 +17,7 @@ from schedules.errors import OpError
 from schedules.gpu.conv2d.tensor_core_pair import takes_pair
 from schedules.gpu.core.machine import KINDS, GPUInfo, gpu_target
 from schedules.gpu.gemm.implicit_gemm import LANES
-from schedules.workload.conv2d import Conv2DKernel
+from schedules.workload.conv2d import WORDS, Conv2DKernel
 
 from ..core.pass_target import pass_target
 from ..op.pack import unpack
@@ -81,11 +81,13 @@ class PackLayout:
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
         lanes = self.block or _channel_lanes(pass_target(self.target, "PackLayout"))
-        target, takes = gpu_target(self.target), _takes_all
+        target, takes, pairs = gpu_target(self.target), _takes_all, False
         if target is not None:
             gpu = GPUInfo.from_target(target)
             takes = partial(_takes_on_gpu, lanes=lanes, gpu=gpu, tf32=self.tf32)
-        packer = _Packer(mod, lanes, takes)
+        elif current := self.target or Target.current(allow_none=True):
+            pairs = CPUInfo.from_target(current).word_channels == WORDS["int16"]
+        packer = _Packer(mod, lanes, takes, pairs)
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function) and packer.is_concerned(func):
                 packer.builder_.update_func(name, packer.rewrite(func))
@@ -118,10 +120,10 @@ def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, gpu: GPUInfo, tf32: bool) ->
 class _Packer(relax.PyExprMutator):
     """Binds the packed twin of each tensor beside its NCHW form; then removes unused bindings."""
 
-    def __init__(self, mod: IRModule, block: int, takes: Takes) -> None:
+    def __init__(self, mod: IRModule, block: int, takes: Takes, pairs: bool) -> None:
         super().__init__(mod)
         self.block = block
-        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, takes)
+        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, takes, pairs)
 
     def is_concerned(self, func: relax.Function) -> bool:
         """Return whether ``func`` holds a convolution to pack, or an unpacked packed tensor."""

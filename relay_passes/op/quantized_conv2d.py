@@ -4,27 +4,31 @@
 ::
 
     out = activation(conv(data, weight) * scale + bias)                   one group
+    out = round((activation(...) * factor + (residual + shift) * bytes_factor) / divisor)
 
     data [N, C, H, W] uint8    weight [O, C, kh, kw] int8    scale, bias [O] float32
+    residual [N, O, H', W'] uint8
     out [N, O, H', W'] float32, or uint8: the distances of rounded numbers to their lower bound
 
 Sums are exact in int32; padding consists of zero bytes. Packed, with lanes ``x`` from
 ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
 ``[blocks, x]``, ``data`` alike, or with 4 lanes in ``NCHW4c`` as for an input image, the weight is
-as in ``schedules/compute/quantized_conv2d.py``, and ``in_channels`` and ``out_channels`` are given.
+as in ``schedules/compute/quantized_conv2d.py``, of int8 or of int16 for CPUs that add products in
+pairs, and ``in_channels`` and ``out_channels`` are given.
 Batch, height and width may be symbolic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from math import prod
 
 from tvm import relax, te
 
 from schedules.compute.quantized_conv2d import quantized_conv2d as compute
 from schedules.errors import OpError
-from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, WORDS, ByteAddition, Conv2DKernel, ConvLayer
 from schedules.workload.reduce import constant
 
 from .conv_call import Known, checked_attrs, legalize_kernel
@@ -54,6 +58,7 @@ def quantized_conv2d(
     weight: relax.Expr,
     bias: relax.Expr,
     scale: relax.Expr,
+    residual: relax.Expr | None = None,
     *,
     strides: Sequence[int] = (1, 1),
     padding: Sequence[int] = (0, 0, 0, 0),
@@ -66,8 +71,9 @@ def quantized_conv2d(
     in_channels: int | None = None,
     out_channels: int | None = None,
     out_dtype: str = "float32",
+    addition: ByteAddition | None = None,
 ) -> relax.Call:
-    """Convolve, scale, add the bias, and activate.
+    """Convolve, scale, add the bias, activate, and add a residual.
 
     Parameters
     ----------
@@ -83,6 +89,8 @@ def quantized_conv2d(
         True channel counts; given exactly where the layouts are packed.
     out_dtype : str
         ``float32``, or ``uint8`` where the activation is ``round_clip``.
+    residual, addition : relax.Expr | None, ByteAddition | None
+        Bytes of the output's shape, and what is done with them; neither or both.
 
     Returns
     -------
@@ -108,9 +116,11 @@ def quantized_conv2d(
         "out_channels": out_channels,
         "out_dtype": out_dtype,
     }
-    operands = [data, weight, bias, scale]
+    operands = [data, weight, bias, scale, *([] if residual is None else [residual])]
     attrs = checked_attrs(QUANTIZED_CONV2D, given) | {"data_layout": data_layout}
     del attrs["groups"]
+    if addition is not None:
+        attrs["addition"] = [float(number) for number in astuple(addition)]
     call = relax.Call(QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
@@ -119,8 +129,10 @@ def quantized_conv2d(
 
 def read_quantized(call: relax.Call) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
-    check_operands(call, _OPERANDS, _NAME)
     layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
+    addition = _read_addition(call)
+    operands = _OPERANDS if addition is None else _OPERANDS | {"residual": "uint8"}
+    check_operands(call, operands, _NAME, ("int16",) if layouts[1] != "NCHW" else ())
     extents = call.args[0].ty.shape.values
     data_lanes, lanes = (lanes_of(layout, _NAME) for layout in layouts)
     rank = 5 if lanes else 4
@@ -138,10 +150,23 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
         check_sizes([layer], height, width, _NAME)
     out_dtype = str(call.attrs["out_dtype"])
     if out_dtype != "float32":
-        check_bytes(layer.activation, out_dtype, _NAME)
+        last = layer.activation if addition is None else addition.activation
+        check_bytes(last, out_dtype, _NAME)
+    word = WORDS[str(call.args[1].ty.dtype)]
     return Conv2DKernel(
-        (layer,), batch, height, width, False, "uint8", *layouts, out_dtype=out_dtype
+        (layer,),
+        *(batch, height, width, addition is not None, "uint8", *layouts),
+        out_dtype=out_dtype,
+        word=word,
+        addition=addition,
     )
+
+
+def _read_addition(call: relax.Call) -> ByteAddition | None:
+    if "addition" not in call.attrs.keys():
+        return None
+    *numbers, bytes_first = (float(number) for number in call.attrs["addition"])
+    return ByteAddition(*numbers, bytes_first=bool(bytes_first))
 
 
 def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
@@ -159,24 +184,32 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     numbers: tuple[int, ...] = expected[:1]
     if lanes:
         out_blocks, in_blocks = -(-layer.out_channels // lanes), -(-layer.in_channels // data_lanes)
-        words = data_lanes // WORD_BYTES
-        expected = (out_blocks, in_blocks, *layer.kernel, words, lanes, WORD_BYTES)
+        word = WORDS[str(call.args[1].ty.dtype)]
+        expected = (out_blocks, in_blocks, *layer.kernel, data_lanes // word, lanes, word)
         numbers = (out_blocks, lanes)
     shapes = {"weight": expected, "bias": numbers, "scale": numbers}
-    for argument, (name, shape) in zip(call.args[1:], shapes.items(), strict=True):
+    for argument, (name, shape) in zip(call.args[1:4], shapes.items(), strict=True):
         if constant_shape(argument, name, _NAME) != shape:
             raise OpError(f"{_NAME}: {name} has shape {argument.ty.shape}; expected {shape}")
     check_products(layer, _NAME)
     return layer
 
 
-def check_operands(call: relax.Call, dtypes: Mapping[str, str], op: str) -> None:
-    """Check the number of a call's operands, and their types by name; else OpError."""
+def check_operands(
+    call: relax.Call, dtypes: Mapping[str, str], op: str, others: Sequence[str] = ()
+) -> None:
+    """Check the number of a call's operands, and their types by name; else OpError.
+
+    A weight may be of ``others``, too.
+    """
     if len(call.args) != len(dtypes):
         raise OpError(f"{op}: {len(call.args)} operands; expected {', '.join(dtypes)}")
     for argument, (name, dtype) in zip(call.args, dtypes.items(), strict=True):
-        if str(tensor_type(argument, name, op).dtype) != dtype:
-            raise OpError(f"{op}: {name} is of {argument.ty.dtype}; expected {dtype}")
+        allowed = (dtype, *others) if name == "weight" else (dtype,)
+        if str(tensor_type(argument, name, op).dtype) not in allowed:
+            raise OpError(
+                f"{op}: {name} is of {argument.ty.dtype}; expected {' or '.join(allowed)}"
+            )
 
 
 def check_products(layer: ConvLayer, op: str) -> None:
@@ -192,9 +225,11 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
     return kernel_output_type(call, read_quantized(call), _NAME)
 
 
-def _compute(kernel: Conv2DKernel, operands: Sequence[te.Tensor], _: None) -> te.Tensor:
-    data, weight, bias, scale = operands
-    return compute(data, weight, bias, scale, kernel.layers[0], str(kernel.out_dtype))
+def _compute(
+    kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
+) -> te.Tensor:
+    layer, out_dtype = kernel.layers[0], str(kernel.out_dtype)
+    return compute(*operands, layer, out_dtype, residual, kernel.addition)
 
 
 def legalize(

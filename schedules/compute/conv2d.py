@@ -27,7 +27,7 @@ import math
 
 from tvm import DataType, te, tirx
 
-from ..workload.conv2d import Activation, ConvLayer
+from ..workload.conv2d import Activation, ByteAddition, ConvLayer
 
 
 def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
@@ -92,6 +92,28 @@ def finished(
     if out_dtype == "uint8":
         return activate_to_bytes(value, activation, dtype)
     return activate(value, activation, dtype)
+
+
+def add_bytes(
+    value: tirx.Expr, activation: Activation, added: tirx.Expr, addition: ByteAddition
+) -> tirx.Expr:
+    """Apply ``activation`` to float32 and add bytes; the sum has to be rounded yet."""
+    dtype = value.ty.dtype
+    lanes = DataType(str(dtype)).lanes
+
+    def const(number: float) -> tirx.Expr:
+        scalar = tirx.const(number, "float32")
+        return tirx.Broadcast(scalar, lanes) if lanes > 1 else scalar
+
+    numbers = added.astype(dtype)
+    if addition.shift:
+        numbers = numbers + const(addition.shift)
+    products = [
+        activate(value, activation, "float32") * const(addition.factor),
+        numbers * const(addition.bytes_factor),
+    ]
+    first, second = reversed(products) if addition.bytes_first else products
+    return (first + second) / const(addition.divisor)
 
 
 def conv2d(

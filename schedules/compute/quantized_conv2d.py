@@ -5,9 +5,10 @@
 tensor     NCHW                    NCHW[x]c
 ========== ======================= ======================================================
 data       ``[N, C, H, W]``        ``[N, B(C), H, W, x]`` or ``[N, ceil(C / 4), H, W, 4]``, uint8
-weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / 4, x, 4]`` or
-                                   ``[B(O), ceil(I / 4), kh, kw, 1, x, 4]``, int8: words of input
-                                   channels, output lanes, channels of a word
+weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / w, x, w]`` or
+                                   ``[B(O), ceil(I / 4), kh, kw, 4 / w, x, w]``: words of input
+                                   channels, output lanes, the ``w`` channels of a word: 4 of
+                                   int8 or 2 of int16; int8 in NCHW
 bias       ``[O]``                 ``[B(O), x]``, float32
 scale      ``[O]``                 ``[B(O), x]``, float32
 ========== ======================= ======================================================
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from ..workload.conv2d import WORD_BYTES, ConvLayer
-from .conv2d import finished, out_space, padded, source_pixel, taps
+from ..workload.conv2d import ByteAddition, ConvLayer
+from .conv2d import add_bytes, finished, out_space, padded, source_pixel, taps
 
 
 def quantized_conv2d(
@@ -28,6 +29,8 @@ def quantized_conv2d(
     scale: te.Tensor,
     layer: ConvLayer,
     out_dtype: str,
+    residual: te.Tensor | None = None,
+    addition: ByteAddition | None = None,
 ) -> te.Tensor:
     """One convolution: ``act(conv(data, weight) * scale + bias)``, with sums of int32.
 
@@ -39,13 +42,18 @@ def quantized_conv2d(
         Attributes, with one group; its channel counts are the true ones.
     out_dtype : str
         ``float32``, or ``uint8`` for the distances of the rounded output to its lower bound.
+    residual : te.Tensor | None
+        Bytes of the output's shape, if there is an ``addition``.
+    addition : ByteAddition | None
+        What is done with them after the activation.
 
     Returns
     -------
     te.Tensor
         The activated output in the layout of the data.
     """
-    return _layer(data, weight, bias, scale, layer, out_dtype, "1")
+    added = None if residual is None or addition is None else (residual, addition)
+    return _layer(data, weight, bias, scale, layer, out_dtype, "1", added)
 
 
 def fused_quantized_conv2d(
@@ -76,6 +84,7 @@ def _layer(
     layer: ConvLayer,
     out_dtype: str,
     suffix: str,
+    added: tuple[te.Tensor, ByteAddition] | None = None,
 ) -> te.Tensor:
     image = padded(data, layer, suffix)
     packed = len(data.shape) == 5
@@ -89,8 +98,8 @@ def _layer(
         pixel = source_pixel(layer, h, w, kh, kw)
         if packed:
             block, channel = ic // data.shape[4], ic % data.shape[4]
-            word, byte = channel // WORD_BYTES, channel % WORD_BYTES
-            factors = image(n, block, *pixel, channel), weight(o, block, kh, kw, word, *lane, byte)
+            word, part = channel // weight.shape[6], channel % weight.shape[6]
+            factors = image(n, block, *pixel, channel), weight(o, block, kh, kw, word, *lane, part)
         else:
             factors = image(n, ic, *pixel), weight(o, ic, kh, kw)
         left, right = (factor.astype("int32") for factor in factors)
@@ -101,6 +110,11 @@ def _layer(
     def finish(*index: tirx.Var) -> tirx.Expr:
         channel = (index[1], index[4]) if packed else (index[1],)
         value = conv(*index).astype("float32") * scale(*channel) + bias(*channel)
-        return finished(value, layer.activation, "float32", out_dtype)
+        activation = layer.activation
+        if added is not None:
+            residual, addition = added
+            value = add_bytes(value, activation, residual(*index), addition)
+            activation = addition.activation
+        return finished(value, activation, "float32", out_dtype)
 
     return te.compute(shape, finish, name=f"layer{suffix}")

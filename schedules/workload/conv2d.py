@@ -16,7 +16,9 @@ from ..errors import OpError
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 WORD_BYTES = 4
-"""Neighbouring channels of bytes that one instruction multiplies and adds up."""
+"""Bytes of a word: neighbouring channels whose products one instruction adds up."""
+WORDS = {"uint8": WORD_BYTES, "int8": WORD_BYTES, "int16": WORD_BYTES // 2}
+"""Channels in a word by their type: bytes, or the same numbers in 16 bits."""
 ACTIVATIONS = (
     *("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu"),
     "round_clip",
@@ -50,6 +52,42 @@ class Activation:
     def __str__(self) -> str:
         bounds = f"({self.low:g}, {self.high:g})" if self.kind in BOUNDED else ""
         return self.kind + bounds
+
+
+@dataclass(frozen=True)
+class ByteAddition:
+    """Addition of a tensor of bytes to an activated layer, rounded to whole numbers.
+
+    ::
+
+        out = round((layer * factor + (bytes + shift) * bytes_factor) / divisor)    within bounds
+
+    Parameters
+    ----------
+    factor, bytes_factor : float
+        Scales of both summands.
+    shift : float
+        Whole number that the bytes are short of the numbers that they stand for.
+    divisor : float
+        Scale of the sum.
+    low, high : float
+        Bounds of the rounded sum.
+    bytes_first : bool
+        Whether the bytes are the first summand; of two products the compiler rounds one.
+    """
+
+    factor: float
+    bytes_factor: float
+    shift: float
+    divisor: float
+    low: float
+    high: float
+    bytes_first: bool = False
+
+    @property
+    def activation(self) -> Activation:
+        """The rounding of the sum."""
+        return Activation("round_clip", self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -304,6 +342,10 @@ class Conv2DKernel:
     out_dtype : str | None
         Element type of the output, if not ``dtype``. ``uint8`` stands for rounded numbers from
         which the activation's lower bound is subtracted.
+    word : int
+        Channels of bytes whose products one instruction adds up; see :data:`WORDS`.
+    addition : ByteAddition | None
+        What a convolution of bytes does with its residual, which is of ``uint8``.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -319,6 +361,8 @@ class Conv2DKernel:
     winograd: int = 0
     data_dtype: str | None = None
     out_dtype: str | None = None
+    word: int = WORD_BYTES
+    addition: ByteAddition | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -328,13 +372,13 @@ class Conv2DKernel:
     def in_words(self) -> Conv2DKernel:
         """The convolution of floats that moves as many bytes by as many instructions.
 
-        That of words of four channels of bytes, with images of one pixel as one row; a convolution
-        of floats is its own.
+        That of words of channels of bytes, with images of one pixel as one row; a convolution of
+        floats is its own.
         """
         if not self.is_quantized:
             return self
         (layer,) = self.layers
-        words = replace(layer, in_channels=-(-layer.in_channels // WORD_BYTES))
+        words = replace(layer, in_channels=-(-layer.in_channels // self.word))
         layout = "NCHW" if self.data_layout == f"NCHW{WORD_BYTES}c" else self.data_layout
         kernel = replace(self, layers=(words,), dtype="float32", data_layout=layout)
         return replace(kernel, batch=1, width=self.batch) if self.is_matrix else kernel
@@ -382,8 +426,9 @@ def describe(kernel: Conv2DKernel) -> str:
 def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
-    for name in ("data_dtype", "out_dtype"):
-        if fields[name] is None:
+    defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
+    for name, default in defaults.items():
+        if fields[name] == default:
             del fields[name]
     return json.dumps(fields, sort_keys=True)
 
@@ -393,6 +438,8 @@ def from_json(text: str) -> Conv2DKernel:
     try:
         fields = json.loads(text)
         layers = tuple(_layer_from_fields(layer) for layer in fields.pop("layers"))
+        if "addition" in fields:
+            fields["addition"] = ByteAddition(**fields["addition"])
         return Conv2DKernel(layers=layers, **fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise OpError(

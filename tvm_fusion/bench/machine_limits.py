@@ -2,6 +2,7 @@
 """Limits of this machine: multiply-adds a second, and bytes a second from each cache.
 
 Both are measured with dedicated small kernels: a loop of independent multiply-adds in registers,
+of floats and, where the CPU multiplies them in words, of bytes,
 and sums over arrays which fit the level in question (L2 of all threads, the last-level cache,
 memory). Reading alone is faster than copying, so the limits are on the strict side.
 """
@@ -20,12 +21,14 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.micro_kernel import add_word_products, word_functions
 
 from ..runtime.thread_pool import Crew
 
 _SECONDS = 0.02
 _REPEATS = 30
 _ROUNDS = 20_000
+_WORD_STEPS = 8
 _VECTORS_IN_FLIGHT = 12  # covers two multiply-adds a cycle of up to six cycles each
 _LEAST_MEMORY_BYTES = 128 << 20
 
@@ -61,11 +64,19 @@ class MachineLimits:
         Floating-point operations a second in float32, two for each multiply-add.
     levels : tuple[CacheLevel, ...]
         From the nearest to memory.
+    peak_byte_ops : float
+        Operations a second on bytes, two for each product that is added to a sum; 0 if the CPU
+        does not multiply them in words.
     """
 
     threads: int
     peak_flops: float
     levels: tuple[CacheLevel, ...]
+    peak_byte_ops: float = 0.0
+
+    def peak(self, of_bytes: bool) -> float:
+        """Operations a second on bytes or on floats."""
+        return self.peak_byte_ops or self.peak_flops if of_bytes else self.peak_flops
 
     def level_of(self, size: float) -> CacheLevel:
         """The nearest level that holds ``size`` bytes."""
@@ -86,7 +97,11 @@ class MachineLimits:
             replace(mine, bandwidth=combine(mine.bandwidth, theirs.bandwidth))
             for mine, theirs in zip(self.levels, other.levels, strict=True)
         )
-        return replace(self, peak_flops=combine(self.peak_flops, other.peak_flops), levels=levels)
+        peaks = {
+            name: combine(getattr(self, name), getattr(other, name))
+            for name in ("peak_flops", "peak_byte_ops")
+        }
+        return replace(self, levels=levels, **peaks)
 
 
 def measure_limits(target: Target, threads: int) -> MachineLimits:
@@ -109,11 +124,14 @@ def measure_limits(target: Target, threads: int) -> MachineLimits:
     beyond = max(_LEAST_MEMORY_BYTES, 4 * cpu.l3_bytes)
     rate = crew.run(_bandwidth, cpu, target, threads, beyond)
     levels.append(CacheLevel("memory", float("inf"), rate))
-    return MachineLimits(threads, crew.run(_peak, cpu, target, threads), tuple(levels))
+    peaks = [crew.run(_peak, cpu, target, threads, of_bytes) for of_bytes in (False, True)]
+    return MachineLimits(threads, peaks[0], tuple(levels), peaks[1])
 
 
-def _peak(cpu: CPUInfo, target: Target, threads: int) -> float:
-    return PeakProbe(cpu, target, threads).flops(_SECONDS, _REPEATS)
+def _peak(cpu: CPUInfo, target: Target, threads: int, of_bytes: bool) -> float:
+    if of_bytes and not cpu.word_channels:
+        return 0.0
+    return PeakProbe(cpu, target, threads, of_bytes).flops(_SECONDS, _REPEATS)
 
 
 class PeakProbe:
@@ -125,18 +143,22 @@ class PeakProbe:
         This CPU.
     threads : int
         Threads that share the work.
+    of_bytes : bool
+        Whether words of bytes are multiplied, rather than floats.
     """
 
-    def __init__(self, cpu: CPUInfo, target: Target, threads: int) -> None:
-        lanes = cpu.lanes("float32")
+    def __init__(self, cpu: CPUInfo, target: Target, threads: int, of_bytes: bool = False) -> None:
+        lanes, word = cpu.lanes("float32"), cpu.word_channels if of_bytes else 0
         vectors = min(2 * _VECTORS_IN_FLIGHT, cpu.num_vector_registers - 4)
-        self._data = tvm.runtime.tensor(np.full(lanes, 0.5, "float32"))
-        self._sums = tvm.runtime.tensor(np.zeros(threads * vectors * lanes, "float32"))
-        self._kernel = tvm.compile(_multiply_add(lanes, vectors, threads), target)["main"]
-        self._operations = threads * vectors * lanes * 2 * _ROUNDS
+        dtype, factor = ("int32", 0x01010101) if word else ("float32", 0.5)
+        size = _data_size(lanes, vectors, word)
+        self._data = tvm.runtime.tensor(np.full(size, factor, dtype))
+        self._sums = tvm.runtime.tensor(np.zeros(threads * vectors * lanes, dtype))
+        self._kernel = tvm.compile(_multiply_add(lanes, vectors, threads, word), target)["main"]
+        self._operations = threads * vectors * lanes * 2 * max(1, word) * _ROUNDS
 
     def flops(self, warm_up: float, repeats: int) -> float:
-        """Floating-point operations a second of the fastest of some calls."""
+        """Operations a second of the fastest of some calls."""
         seconds = _fastest(lambda: self._kernel(self._data, self._sums), warm_up, repeats)
         return self._operations / seconds
 
@@ -168,14 +190,27 @@ def _fastest(
     return min(times)
 
 
-def _multiply_add(lanes: int, vectors: int, threads: int) -> tirx.PrimFunc:
-    """``sums = sums * data + data``, ``_ROUNDS`` times in registers."""
+def _data_size(lanes: int, vectors: int, word: int) -> int:
+    return lanes * (_WORD_STEPS * (vectors // 2 + 2) if word else 1)
 
-    def step(data: tirx.Buffer, part: tirx.Buffer, vector: tirx.Var, _: object) -> tvm.ir.Expr:
-        factor = data[tirx.Ramp(0, 1, lanes)]
-        return part[tirx.Ramp(vector * lanes, 1, lanes)] * factor + factor
 
-    return _probe(lanes, lanes, vectors, threads, _ROUNDS, step)
+def _multiply_add(lanes: int, vectors: int, threads: int, word: int) -> tirx.PrimFunc:
+    """``sums = sums * data + data``, ``_ROUNDS`` times in registers; or of words of bytes."""
+    size, pixels = _data_size(lanes, vectors, word), vectors // 2
+
+    def step(
+        data: tirx.Buffer, part: tirx.Buffer, vector: tirx.Var, place: tuple[tirx.Var, tirx.Var]
+    ) -> tvm.ir.Expr:
+        factor, total = data[tirx.Ramp(0, 1, lanes)], part[tirx.Ramp(vector * lanes, 1, lanes)]
+        if not word:
+            return total * factor + factor
+        # A tile of two vectors of weights; they change, else they would be multiplied once.
+        first = tirx.floormod(place[1], _WORD_STEPS) * (pixels + 2)
+        numbers = first + tirx.floordiv(vector, 2), first + pixels + tirx.floormod(vector, 2)
+        factors = [data[tirx.Ramp(number * lanes, 1, lanes)] for number in numbers]
+        return add_word_products(total, *factors, lanes, word)
+
+    return _probe(size, lanes, vectors, threads, _ROUNDS, step, "int32" if word else "float32")
 
 
 def _read(lanes: int, threads: int, steps: int, passes: int) -> tirx.PrimFunc:
@@ -200,22 +235,23 @@ def _probe(
     threads: int,
     rounds: int,
     step: Callable[..., tvm.ir.Expr],
+    dtype: str = "float32",
 ) -> tirx.PrimFunc:
     """A function that repeats ``step`` on sums in registers, the same on every thread."""
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")
-            data = T.arg("data", T.buffer((size,), "float32"))
-            sums = T.arg("sums", T.buffer((threads * vectors * lanes,), "float32"))
+            data = T.arg("data", T.buffer((size,), dtype))
+            sums = T.arg("sums", T.buffer((threads * vectors * lanes,), dtype))
             T.func_attr({"tirx.noalias": True})
             with T.sblock("root"):
                 T.reads()
                 T.writes()
-                with T.parallel(0, threads) as thread:
+                with word_functions(dtype == "int32"), T.parallel(0, threads) as thread:
                     with T.sblock("part"):
                         T.reads()
                         T.writes()
-                        part = T.sblock_alloc_buffer((vectors * lanes,), "float32")
+                        part = T.sblock_alloc_buffer((vectors * lanes,), dtype)
                         _copy(part, 0, sums, thread * (vectors * lanes), vectors, lanes)
                         with T.serial(0, rounds) as round_:
                             with T.unroll(0, vectors) as vector:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profile of a running model: the time of each kernel, and its distance from the machine's limit.
 
-The limit of a kernel is the roofline: its FLOPs at the peak, or its bytes at the bandwidth of their
+The limit of a kernel is the roofline: its FLOPs at the peak, that of bytes where it multiplies
+these, or its bytes at the bandwidth of their
 cache level, whichever takes longer. Activations are in the nearest cache that holds all that the
 kernel reads and writes of them; weights in the nearest one that holds those of the whole model,
 since all are read before the same ones are read again.
@@ -364,7 +365,8 @@ def _against_limits(
     near = limits.level_of(cost.activation_bytes)
     far = limits.level_of(model_weights + cost.activation_bytes)
     moving = cost.activation_bytes / near.bandwidth + cost.weight_bytes / far.bandwidth
-    computing = cost.flops / limits.peak_flops
+    of_bytes = described.kernel is not None and described.kernel.is_quantized
+    computing = cost.flops / limits.peak(of_bytes)
     bound = "compute"
     if moving > computing:
         bound = near.name if cost.activation_bytes / near.bandwidth > moving / 2 else far.name
@@ -378,6 +380,7 @@ def profile_table(profile: Profile, title: str = "") -> Table:
     """The profile as a table, the kernel with the largest lost time first."""
     limits = profile.limits
     levels = ", ".join(f"{lvl.name} {lvl.bandwidth / 1e9:.0f} GB/s" for lvl in limits.levels)
+    of_bytes = f"{limits.peak_byte_ops / 1e9:.0f} GOP/s of bytes, " * bool(limits.peak_byte_ops)
     total, limit = (
         sum(getattr(kernel, field) for kernel in profile.kernels)
         for field in ("seconds", "limit_seconds")
@@ -387,7 +390,7 @@ def profile_table(profile: Profile, title: str = "") -> Table:
         caption=(
             f"A run takes {profile.seconds * 1e3:.3f} ms, its kernels {total * 1e3:.3f} ms, at the "
             f"machine's limit {limit * 1e3:.3f} ms ({limit / total:.0%}). Measured limits: "
-            f"{limits.peak_flops / 1e9:.0f} GFLOP/s, {levels}."
+            f"{limits.peak_flops / 1e9:.0f} GFLOP/s, {of_bytes}{levels}."
         ),
     )
     table.add_column("call", justify="right")

@@ -22,7 +22,7 @@ def _match(binding: relax.Binding) -> ConvChain | None:
     kernel = read_quantized(call)
     if kernel.out_layout != "NCHW":
         return None
-    data, weight, bias, scale = call.args
+    data, weight, bias, scale = call.args  # none on a GPU has a residual
     [layer] = kernel.layers
     operands = data, weight, bias, None
     return ConvChain(layer, *operands, (binding,), str(kernel.out_dtype), scale)

@@ -7,18 +7,24 @@ reshape, since the product is a convolution of pixels.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
 from tvm import relax
 from tvm.ir import GenericConst
+from tvm_ffi import structural_equal
 
-from ...core.constants import constant, numbers, per_channel, shifted
+from schedules.workload.conv2d import ByteAddition
+
+from ...core.constants import constant, numbers, per_channel, scaled, shifted, uniform
 from ...core.expressions import Value, op_name
 from ...core.graph import Graph
 from ...op.conv2d import CONV2D
 from ...op.quantized_conv2d import QUANTIZED_CONV2D
+from ...op.round_clip import bounds_of
 from ..conv_chain import read_activation
+from .byte_tensors import bytes_of
 
 
 class _Product(NamedTuple):
@@ -73,6 +79,64 @@ def fold_byte_activation(graph: Graph, call: relax.Call) -> Value:
     if str(call.ty.dtype) == "uint8":
         attrs["out_dtype"] = "uint8"
     return product.rebuilt(graph, list(product.call.args), **attrs)
+
+
+def fold_byte_residual(graph: Graph, call: relax.Call) -> Value:
+    """Round the sum of a rounded product and of bytes, each with its scale, in the product."""
+    total, divisor = call.args[0], 1.0
+    quotient = graph.definition(total, "relax.divide")
+    if quotient is not None and graph.has_one_use(total):
+        total, divisor = quotient.args[0], uniform(numbers(quotient.args[1])) or 0.0
+    addition = graph.definition(total, "relax.add")
+    if addition is None or not divisor or not graph.has_one_use(total):
+        return None
+    for bytes_first, own in enumerate(addition.args):
+        product = _rounded_product(graph, own)
+        residual = bytes_of(graph, addition.args[1 - bytes_first]) if product else None
+        if product is None or residual is None or residual.zero is not None:
+            continue
+        tensors = product.call, residual.data
+        alike = all(structural_equal(each.ty.shape, call.ty.shape) for each in tensors)
+        if not alike or np.float32(residual.scale) != residual.scale:
+            continue
+        scales = product.factor, residual.scale, residual.low, divisor
+        how = ByteAddition(*scales, *bounds_of(call), bytes_first=bool(bytes_first))
+        attrs = dict(product.call.attrs.items()) | {
+            "addition": [float(number) for number in astuple(how)],
+            "out_dtype": str(call.ty.dtype),
+        }
+        return relax.Call(product.call.op, [*product.call.args, residual.data], attrs)
+    return None
+
+
+class _RoundedProduct(NamedTuple):
+    """A product of bytes that rounds, and the factor of its numbers."""
+
+    call: relax.Call
+    factor: float
+
+
+def _rounded_product(graph: Graph, expr: relax.Expr) -> _RoundedProduct | None:
+    """The product that ``expr`` is a multiple of, if nothing else reads it."""
+    factor, low = 1.0, 0.0
+
+    def source(name: str) -> relax.Call | None:
+        return graph.definition(expr, name) if graph.has_one_use(expr) else None
+
+    if (match := scaled(source("relax.multiply"))) is not None:
+        expr, factor = match[0], uniform(match[1]) or 0.0
+    if (match := shifted(source("relax.add"))) is not None:
+        expr, low = match[0], uniform(match[1]) or 0.0
+    if (cast := source("relax.astype")) is not None:
+        expr = cast.args[0]
+    call = source(QUANTIZED_CONV2D.name)
+    if call is None or not factor or "addition" in call.attrs.keys():
+        return None
+    in_bytes = str(call.attrs["out_dtype"]) == "uint8"
+    is_rounded = str(call.attrs["activation"]) == "round_clip"
+    stands_for = low == (float(call.attrs["low"]) if in_bytes else 0.0)
+    is_cast = (cast is not None) == in_bytes
+    return _RoundedProduct(call, factor) if is_rounded and stands_for and is_cast else None
 
 
 def _open_product(graph: Graph, expr: relax.Expr) -> _Product | None:

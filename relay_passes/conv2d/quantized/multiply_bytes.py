@@ -23,7 +23,12 @@ from ...op.conv2d import conv2d
 from ...op.quantized_conv2d import MOST_PRODUCTS, quantized_conv2d
 from ...op.round_clip import bounds_of, round_clip
 from ..conv_chain import read_convolution
-from .byte_epilogue import fold_byte_activation, fold_byte_bias, fold_byte_scale
+from .byte_epilogue import (
+    fold_byte_activation,
+    fold_byte_bias,
+    fold_byte_residual,
+    fold_byte_scale,
+)
 from .byte_tensors import (
     MAX_POOL,
     ROUND_CLIP,
@@ -60,10 +65,11 @@ class MultiplyBytes:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI), and GPUs with tensor cores that do, the latter for
-    convolutions only, in functions whose convolutions have no groups: others are in float32 and
-    another layout there. Products with constant matrices are those of pixels; depthwise
-    convolutions read bytes, and multiply floats; maxima are taken of bytes; other readers get
+    For CPUs that multiply bytes (VNNI, or AVX2 in 16 bits), and GPUs with tensor cores that do,
+    the latter for convolutions only, in functions whose convolutions have no groups: others are in
+    float32 and another layout there. Products with constant matrices are those of pixels; depthwise
+    convolutions read bytes, and multiply floats; the sum of a product and of other bytes, each with
+    its scale, is rounded in the product; maxima are taken of bytes; other readers get
     floats again. Where zero bytes stand for another number than zero, they are padded explicitly.
     Left alone: tensors whose limits are more than 255 apart, convolutions of other groups, weights
     whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
@@ -85,7 +91,7 @@ class MultiplyBytes:
         if on_gpu:
             multiplies = GPUInfo.from_target(target).has_tensor_cores
         else:
-            multiplies = CPUInfo.from_target(target).multiplies_bytes
+            multiplies = CPUInfo.from_target(target).word_channels > 0
         if not multiplies:
             return mod
         result = mod.clone()
@@ -96,6 +102,8 @@ class MultiplyBytes:
                 if rules.has_groups:
                     continue
             graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
+            if not on_gpu:
+                graph.sweep({"relax.add": [rules.find_summands]})
             graph.settle({ROUND_CLIP: [rules.store_bytes]})
             changed = graph.settle(
                 {
@@ -105,6 +113,7 @@ class MultiplyBytes:
                     "relax.add": [fold_byte_bias],
                     "relax.multiply": [fold_byte_scale],
                     **dict.fromkeys(_ACTIVATIONS, [fold_byte_activation]),
+                    ROUND_CLIP: [fold_byte_activation, *([] if on_gpu else [fold_byte_residual])],
                 }
             )
             if changed:
@@ -130,6 +139,13 @@ class _Rules:
         source = rounding_of(graph, call.args[0])
         if source is not None and self._layer(graph, call) is not None:
             self._roundings.add(source)
+
+    def find_summands(self, graph: Graph, call: relax.Call) -> None:
+        """Note two rounded tensors that are added up: the sum joins the product that is one."""
+        sources = [rounding_of(graph, summand) for summand in call.args]
+        found = [source for source in sources if source is not None]
+        if len(found) == len(sources):
+            self._roundings.update(found)
 
     def store_bytes(self, graph: Graph, call: relax.Call) -> Value:
         """Round to bytes, of which the floats are made."""

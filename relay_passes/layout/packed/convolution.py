@@ -116,10 +116,10 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     is_row = is_single_pixel(data) and layer.in_channels % scope.block == 0
     attrs = dict(call.attrs.items())
     attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
-    forms = "quantized", "bias", "bias"
+    form = "pairs" if scope.pairs else "quantized"
     if layer.in_channels < scope.block and scope.lookup(data) is None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
-        forms = "quantized_first", "bias", "bias"
+        form += "_first"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]
     elif scope.lookup(data) is None and is_row:
         blocks = layer.in_channels // scope.block
@@ -127,7 +127,9 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         operands = [scope.emit(relax.op.reshape(scope.visit(data), shape))]
     else:
         operands = [scope.pack(data).expr]
-    operands += [scope.parameter(*pair) for pair in zip(call.args[1:], forms, strict=True)]
+    forms = form, "bias", "bias"
+    operands += [scope.parameter(*pair) for pair in zip(call.args[1:4], forms, strict=True)]
+    operands += [scope.pack(residual).expr for residual in call.args[4:]]
     packed = relax.Call(call.op, operands, attrs)
     is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0
     if is_row and binding.var not in scope.uses.wanted:

@@ -14,7 +14,7 @@ from relay_passes.op.pack import pack
 from schedules.workload.conv2d import Conv2DKernel
 
 from .consumers import Uses
-from .weight_packing import pack_array, pack_expr
+from .weight_packing import element_type, pack_array, pack_expr
 
 # Beyond this, arithmetic on the lanes past the last channel might overflow, even in float16.
 _LARGEST_BOUND = 1e4
@@ -76,6 +76,8 @@ class Scope:
         The new form of an original expression, in NCHW.
     takes : Callable
         Whether a direct convolution, or a pair, is packed.
+    pairs : bool
+        Whether products of bytes are added in pairs of 16 bits.
     packed : dict
         Tensors that exist packed.
     tuples : dict
@@ -89,6 +91,7 @@ class Scope:
     emit: Callable[[relax.Expr], relax.Var]
     visit: Callable[[relax.Expr], relax.Expr]
     takes: Takes = field(default=lambda _: True)
+    pairs: bool = False
     packed: dict[relax.Var, Packed] = field(default_factory=dict)
     tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)
     parameters: dict[tuple[GenericConst, str], relax.Expr] = field(default_factory=dict)
@@ -121,7 +124,8 @@ class Scope:
             return self.emit(pack_expr(self.visit(expr), form, self.block))
         if (expr, form) not in self.parameters:
             array = pack_array(expr.value.numpy(), form, self.block)
-            self.parameters[expr, form] = relax.const(array, str(expr.ty.dtype))
+            dtype = element_type(form, str(expr.ty.dtype))
+            self.parameters[expr, form] = relax.const(array, dtype)
         return self.parameters[expr, form]
 
     def is_safe(self, channels: int, bound: float) -> bool:

@@ -14,6 +14,9 @@ quantized  ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/4, x, 4]``: words
                                         output lanes, input lanes of a word
 quantized_ ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 1, x, 4]``, for data in words of four
 first
+pairs      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of int16
+pairs_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of int16, for data in words
+first                                   of four
 bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
@@ -34,11 +37,11 @@ from tvm import relax
 
 from schedules.compute.pack import channel_blocks
 from schedules.errors import OpError
-from schedules.workload.conv2d import WORD_BYTES, ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, WORDS, ConvLayer
 
 FORMS = (
     *("dense", "first", "depthwise", "grouped", "narrow", "quantized", "quantized_first"),
-    *("bias", "data"),
+    *("pairs", "pairs_first", "bias", "data"),
 )
 
 
@@ -92,11 +95,12 @@ class Packing:
             rows = rows.reshape(width, blocks[0], block).swapaxes(0, 1)
             split = (blocks[0], 1, width, block, *extents[2:])
             return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
-        if form.startswith("quantized"):
-            lanes = WORD_BYTES if form == "quantized_first" else block
+        if form.startswith(("quantized", "pairs")):
+            lanes = WORD_BYTES if form.endswith("_first") else block
+            word = WORDS[element_type(form, "int8")]
             count = channel_blocks(extents[1], lanes)
             padding = (tail[0], count * lanes - extents[1], 0, 0)
-            split = (blocks[0], block, count, lanes // WORD_BYTES, WORD_BYTES, *extents[2:])
+            split = (blocks[0], block, count, lanes // word, word, *extents[2:])
             return cls(padding, split, (0, 2, 5, 6, 3, 1, 4))
         split = (blocks[0], block, blocks[1], block, *extents[2:])
         return cls((tail[0], tail[1], 0, 0), split, (0, 2, 4, 5, 3, 1))
@@ -128,6 +132,11 @@ def weight_form(layer: ConvLayer, block: int, nchw_data: bool) -> str | None:
     return "narrow" if layer.group_lanes(block) else "grouped"
 
 
+def element_type(form: str, dtype: str) -> str:
+    """Element type of a parameter of ``dtype`` in ``form``."""
+    return "int16" if form.startswith("pairs") else dtype
+
+
 def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
     """Pack a parameter at compile time.
 
@@ -143,13 +152,14 @@ def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
     Returns
     -------
     np.ndarray
-        The packed parameter, contiguous and of the same element type.
+        The packed parameter, contiguous; see :func:`element_type`.
     """
     packing = Packing.of(form, array.shape, block)
     padded = np.pad(array, [(0, count) for count in packing.padding])
     if packing.rows is not None:
         padded = padded.reshape(-1, *padded.shape[2:])[list(packing.rows)]
-    return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order))
+    packed = padded.reshape(packing.split).transpose(packing.order)
+    return np.ascontiguousarray(packed, element_type(form, "") or None)
 
 
 def pack_expr(value: relax.Expr, form: str, block: int) -> relax.Expr:
@@ -167,9 +177,9 @@ def pack_expr(value: relax.Expr, form: str, block: int) -> relax.Expr:
     Returns
     -------
     relax.Expr
-        Nested calls of Relax's own pad, take, reshape and permute_dims.
+        Nested calls of Relax's own pad, take, reshape, permute_dims and astype.
     """
-    shape = [int(extent) for extent in value.ty.shape.values]
+    shape, dtype = [int(extent) for extent in value.ty.shape.values], str(value.ty.dtype)
     packing = Packing.of(form, shape, block)
     if any(packing.padding):
         widths = [width for count in packing.padding for width in (0, count)]
@@ -178,6 +188,7 @@ def pack_expr(value: relax.Expr, form: str, block: int) -> relax.Expr:
         value = relax.op.reshape(value, ((shape[0] + packing.padding[0]) * shape[1], *shape[2:]))
         value = relax.op.take(value, relax.const(np.array(packing.rows, "int64")), axis=0)
     value = relax.op.reshape(value, packing.split)
-    if packing.order == tuple(sorted(packing.order)):
-        return value
-    return relax.op.permute_dims(value, list(packing.order))
+    if packing.order != tuple(sorted(packing.order)):
+        value = relax.op.permute_dims(value, list(packing.order))
+    stored = element_type(form, dtype)
+    return value if stored == dtype else relax.op.astype(value, stored)

@@ -28,6 +28,7 @@ from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import (
     WORD_BYTES,
     Activation,
+    ByteAddition,
     Conv2DKernel,
     describe,
     from_json,
@@ -36,9 +37,16 @@ from schedules.workload.conv2d import (
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
-from ..core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks, loop
+from ..core.micro_kernel import (
+    FeatureMap,
+    Index,
+    LayerOperands,
+    ReducedBlocks,
+    loop,
+    word_functions,
+)
 from ..core.rule import TunableCPURule
-from ..core.tiles import Run, Span, chunk, split_evenly
+from ..core.tiles import Run, Span, chunk, split_evenly, tile_start
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space
 from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
@@ -49,6 +57,7 @@ from .register_tile_nest import (
     for_each_block_tile,
     is_flat,
     pixel_nest,
+    source_span,
     weight_lines,
     weight_turns,
 )
@@ -157,17 +166,19 @@ class Conv2D(PackedRule):
         """Return the convolution; None for one of bytes that the CPU does not multiply."""
         kernel, cpu = packed_kernel(func, layers=1), CPUInfo.from_target(target)
         if kernel is not None and kernel.is_quantized:
-            takes_bytes = cpu.multiplies_bytes and kernel.lanes <= cpu.lanes("int32")
+            takes_bytes = kernel.word == cpu.word_channels and kernel.lanes <= cpu.lanes("int32")
             return kernel if takes_bytes else None
         return kernel
 
     def workload_json(self, workload: Conv2DKernel) -> str:
-        """Write the convolution; the bounds of bytes do not count, which differ in each layer."""
+        """Write the convolution; bounds and scales of bytes, which each layer has, do not count."""
         (layer,) = workload.layers
         in_bytes = workload.is_quantized or workload.data_dtype or workload.out_dtype
         if in_bytes and layer.activation.kind == "round_clip":
             layer = replace(layer, activation=Activation("round_clip", 0.0, 255.0))
             workload = replace(workload, layers=(layer,))
+        if workload.addition is not None:
+            workload = replace(workload, addition=ByteAddition(1.0, 1.0, 0.0, 1.0, 0.0, 255.0))
         return super().workload_json(workload)
 
 
@@ -208,32 +219,44 @@ def operands(
 def _quantized_operands(
     builder: KernelBuilder, kernel: Conv2DKernel, image: Index
 ) -> LayerOperands:
-    """The operands of a function with parameters data, weight, bias, scale, output."""
-    data, output = builder.feature_map(0, image), builder.feature_map(-1, image)
+    """The operands of a function with parameters data, weight, bias, scale[, residual], output.
+
+    Data that is multiplied in 16 bits is given in bytes; see :func:`_widened`.
+    """
+    places = (0, -1, -2) if kernel.residual else (0, -1)
+    maps = [builder.feature_map(place, image) for place in places]
     if kernel.is_matrix:
-        data, output = (_row_of_images(each, int(kernel.batch or 1)) for each in (data, output))
+        maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
+    data, output, *residual = maps
     weight = builder.buffers[1]
     return LayerOperands(
         layer=kernel.in_words().layers[0],
-        source=replace(
-            data,
-            buffer=builder.words(0),
-            offset=tirx.floordiv(data.offset, WORD_BYTES),
-            block_stride=data.block_stride // WORD_BYTES,
-            row_stride=data.row_stride // WORD_BYTES,
-            lanes=data.lanes // WORD_BYTES,
-            pixel_stride=data.step // WORD_BYTES,
-        ),
+        source=_in_words(data, builder.words(0)) if kernel.word == WORD_BYTES else data,
         output=output,
         weight=builder.words(1),
         bias=builder.flat[2],
-        residual=None,
+        residual=residual[0] if residual else None,
         lanes=int(weight.shape[5]),
         in_blocks=int(weight.shape[1]),
         out_blocks=int(weight.shape[0]),
         dtype="int32",
         scale=builder.flat[3],
         out_dtype=kernel.out_dtype,
+        word=kernel.word,
+        addition=kernel.addition,
+    )
+
+
+def _in_words(data: FeatureMap, words: tirx.Buffer) -> FeatureMap:
+    """Bytes as words of four."""
+    return replace(
+        data,
+        buffer=words,
+        offset=tirx.floordiv(data.offset, WORD_BYTES),
+        block_stride=data.block_stride // WORD_BYTES,
+        row_stride=data.row_stride // WORD_BYTES,
+        lanes=data.lanes // WORD_BYTES,
+        pixel_stride=data.step // WORD_BYTES,
     )
 
 
@@ -254,7 +277,8 @@ def conv2d_template(
         If ``ic_o`` does not divide the input blocks, or comes with ``blocks_inside``.
     """
     builder = KernelBuilder(func)
-    with builder.body():
+    in_pairs = kernel.is_quantized and kernel.word != WORD_BYTES
+    with builder.body(), word_functions(in_pairs):
         pieces = knobs.unit_chunks * knobs.block_chunks
         images = 1 if kernel.is_matrix else builder.batch
         with T.parallel(0, images * pieces) as index:
@@ -301,6 +325,53 @@ def _nest(
 ) -> None:
     """Both orders of block tiles and pixels over one group of units."""
     flat = is_flat(ops)
+    if ops.scale is not None and ops.word != WORD_BYTES:
+        with T.sblock("widened"):
+            T.reads()
+            T.writes()
+            wide = _widened(ops, units, knobs)
+            _tiles(wide, flat, units, runs, blocks, knobs)
+        return
+    _tiles(ops, flat, units, runs, blocks, knobs)
+
+
+def _widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperands:
+    """Copy the bytes that a group of units reads to 16 bits each, in words of two.
+
+    Each is multiplied by many weights, so that widening it once costs little.
+    """
+    source, width = ops.source, ops.source.width
+    if is_flat(ops):
+        sizes = split_evenly(width, knobs.pixels)
+        first, last = (tile_start(width, knobs.pixels, unit) for unit in units)
+        first_row, most = 0, min(width, knobs.unit_group * sizes[0])
+    else:
+        reach = (ops.layer.kernel[0] - 1) * ops.layer.dilation[0] + 1
+        first_row, stop = source_span(units, ops.layer, source.height, axis=0)
+        first, last = first_row * width, stop * width
+        most = width * min(source.height, (knobs.unit_group - 1) * ops.layer.strides[0] + reach)
+    words = source.lanes // ops.word
+    stored = FeatureMap(
+        buffer=T.sblock_alloc_buffer((ops.in_blocks * most * words,), "int32"),
+        offset=-first * words,
+        block_stride=most * words,
+        row_stride=width * words,
+        lanes=words,
+        height=source.height,
+        width=width,
+        is_local=True,
+    )
+    with loop(0, ops.in_blocks) as block, T.serial(0, last - first) as pixel:
+        at = source.offset + block * source.block_stride + (first + pixel) * source.step
+        wide = T.Cast(f"int16x{source.lanes}", source.buffer[T.ramp(at, 1, source.lanes)])
+        place = T.ramp(block * stored.block_stride + pixel * words, 1, words)
+        T.buffer_store(stored.buffer, T.reinterpret(f"int32x{words}", wide), [place])
+    return replace(ops, source=stored)
+
+
+def _tiles(
+    ops: LayerOperands, flat: bool, units: Span, runs: BlockRuns, blocks: Span, knobs: Conv2DKnobs
+) -> None:
     rows, tiles = ((0, 1), units) if flat else (units, None)
     if knobs.blocks_inside:
 

@@ -30,7 +30,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
-from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks, loop
@@ -44,6 +44,7 @@ from .register_tile_nest import (
     for_each_block_tile,
     is_flat,
     pixel_nest,
+    source_span,
     weight_lines,
     weight_turns,
 )
@@ -159,7 +160,7 @@ class _TileNest:
     def _layer_one(self, tile: _OpenRanges) -> None:
         """Compute the sub-tensor of layer one that the open ranges of layer two read."""
         ops, layer2, knobs = self.ops1, self.ops2.layer, self.knobs
-        rows = _source_span(tile.rows, layer2, ops.output.height, axis=0)
+        rows = source_span(tile.rows, layer2, ops.output.height, axis=0)
         part = tile.reduction
         output = replace(ops.output, first_row=rows[0], first_block=part.start)
         ops = replace(ops, output=output)
@@ -170,7 +171,7 @@ class _TileNest:
                 tile_start(row2, knobs.pixels2, tile.tiles[0]),
                 tile_start(row2, knobs.pixels2, tile.tiles[1]),
             )
-            first, last = _source_span(columns, layer2, width, axis=1)
+            first, last = source_span(columns, layer2, width, axis=1)
             tiles = (
                 tile_of(width, knobs.pixels1, first),
                 tile_of(width, knobs.pixels1, last - 1) + 1,
@@ -205,7 +206,7 @@ class _TileNest:
         """Depthwise layer one of NCHW data: pack the rows of a block, then convolve them."""
         plain, packed = self.plain_data, ops.source
         assert plain is not None
-        first, last = _source_span(rows, ops.layer, plain.height, axis=0)
+        first, last = source_span(rows, ops.layer, plain.height, axis=0)
         lanes, width = ops.lanes, plain.width
         stream = packed.block_stride // lanes * ITEM_BYTES[ops.dtype]
         ahead = lanes * plain.block_stride if stream <= SHORT_STREAM else 0
@@ -284,17 +285,6 @@ class _TileNest:
             compute_tile(ops, tile.block, tile.blocks, *where, tile.reduction, turns, lines)
 
         pixel_nest(ops, rows, self.knobs.pixels2, body, tiles)
-
-
-def _source_span(span: Span, layer: ConvLayer, extent: int, axis: int) -> Span:
-    """Rows (axis 0) or columns (axis 1) of the input that ``layer`` reads for an output range."""
-    stride, before = layer.strides[axis], layer.padding[axis]
-    reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
-    start, stop = span
-    low, high = start * stride - before, (stop - 1) * stride + reach - before
-    if before:
-        low = tirx.max(0, low)
-    return low, tirx.min(extent, high)
 
 
 def fused_conv2d_template(

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from tvm import tirx
 
+from schedules.workload.conv2d import ConvLayer
+
 from ..core.micro_kernel import (
     FeatureMap,
     Index,
@@ -131,6 +133,17 @@ def _clip(first: Index, count: int, span: Span | None) -> Span | None:
         start, stop = max(first, start), min(first + count, stop)
         return (start, stop) if start < stop else None
     return tirx.max(first, start), tirx.min(first + count, stop)
+
+
+def source_span(span: Span, layer: ConvLayer, extent: int, axis: int) -> Span:
+    """Rows (axis 0) or columns (axis 1) of the input that ``layer`` reads for an output range."""
+    stride, before = layer.strides[axis], layer.padding[axis]
+    reach = (layer.kernel[axis] - 1) * layer.dilation[axis] + 1
+    start, stop = span
+    low, high = start * stride - before, (stop - 1) * stride + reach - before
+    if before:
+        low = tirx.max(0, low)
+    return low, tirx.min(extent, high)
 
 
 def compute_tile(

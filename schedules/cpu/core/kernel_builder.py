@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from schedules.errors import OpError
 from schedules.tir.parameter_windows import windows_of
 from schedules.tir.vector_math import vectorize_math
-from schedules.workload.conv2d import WORD_BYTES
+from schedules.workload.conv2d import WORDS
 from schedules.workload.reduce import extent_of
 
 from .micro_kernel import FeatureMap, Index
@@ -103,9 +103,10 @@ class KernelBuilder:
         return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
 
     def words(self, position: int) -> tirx.Buffer:
-        """The parameter at ``position``, of bytes, as int32 words; valid inside :meth:`body`."""
+        """The integers of a parameter as words of int32; valid inside :meth:`body`."""
         flat = self.flat[position]
-        return T.decl_buffer((flat.shape[0] // WORD_BYTES,), "int32", data=flat.data)
+        each = WORDS[str(flat.dtype)]
+        return T.decl_buffer((flat.shape[0] // each,), "int32", data=flat.data)
 
     def feature_map(self, position: int, image: Index) -> FeatureMap:
         """The parameter at ``position`` as the feature map of one image of the batch.

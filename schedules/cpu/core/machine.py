@@ -23,6 +23,7 @@ from schedules.cost.decisions import machine_in_use
 from schedules.cost.kernels.cpu_kernels import FORK, weights_level
 from schedules.cost.machine import Machine
 from schedules.errors import TargetError
+from schedules.workload.conv2d import WORDS
 
 from .machine_costs import MachineCosts, costs_of
 
@@ -54,8 +55,9 @@ class CPUInfo:
         LLVM's name of the CPU; empty if the target names none.
     has_streaming_stores : bool
         Whether vectors can be stored past the caches.
-    multiplies_bytes : bool
-        Whether four products of bytes are added to each int32 of a vector at once (VNNI).
+    word_channels : int
+        Products of bytes that are added to each int32 of a vector at once: four (VNNI), or two of
+        bytes in 16 bits where that is faster than floats (AVX2); else 0.
     byte_dots : str
         Instruction for products of bytes: ``"vpdpbusd"``; ``"maddubs"``, whose sums of two products
         have 16 bits; ``"sdot"``; or none.
@@ -70,7 +72,7 @@ class CPUInfo:
     l3_bytes: int
     family: str = ""
     has_streaming_stores: bool = False
-    multiplies_bytes: bool = False
+    word_channels: int = 0
     byte_dots: str = ""
 
     @cached_property
@@ -205,7 +207,7 @@ class MeasuredCPU(CPUInfo):
             l3_bytes=int(machine["capacity.L3"]),
             family=info.family,
             has_streaming_stores=info.has_streaming_stores,
-            multiplies_bytes=info.multiplies_bytes,
+            word_channels=info.word_channels,
             byte_dots=info.byte_dots,
             memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
@@ -220,11 +222,20 @@ def _from_text(text: str) -> CPUInfo:
     l1d, l2, l3 = _caches(target)
     family = str(target.attrs.get("mcpu", ""))
     streams = "sse2" in features
-    multiplies_bytes = ("avx512vnni" if bits == 512 else "avxvnni") in features
-    cores, dots = _num_cores(target), _byte_dots(features, bits)
-    return CPUInfo(
-        bits, registers, fma, cores, l1d, l2, l3, family, streams, multiplies_bytes, dots
-    )
+    words, cores = _word_channels(features, bits), _num_cores(target)
+    dots = _byte_dots(features, bits)
+    return CPUInfo(bits, registers, fma, cores, l1d, l2, l3, family, streams, words, dots)
+
+
+def _word_channels(features: set[str], bits: int) -> int:
+    """Products of bytes that a lane adds at once.
+
+    Those of 16 bits take a multiplication and an addition: on two ports for vectors of 512 bits
+    they are no faster than two multiply-adds of floats.
+    """
+    if ("avx512vnni" if bits == 512 else "avxvnni") in features:
+        return WORDS["int8"]
+    return WORDS["int16"] if bits == 256 else 0
 
 
 def _byte_dots(features: set[str], bits: int) -> str:

@@ -27,15 +27,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
 
-from schedules.compute.conv2d import finished
-from schedules.workload.conv2d import ConvLayer
+from schedules.compute.conv2d import add_bytes, finished
+from schedules.workload.conv2d import WORD_BYTES, Activation, ByteAddition, ConvLayer
 
 from .prefetch import line_elements, prefetch
 from .tiles import Index, Run
@@ -50,7 +50,25 @@ UNROLLED_STEPS = 8
 # as many, LLVM 22 spills a vector of tiles of 6 x 4 on AVX-512.
 MOST_UNROLLED = 192
 LANES_OF_128_BITS = 4
+PACKED_LANES = 8  # Only CPUs with AVX2 store bytes in such blocks.
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
+_ADD = "tvm_fusion_add_"
+_ADDITIONS = "".join(
+    f"""
+define linkonce_odr {vector} @{_ADD}{lanes}({vector} %a, {vector} %b) alwaysinline {{
+  %sum = call {vector} asm "vpaddd $2, $1, $0", "=x,x,x"({vector} %a, {vector} %b)
+  ret {vector} %sum
+}}
+"""
+    for lanes in (4, 8)
+    for vector in (f"<{lanes} x i32>",)
+)
+"""LLVM IR of additions in the order given; else LLVM adds products to each other, and spills."""
+
+
+def word_functions(in_pairs: bool) -> AbstractContextManager[None]:
+    """Import what products of words call, if they are added in pairs, into what is opened next."""
+    return T.attr(T.int32(0), "pragma_import_llvm", _ADDITIONS) if in_pairs else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,7 @@ class LayerOperands:
     bias : tirx.Buffer | None
         Likewise; None stands for zeros.
     residual : FeatureMap | None
-        Added before the activation.
+        Added before the activation; of bytes, see ``addition``.
     lanes : int
         Output channels in a block (``x``).
     in_blocks : int
@@ -142,9 +160,13 @@ class LayerOperands:
         Groups that the output blocks of the tile belong to.
     scale : tirx.Buffer | None
         Factors of the sums, like ``bias``; only of layers of bytes, whose input and weights are
-        int32 words of four channels each.
+        int32 words.
     out_dtype : str | None
         Element type of the output, if not ``dtype``.
+    word : int
+        Channels of a word: four in bytes, or two in 16 bits.
+    addition : ByteAddition | None
+        What is done with a residual of bytes, after the activation.
     """
 
     layer: ConvLayer
@@ -160,6 +182,8 @@ class LayerOperands:
     met: int = 1
     scale: tirx.Buffer | None = None
     out_dtype: str | None = None
+    word: int = WORD_BYTES
+    addition: ByteAddition | None = None
 
     @property
     def group_lanes(self) -> int:
@@ -170,6 +194,11 @@ class LayerOperands:
     def step(self) -> int:
         """Channels of an input block, or of a piece that a group is read in."""
         return self.layer.input_step(self.source.lanes)
+
+    @property
+    def ending(self) -> Activation:
+        """The last activation."""
+        return self.layer.activation if self.addition is None else self.addition.activation
 
     @property
     def vector(self) -> str:
@@ -561,14 +590,30 @@ def _multiply(
 def _multiply_add(
     ops: LayerOperands, total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr
 ) -> tirx.Expr:
-    """Add to ``total`` products of floats, or those of four bytes and four signed ones a lane."""
+    """Add to ``total`` products of floats, or those of the channels of a word in each lane."""
     if ops.scale is None:
         return total + factor * vector
-    bits = 32 * ops.lanes
+    return add_word_products(total, factor, vector, ops.lanes, ops.word)
+
+
+def add_word_products(
+    total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr, lanes: int, word: int
+) -> tirx.Expr:
+    """Add to each int32 of ``total`` the products of the channels of its words.
+
+    Those are four of bytes, or two in 16 bits, which cannot saturate: their sum is at most
+    ``2 * 255 * 128``. The latter needs :func:`word_functions`.
+    """
+    bits, vector_type = 32 * lanes, f"int32x{lanes}"
+    if word != WORD_BYTES:
+        pairs = (T.reinterpret(f"int16x{bits // 16}", each) for each in (factor, vector))
+        name = "llvm.x86.avx2.pmadd.wd" if bits == 256 else "llvm.x86.sse2.pmadd.wd"
+        products = T.call_llvm_pure_intrin(vector_type, name, *pairs)
+        return T.call_pure_extern(vector_type, f"{_ADD}{lanes}", total, products)
     if llvm_version_major() >= BYTES_SINCE_LLVM:
         factor, vector = (T.reinterpret(f"int8x{bits // 8}", each) for each in (factor, vector))
     name = f"llvm.x86.avx512.vpdpbusd.{bits}"
-    return T.call_llvm_pure_intrin(ops.vector, name, total, factor, vector)
+    return T.call_llvm_pure_intrin(vector_type, name, total, factor, vector)
 
 
 def _elements(
@@ -644,22 +689,24 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
     def write(complete: bool) -> None:
         places, block = _places(ops.output, tile), bound(tile.block * lanes)
         added = _places(ops.residual, tile) if ops.residual is not None else places
-        for total, place, at, (_, v) in zip(sums, places, added, tile.cells(), strict=True):
+        values = []
+        for total, at, (_, v) in zip(sums, added, tile.cells(), strict=True):
             value = _load(total, 0, lanes)
             if ops.scale is not None:
                 channel, floats = block + v * lanes, f"float32x{lanes}"
                 value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
                 value = value + _load(ops.bias, channel, lanes)
-            if complete:
-                if ops.residual is not None:
-                    value = value + _load(ops.residual.buffer, at, lanes)
-                value = finished(
-                    value,
-                    ops.layer.activation,
-                    "float32" if ops.scale is not None else ops.dtype,
-                    ops.out_dtype,
-                )
-            _store(ops.output.buffer, value, place, lanes)
+            values.append(_with_residual(ops, value, at) if complete else value)
+        if not complete or ops.out_dtype != "uint8" or lanes != PACKED_LANES:
+            for value, place in zip(values, places, strict=True):
+                _store(ops.output.buffer, _ended(ops, value) if complete else value, place, lanes)
+            return
+        together = 4 if ops.output.step == lanes else 1
+        for v in range(tile.blocks):
+            for p in range(0, tile.run.size, together):
+                cells = range(p, min(p + together, tile.run.size))
+                data = packed_bytes([values[q * tile.blocks + v] for q in cells], ops.ending)
+                _store(ops.output.buffer, data, places[p * tile.blocks + v], len(cells) * lanes)
 
     if last is True:
         write(True)
@@ -669,6 +716,48 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
             write(True)
         with T.Else():
             write(False)
+
+
+def _with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
+    """A complete sum and the residual; with bytes, after the layer's activation."""
+    if ops.residual is None:
+        return value
+    added = _load(ops.residual.buffer, at, ops.lanes)
+    if ops.addition is None:
+        return value + added
+    return add_bytes(value, ops.layer.activation, added, ops.addition)
+
+
+def _ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
+    """What is stored of a complete sum."""
+    return finished(
+        value, ops.ending, "float32" if ops.scale is not None else ops.dtype, ops.out_dtype
+    )
+
+
+def packed_bytes(values: Sequence[tirx.Expr], activation: Activation) -> tirx.Expr:
+    """Round up to four vectors of eight floats to bytes, as ``activate_to_bytes`` does.
+
+    They are bounded first, with NaN as the lower bound, so that the integers fit; and packed within
+    halves of registers, whose words are put in order at the end.
+    """
+    low, high = (tirx.const(end, "float32") for end in (activation.low, activation.high))
+    words = []
+    for value in values:
+        value = tirx.max(value, T.broadcast(low, PACKED_LANES))
+        value = tirx.min(value, T.broadcast(high, PACKED_LANES))
+        word = T.call_llvm_pure_intrin("int32x8", "llvm.x86.avx.cvt.ps2dq.256", value)
+        if activation.low:
+            word = word - T.broadcast(T.int32(int(activation.low)), PACKED_LANES)
+        words.append(word)
+    pairs = [
+        T.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.packssdw", *(words[p : p + 2] * 2)[:2])
+        for p in range(0, len(words), 2)
+    ]
+    data = T.call_llvm_pure_intrin("int8x32", "llvm.x86.avx2.packuswb", pairs[0], pairs[-1])
+    order = [half * 4 + number for number in range(len(words)) for half in range(2)]
+    data = tirx.Shuffle([T.reinterpret("int32x8", data)], order)
+    return T.reinterpret(f"uint8x{len(words) * PACKED_LANES}", data)
 
 
 def _places(image: FeatureMap, tile: RegisterTile) -> list[Index]:

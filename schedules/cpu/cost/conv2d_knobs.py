@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
+from schedules.workload.conv2d import ITEM_BYTES, WORD_BYTES, Conv2DKernel
 
 from ..core.machine import CPUInfo
 from .register_tile import register_tiles
 
 # With a smaller part of the weights, the start of the loop dominates.
 LEAST_PART_BYTES = 4096
+# For products of pairs on their way to the sums.
+PAIR_REGISTERS = 2
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ def in_conv2d_space(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> b
 
 def _tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Register tiles."""
-    in_words = kernel.out_dtype is not None
-    return register_tiles(kernel.layers[0], _row(kernel), kernel.lanes, cpu, in_words)
+    spare = 0
+    if kernel.out_dtype is not None:
+        spare = cpu.num_vector_registers // 4 if kernel.word == WORD_BYTES else PAIR_REGISTERS
+    return register_tiles(kernel.layers[0], _row(kernel), kernel.lanes, cpu, spare)
 
 
 def _row(kernel: Conv2DKernel) -> int:

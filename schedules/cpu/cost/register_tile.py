@@ -98,15 +98,15 @@ def _worth_a_try(cycles: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
 
 
 def register_tiles(
-    layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo, in_words: bool = False
+    layer: ConvLayer, row: int, lanes: int, cpu: CPUInfo, spare: int = 0
 ) -> list[tuple[int, int]]:
     """Pixels and vectors of the register tiles to consider for a layer.
 
     A depthwise tile holds one vector of channels, and as many pixels as leave half of the registers
     for weights and inputs; fewer in steps of two columns, which share less of what they load. One
     of groups of ``g`` lanes holds ``g`` accumulators and a vector of inputs for each pixel, a
-    vector of weights, and leaves the compiler a register. Words of bytes are loaded before they are
-    multiplied, several at once.
+    vector of weights, and leaves the compiler a register. Dense ones leave ``spare`` registers:
+    words of bytes are loaded before they are multiplied, several at once.
     """
     registers, width = cpu.num_vector_registers, layer.group_lanes(lanes)
     if width > 1:
@@ -127,4 +127,4 @@ def register_tiles(
     if not layer.fills_blocks(lanes):  # elements of several groups are selected in registers
         return dense_tiles(row, 1, cpu, registers - registers // 4)
     blocks = -(-layer.out_channels // layer.groups // lanes)
-    return dense_tiles(row, blocks, cpu, registers - registers // 4 if in_words else None)
+    return dense_tiles(row, blocks, cpu, registers - spare if spare else None)

@@ -417,6 +417,12 @@ def test_convolutions_of_bytes_stay_plain_on_a_gpu():
 
     tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
     assert "NCHW16c" in PackLayout(block=16)(Module).script()
+    for cpu, block, dtype in (("znver3", 8, "int16"), ("znver4", 16, "int8")):
+        target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
+        packed = PackLayout(target)(Module)
+        assert f"NCHW{block}c" in packed.script()
+        [call] = [b.value for b in packed["main"].body.blocks[0].bindings if len(b.value.args) == 4]
+        assert str(call.args[1].ty.dtype) == dtype
 
 
 def test_convolutions_of_float16_stay_plain_on_a_gpu():

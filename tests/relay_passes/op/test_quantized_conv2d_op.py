@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm
@@ -12,7 +14,9 @@ from tvm.script import relax as R
 
 import tvm_fusion.pipeline  # noqa: F401  registers it
 from relay_passes.op import conv2d, quantized_conv2d, round_clip
+from relay_passes.op.quantized_conv2d import read_quantized
 from schedules.errors import OpError
+from schedules.workload.conv2d import ByteAddition
 
 
 @I.ir_module
@@ -71,6 +75,9 @@ def test_types_in_blocks_and_with_an_open_batch():
     )  # fmt: skip
     expected = relax.TensorType((batch, 2, 3, 3, 8), "float32")
     tvm.ir.assert_structural_equal(type_of(call), expected)
+    pairs = var("w", (2, 1, 3, 3, 2, 8, 2), "int16")
+    packed = relax.Call(call.op, [data, pairs, *numbers], call.attrs)
+    tvm.ir.assert_structural_equal(type_of(packed), expected)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,7 @@ def test_types_in_blocks_and_with_an_open_batch():
         ({}, {"out_dtype": "uint8"}, "out_dtype is 'uint8' after none; expected 'uint8' after a"),
         ({}, {"out_dtype": "int8"}, "out_dtype is 'int8'"),
         ({}, {"padding": (-1, 0, 0, 0)}, "padding is"),
+        ({"weight": var("w", (8, 3, 3, 3), "int16")}, {}, "weight is of int16; expected int8$"),
         ({}, {"out_layout": "NCHW8c"}, "NCHW8c output without all of in_channels, out_channels"),
         (
             DEEP,
@@ -94,6 +102,23 @@ def test_types_in_blocks_and_with_an_open_batch():
 def test_what_is_refused(others, attrs, text):
     with pytest.raises(OpError, match=text):
         quantized_conv2d(*operands(**others), **attrs)
+
+
+def test_a_residual_of_bytes():
+    how = ByteAddition(0.5, 0.25, -7.0, 0.125, -3.0, 252.0, bytes_first=True)
+    residual = var("r", (1, 8, 4, 4), "uint8")
+    call = quantized_conv2d(*operands(), residual, addition=how, out_dtype="uint8")
+    tvm.ir.assert_structural_equal(type_of(call), relax.TensorType((1, 8, 4, 4), "uint8"))
+    assert read_quantized(call).addition == how
+    for wrong, given, text in (
+        (residual, None, "5 operands; expected data, weight, bias, scale"),
+        (None, how, "4 operands; expected data, weight, bias, scale, residual"),
+        (var("r", (1, 8, 4, 4), "float32"), how, "residual is of float32; expected uint8"),
+        (var("r", (1, 8, 4, 5), "uint8"), how, "residual has shape"),
+        (residual, replace(how, high=300.0), "out_dtype is 'uint8' after round_clip"),
+    ):
+        with pytest.raises(OpError, match=text):
+            quantized_conv2d(*operands(), wrong, addition=given, out_dtype="uint8")
 
 
 def test_numbers_in_nchw_and_by_the_pipeline():

@@ -12,14 +12,22 @@ from hypothesis import strategies as st
 from tvm import te, tirx
 
 from schedules.compute.quantized_conv2d import quantized_conv2d
-from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+from schedules.workload.conv2d import Activation, ByteAddition, Conv2DKernel, ConvLayer, to_json
 
+ADDITIONS = (
+    ByteAddition(0.5, 0.25, -7.0, 0.125, -3.0, 252.0),
+    ByteAddition(0.25, 2.0, 0.0, 4.0, 0.0, 255.0, bytes_first=True),
+)
+"""With scales by which float32 has no rounding error; some sums are halves."""
 ENDS = (Activation(), Activation("relu"), Activation("round_clip", -100, 155))
 
 
 @dataclass(frozen=True)
 class QuantizedCase:
-    """A layer on concrete shapes; ``words``: the data is packed in words of four channels."""
+    """A layer on concrete shapes; ``words``: the data is packed in words of four channels.
+
+    Weights are words of ``word`` channels.
+    """
 
     layer: ConvLayer
     batch: int = 1
@@ -28,18 +36,24 @@ class QuantizedCase:
     lanes: int = 16
     words: bool = False
     out_dtype: str = "float32"
+    word: int = 4
+    addition: ByteAddition | None = None
 
     @property
     def data_lanes(self) -> int:
         return 4 if self.words else self.lanes
 
     @property
+    def weight_dtype(self) -> str:
+        return "int8" if self.word == 4 else "int16"
+
+    @property
     def kernel(self) -> Conv2DKernel:
         layouts = f"NCHW{self.data_lanes}c", f"NCHW{self.lanes}c"
         sizes = self.batch, self.height, self.width
-        return Conv2DKernel(
-            (self.layer,), *sizes, False, "uint8", *layouts, out_dtype=self.out_dtype
-        )
+        adds = self.addition is not None
+        types = {"out_dtype": self.out_dtype, "word": self.word, "addition": self.addition}
+        return Conv2DKernel((self.layer,), *sizes, adds, "uint8", *layouts, **types)
 
     def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
         """The function as legalization makes it, with another ``batch`` if given."""
@@ -48,12 +62,20 @@ class QuantizedCase:
         images = self.batch if batch is None else batch
         shapes = {
             "data": ((images, blocks, self.height, self.width, data_lanes), "uint8"),
-            "weight": ((out_blocks, blocks, *layer.kernel, data_lanes // 4, lanes, 4), "int8"),
+            "weight": (
+                (out_blocks, blocks, *layer.kernel, data_lanes // self.word, lanes, self.word),
+                self.weight_dtype,
+            ),
             "bias": ((out_blocks, lanes), "float32"),
             "scale": ((out_blocks, lanes), "float32"),
         }
+        if self.addition is not None:
+            size = layer.output_size(self.height, self.width)
+            shapes["residual"] = (images, out_blocks, *size, lanes), "uint8"
         inputs = [te.placeholder(*shape, name=name) for name, shape in shapes.items()]
-        output = quantized_conv2d(*inputs, layer, self.out_dtype)
+        output = quantized_conv2d(
+            *inputs[:4], layer, self.out_dtype, *inputs[4:], addition=self.addition
+        )
         func = te.create_prim_func([*inputs, output])
         return func.with_attr("tvm_fusion.workload", to_json(self.kernel))
 
@@ -72,20 +94,25 @@ class QuantizedCase:
         packed += [pack(each, self.lanes, axis=0, fill=3) for each in (bias, scale)]
         with np.errstate(over="ignore"):  # it computes all activations
             sums = convolve(data, weight, np.zeros(layer.out_channels), _sums(layer), None)
-        exact = sums * scale[:, None, None] + bias[:, None, None]
-        return packed, _end(exact, layer.activation)
+        exact = _end(sums * scale[:, None, None] + bias[:, None, None], layer.activation)
+        if self.addition is None:
+            return packed, exact
+        added, how = random.integers(0, 256, exact.shape), self.addition
+        packed.append(pack(added, self.lanes, fill=55))
+        total = exact * how.factor + (added + how.shift) * how.bytes_factor
+        return packed, _end(total / how.divisor, how.activation)
 
     def _pack_weight(self, weight: Array) -> Array:
         words = pack(pack(weight, self.data_lanes, axis=1), self.lanes, axis=0)
-        shape = *words.shape[:4], self.data_lanes // 4, 4, self.lanes
+        shape = *words.shape[:4], self.data_lanes // self.word, self.word, self.lanes
         return np.moveaxis(words.reshape(shape), 5, 6)
 
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
         """Run into a poisoned output; return its true channels in NCHW."""
-        dtypes = "uint8", "int8", "float32", "float32"
+        dtypes = "uint8", self.weight_dtype, "float32", "float32", "uint8"
         tensors = [
             tvm.runtime.tensor(array.astype(dtype))
-            for array, dtype in zip(packed, dtypes, strict=True)
+            for array, dtype in zip(packed, dtypes, strict=False)
         ]
         size = self.layer.output_size(self.height, self.width)
         shape = self.batch, up(self.layer.out_channels, self.lanes), *size, self.lanes
@@ -99,7 +126,8 @@ class QuantizedCase:
         """Compare with NumPy, to the bit."""
         packed, expected = self.arguments(seed)
         if self.out_dtype == "uint8":
-            expected = expected - self.layer.activation.low
+            last = self.layer.activation if self.addition is None else self.addition
+            expected = expected - last.low
         np.testing.assert_array_equal(self.run(executable, packed), expected, err_msg=str(self))
 
 
@@ -114,11 +142,13 @@ def _end(value: Array, activation: Activation) -> Array:
 
 
 @st.composite
-def quantized_cases(draw) -> QuantizedCase:
-    """A dense layer on an image that is large enough for it."""
+def quantized_cases(draw, word: int | None = None) -> QuantizedCase:
+    """A dense layer on an image that is large enough for it, of words of any or given size."""
+    if word is None:
+        word = draw(st.sampled_from((2, 4)))
     words = draw(st.booleans())
     channels = draw(st.sampled_from((1, 3, 4, 7) if words else CHANNELS))
-    lanes = draw(st.sampled_from([8, 16]))
+    lanes = draw(st.sampled_from([8, 16] if word == 4 else [4, 8]))
     layer = replace(
         draw(layers(channels, lanes, ("dense", "plain"))), activation=draw(st.sampled_from(ENDS))
     )
@@ -129,6 +159,10 @@ def quantized_cases(draw) -> QuantizedCase:
         )
         for i in range(2)
     )
-    in_bytes = layer.activation.kind == "round_clip" and draw(st.booleans())
+    rounds = layer.activation.kind == "round_clip"
+    addition = draw(st.sampled_from((None, *ADDITIONS))) if rounds else None
+    in_bytes = rounds and draw(st.booleans())
     out_dtype = "uint8" if in_bytes else "float32"
-    return QuantizedCase(layer, draw(st.integers(1, 3)), height, width, lanes, words, out_dtype)
+    batch = draw(st.integers(1, 3))
+    types = lanes, words, out_dtype, word
+    return QuantizedCase(layer, batch, height, width, *types, addition)

@@ -134,7 +134,7 @@ def stems(cpu: str) -> Forms:
 def products_of_bytes(cpu: str) -> Forms:
     """Convolutions and a matrix product of bytes, and an image in words."""
     info, lanes, found = info_of(cpu), lanes_of(cpu), {}
-    if not info.multiplies_bytes:
+    if not info.word_channels:
         return {}
     for name, layer, size, words in (
         ("flat", conv(16 * lanes, 16 * lanes, 1), 14, False),
@@ -142,7 +142,8 @@ def products_of_bytes(cpu: str) -> Forms:
         ("stem", replace(conv(3, 64, 7, 2), padding=(0, 0, 0, 0)), 230, True),
         ("matrix", conv(32 * lanes, 16 * lanes, 1), 1, False),
     ):
-        case = QuantizedCase(layer, 64 if size == 1 else 1, size, size, lanes, words)
+        rows, word = 64 if size == 1 else 1, info.word_channels
+        case = QuantizedCase(layer, rows, size, size, lanes, words, word=word)
         kernel = case.kernel.in_words()
         knobs = default_conv2d_knobs(kernel, info)
         func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]

@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from small_onnx import dense_model, small_model
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits, measure_limits
-from tvm_fusion.bench.profiler import Profile, profile, profile_table
+from tvm_fusion.bench.profiler import (
+    Described,
+    KernelCost,
+    Profile,
+    _against_limits,
+    profile,
+    profile_table,
+)
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidModelError, TargetError
@@ -117,8 +126,8 @@ def test_the_mean_of_two_measurements() -> None:
         3e11,
         tuple(CacheLevel(lvl.name, lvl.capacity, 3 * lvl.bandwidth) for lvl in LIMITS.levels),
     )
-    mean = LIMITS.mean(faster)
-    assert mean.peak_flops == 2e11
+    mean = LIMITS.mean(replace(faster, peak_byte_ops=4e11))
+    assert mean.peak_flops == mean.peak_byte_ops == 2e11
     assert [lvl.bandwidth for lvl in mean.levels] == [8e10, 4e10, 2e10]
     assert [lvl.name for lvl in mean.levels] == ["L2", "L3", "memory"]
 
@@ -129,9 +138,22 @@ def test_limits_of_this_machine(threads: int) -> None:
     assert limits.threads == threads
     assert [level.name for level in limits.levels] == ["L2", "L3", "memory"]
     rates = [limits.peak_flops, *(level.bandwidth for level in limits.levels)]
+    multiplies = CPUInfo.from_target(resolve("native")).word_channels > 0
+    assert (limits.peak_byte_ops > 0) == multiplies
     assert all(rate > 0 and math.isfinite(rate) for rate in rates)
     capacities = [level.capacity for level in limits.levels]
     assert capacities == sorted(capacities) and capacities[-1] == math.inf
+
+
+@pytest.mark.parametrize(("dtype", "seconds"), [("uint8", 1e-2), ("float32", 4e-2)])
+def test_bytes_have_a_peak_of_their_own(dtype: str, seconds: float) -> None:
+    layer = ConvLayer(64, 64, (3, 3))
+    kernel = Conv2DKernel((layer,), 1, 8, 8, dtype=dtype, out_layout="NCHW8c")
+    described = Described("conv", KernelCost(4e9, 1, 1), kernel)
+    limits, cpu = replace(LIMITS, peak_byte_ops=4e11), CPUInfo.from_target(resolve("native"))
+    found = _against_limits(0, "conv", described, 0.1, 1, limits, cpu)
+    assert (found.limit_seconds, found.bound) == (pytest.approx(seconds), "compute")
+    assert _against_limits(0, "conv", described, 0.1, 1, LIMITS, cpu).limit_seconds == 4e-2
 
 
 def test_gpus_are_not_profiled() -> None:

@@ -28,7 +28,10 @@ from tvm_fusion.compiler.pipeline import Options
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
-VNNI = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
+VNNI, AVX2 = (
+    Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu, "num-cores": 1})
+    for cpu in ("znver4", "znver3")
+)
 
 
 class Images(CalibrationDataReader):
@@ -104,6 +107,16 @@ def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
     products = [kernel for kernel in kernels if "row_col_s32_s8_u8_s32" in kernel]
     pairs = [kernel for kernel in products if "row_col_s32_u8_s8_s32" in kernel]
     assert (len(products), len(pairs)) == (2, 1)
+
+
+@pytest.mark.parametrize("form", list(QuantFormat), ids=str)
+@pytest.mark.parametrize("target", [VNNI, AVX2], ids=["vnni", "avx2"])
+def test_residuals_are_added_within_convolutions(form, target, tmp_path):
+    model = quantized(dense_block(1, 6, 16), tmp_path, form, QuantType.QUInt8)
+    mod = pipeline.optimize(import_onnx(model).mod, target, Options())
+    rules = [use.rule for use in kernel_uses(mod)]
+    assert rules.count("Conv2D") == 3
+    assert len(rules) <= 5, rules  # the input is rounded and packed; the output may get floats
 
 
 def dense_block(batch: int, size: int, width: int) -> onnx.ModelProto:

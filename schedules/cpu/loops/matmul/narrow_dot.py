@@ -25,12 +25,12 @@ from operator import mul
 import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target.codegen import llvm_version_major
 
+from schedules.workload.conv2d import WORD_BYTES
 from schedules.workload.reduce import Extent
 
 from ...core.machine import CPUInfo
-from ...core.micro_kernel import BYTES_SINCE_LLVM
+from ...core.micro_kernel import add_word_products
 from ..selections import Shapes, cpu_kernel, long, own_extents
 from .narrow_matrix import FLOAT, GRANULE, OFFSET, NarrowMatrix, Places, flat, stored_shape
 
@@ -329,14 +329,11 @@ class _Writer:
         for weight, x in pairs:
             if self.cpu.byte_dots == "sdot":
                 name = f"llvm.aarch64.neon.sdot.v{lanes}i32.v{4 * lanes}i8"
-                pair = self._bytes(weight), self._bytes(x)
+                factors = self._bytes(weight), self._bytes(x)
+                result = T.call_llvm_pure_intrin(f"int32x{lanes}", name, part[every], *factors)
             else:
-                name = f"llvm.x86.avx512.vpdpbusd.{bits}"
-                is_new = llvm_version_major() >= BYTES_SINCE_LLVM
-                pair = (self._bytes(weight), self._bytes(x)) if is_new else (weight, x)
-            T.buffer_store(
-                part, T.call_llvm_pure_intrin(f"int32x{lanes}", name, part[every], *pair), [every]
-            )
+                result = add_word_products(part[every], weight, x, lanes, WORD_BYTES)
+            T.buffer_store(part, result, [every])
 
     def _bytes(self, words: tirx.Expr) -> tirx.Expr:
         return T.reinterpret(f"int8x{4 * self._places.lanes}", words)

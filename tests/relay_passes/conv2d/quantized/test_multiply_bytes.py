@@ -13,6 +13,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relay_passes import MultiplyBytes
+from relay_passes.conv2d.quantized import multiply_bytes
 from relay_passes.op import quantized_conv2d, round_clip
 
 RNG = np.random.default_rng(5)
@@ -24,6 +25,9 @@ WEIGHT = (INTEGERS * SCALES[:, None, None, None]).astype("float32")
 BIAS = RNG.standard_normal((1, 8, 1, 1)).astype("float32")
 
 DEPTHWISE = (RNG.integers(-127, 128, (8, 1, 3, 3)) / 4).astype("float32")
+
+SQUARE = (RNG.integers(-127, 128, (4, 4, 3, 3)) / 256).astype("float32")
+SQUARE[:, 0, 0, 0] = 127 / 256
 
 Step = Callable[[relax.Expr], relax.Expr]
 
@@ -146,6 +150,57 @@ def test_other_readers_get_floats(run_module):
     check_numbers(run_module, *steps)
 
 
+def summed(first: bool, low: float, divide: bool = True) -> Step:
+    """A rounded product and the rounded input, each with its scale, added up and rounded."""
+
+    def block(x):
+        product = round_clip(relax.op.nn.conv2d(x, relax.const(SQUARE), padding=1), low, low + 255)
+        own, other = times(0.1)(product), times(0.3)(x)
+        total = relax.op.add(own, other) if first else relax.op.add(other, own)
+        total = relax.op.divide(total, relax.const(0.7)) if divide else total
+        return round_clip(total, -9, 246)
+
+    return block
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("low", [0, -128])
+@pytest.mark.parametrize("divide", [True, False])
+def test_sums_with_other_bytes_join_the_product(run_module, monkeypatch, first, low, divide):
+    steps = rounded(0, 255), summed(first, low, divide), convolved(SQUARE)
+    found = after(*steps)
+    assert calls(found) == ["tvm_fusion.round_clip", *["tvm_fusion.quantized_conv2d"] * 2]
+    x = ((RNG.random((1, 4, 6, 6)) - 0.25) * 300).astype("float32")
+    fused = run_module(found, x)
+    monkeypatch.setattr(multiply_bytes, "fold_byte_residual", lambda graph, call: None)
+    apart = after(*steps)
+    assert "add" in calls(apart)
+    np.testing.assert_array_equal(fused, run_module(apart, x))
+
+
+def both_read(x: relax.Expr) -> relax.Expr:
+    product = times(0.1)(round_clip(relax.op.nn.conv2d(x, relax.const(SQUARE), padding=1), 0, 255))
+    total = round_clip(relax.op.add(product, times(0.3)(x)), 0, 255)
+    return relax.op.add(total, product)
+
+
+def of_floats(x: relax.Expr) -> relax.Expr:
+    product = round_clip(relax.op.nn.conv2d(x, relax.const(SQUARE), padding=1), 0, 255)
+    return round_clip(relax.op.add(times(0.1)(product), relax.op.exp(x)), 0, 255)
+
+
+def one_channel(x: relax.Expr) -> relax.Expr:
+    other = round_clip(relax.op.nn.conv2d(x, relax.const(SQUARE[:1]), padding=1), 0, 255)
+    product = round_clip(relax.op.nn.conv2d(x, relax.const(SQUARE), padding=1), 0, 255)
+    return round_clip(relax.op.add(product, other), 0, 255)
+
+
+@pytest.mark.parametrize("block", [both_read, of_floats, one_channel])
+def test_sums_that_stay_apart(run_module, block):
+    assert "add" in calls(after(rounded(), block))
+    check_numbers(run_module, rounded(), block)
+
+
 def test_depthwise_layers_read_bytes(run_module):
     weight = RNG.standard_normal((4, 1, 3, 3)).astype("float32")
     steps = rounded(-3, 200), convolved(weight, groups=4, padding=1), rounded(-20, 30)
@@ -203,7 +258,7 @@ def test_left_alone(steps):
     tvm.ir.assert_structural_equal(MultiplyBytes(VNNI)(before), before)
 
 
-@pytest.mark.parametrize("cpu", ["znver3", "skylake-avx512"])
+@pytest.mark.parametrize("cpu", ["x86-64", "skylake-avx512"])
 def test_cpus_that_do_not_multiply_bytes(cpu):
     target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
     before = module(rounded(), convolved())

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import relax
 
-from relay_passes.layout.packed.weight_packing import FORMS, pack_array, pack_expr, weight_form
+from relay_passes.layout.packed.weight_packing import (
+    FORMS,
+    element_type,
+    pack_array,
+    pack_expr,
+    weight_form,
+)
 from schedules.errors import OpError
 from schedules.workload.conv2d import ConvLayer
 
@@ -108,14 +114,17 @@ def test_bias_and_data(channels, block):
 def test_expressions_pack_as_arrays_do(form):
     shapes = {"bias": (13,), "depthwise": (13, 1, 3, 2), "narrow": (14, 2, 3, 2)}
     shape = shapes.get(form, (13, 6, 3, 2))
-    array = np.random.default_rng(1).standard_normal(shape).astype("float32")
-    value = relax.Var("value", relax.TensorType(shape, "float32"))
+    dtype = "int8" if form.startswith(("quantized", "pairs")) else "float32"
+    array = (99 * np.random.default_rng(1).standard_normal(shape)).astype(dtype)
+    value = relax.Var("value", relax.TensorType(shape, dtype))
     builder = relax.BlockBuilder()
     with builder.function("main", [value]):
         builder.emit_func_output(builder.emit(pack_expr(value, form, 4)))
     executable = tvm.compile(builder.get(), "llvm")
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](tvm.runtime.tensor(array))
-    np.testing.assert_array_equal(result.numpy(), pack_array(array, form, 4))
+    packed = pack_array(array, form, 4)
+    assert (packed.dtype, result.dtype) == (element_type(form, dtype),) * 2
+    np.testing.assert_array_equal(result.numpy(), packed)
 
 
 @pytest.mark.parametrize(

@@ -10,37 +10,44 @@ import pytest
 import tvm
 from cpu.conv2d.test_conv2d import KNOBS, SEED
 from cpu.conv_cases import TARGET, assembly, compile_function, pack
-from cpu.quantized_cases import QuantizedCase, quantized_cases
+from cpu.quantized_cases import ADDITIONS, QuantizedCase, quantized_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
-from tvm.target import Target
+from tvm.target import Target, codegen
 
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
 
-HAS_BYTES = CPUInfo.from_target(TARGET).multiplies_bytes
-runs_bytes = pytest.mark.skipif(not HAS_BYTES, reason="this CPU does not multiply bytes (VNNI)")
+HAS_VNNI = CPUInfo.from_target(TARGET).word_channels == 4
+HAS_AVX2 = "avx2" in codegen.llvm_get_cpu_features(TARGET)
+WORDS = [2] * HAS_AVX2 + [4] * HAS_VNNI
+AVX2 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "num-cores": 2})
+runs_bytes = pytest.mark.skipif(not WORDS, reason="this CPU multiplies no bytes (AVX2, VNNI)")
+own_cases = st.sampled_from(WORDS or [4]).flatmap(quantized_cases)
+ONE_TILE = Conv2DKnobs(7, 1, 1, 1, 7, blocks_inside=False)
 ROUNDED = Activation("round_clip", -3, 252)
 
 
-def schedule(case: QuantizedCase, target: Target = TARGET) -> tirx.PrimFunc:
-    found = Conv2D().apply(case.build(), target, False)
+def schedule(case: QuantizedCase, target: Target | None = None, **build: object) -> tirx.PrimFunc:
+    target = target or (TARGET if case.word == 4 else AVX2)
+    found = Conv2D().apply(case.build(**build), target, False)
     assert found is not None
     return found.mod["main"]
 
 
 @runs_bytes
-@given(quantized_cases(), SEED)
+@given(own_cases, SEED)
 @settings(max_examples=settings.default.max_examples // 2)
 def test_numbers_with_default_knobs(case, seed):
     case.check(compile_function(schedule(case)), seed)
 
 
 @runs_bytes
-@given(quantized_cases(), KNOBS, SEED)
+@given(own_cases, KNOBS, SEED)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_with_any_knobs(case, knobs, seed):
     func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
@@ -54,30 +61,64 @@ def test_numbers_of_the_definition(case, seed):
     case.check(compile_function(plain), seed)
 
 
-@runs_bytes
-def test_the_largest_sums_do_not_saturate():
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("weight", [-128, 127])
+def test_the_largest_sums_do_not_saturate(word, weight):
     layer = ConvLayer(7296, 16, (3, 3))
-    case = QuantizedCase(layer, height=3, width=3)
+    case = QuantizedCase(layer, height=3, width=3, lanes=4 * word, word=word)
     packed, _ = case.arguments(0)
-    packed[0][:], packed[1][:], packed[2][:], packed[3][:] = 255, -128, 0, 2.0**-12
+    packed[0][:], packed[1][:], packed[2][:], packed[3][:] = 255, weight, 0, 2.0**-12
     found = case.run(compile_function(schedule(case)), packed)
-    np.testing.assert_array_equal(found, 7296 * 9 * 255 * -128 * 2.0**-12)
+    expected = np.float32(7296 * 9 * 255 * weight) * np.float32(2.0**-12)
+    np.testing.assert_array_equal(found, expected)
 
 
-@runs_bytes
+@pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
+@pytest.mark.parametrize(("low", "high"), [(0, 255), (-128, 127), (-100, 100)])
+def test_bytes_of_extremes_and_halves(low, high):
+    """Rows of seven pixels: four, two and one are packed together."""
+    layer = ConvLayer(8, 8, (1, 1), activation=Activation("round_clip", low, high))
+    case = QuantizedCase(layer, 1, 1, 7, 8, False, "uint8", 2)
+    ends = np.array([1e30, -1e30, np.inf, -np.inf, np.nan, 2.0**31, -(2.0**31), 0.5])
+    biases = np.stack([ends, np.arange(8) * 37.5 - 150, np.linspace(254, 256, 8)])
+    executable = compile_function(conv2d_template(case.build(), case.kernel, ONE_TILE).mod["main"])
+    for bias in biases:
+        packed, _ = case.arguments(3)
+        packed[1][:], packed[2][:] = 0, bias
+        clipped = np.clip(np.rint(np.nan_to_num(bias, nan=low)), low, high) - low
+        expected = np.broadcast_to(clipped[None, :, None, None], (1, 8, 1, 7))
+        np.testing.assert_array_equal(case.run(executable, packed), expected)
+
+
+@pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("batch", [1, 2, 17, 100])
-def test_images_of_one_pixel_are_rows_of_a_matrix(batch):
+def test_images_of_one_pixel_are_rows_of_a_matrix(batch, word):
     layer = ConvLayer(48, 80, (1, 1), activation=Activation("relu"))
-    case = QuantizedCase(layer, batch, 1, 1)
+    case = QuantizedCase(layer, batch, 1, 1, lanes=4 * word, word=word)
     assert case.kernel.is_matrix == (batch > 1)
     case.check(compile_function(schedule(case)), 1)
 
 
-@runs_bytes
-def test_a_batch_that_is_known_only_at_run_time():
-    case = QuantizedCase(ConvLayer(20, 20, (3, 3)), batch=3)
-    func = Conv2D().apply(case.build(batch=tirx.Var("n", "int64")), TARGET, False)
-    case.check(compile_function(func.mod["main"]), 2)
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("addition", ADDITIONS, ids=["bytes last", "bytes first"])
+def test_rows_of_a_matrix_and_added_bytes(word, addition):
+    layer = ConvLayer(40, 24, (1, 1), activation=Activation("round_clip", -100, 155))
+    case = QuantizedCase(layer, 9, 1, 1, 4 * word, False, "uint8", word, addition)
+    case.check(compile_function(schedule(case)), 4)
+
+
+def test_scales_of_additions_do_not_count_in_records():
+    rounds = ConvLayer(8, 8, (1, 1), activation=Activation("round_clip", -100, 155))
+    first, second = (QuantizedCase(rounds, addition=each).kernel for each in ADDITIONS)
+    assert Conv2D().workload_json(first) == Conv2D().workload_json(second)
+    assert from_json(to_json(first)) == first != second
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_batch_that_is_known_only_at_run_time(word):
+    case = QuantizedCase(ConvLayer(20, 20, (3, 3)), batch=3, lanes=4 * word, word=word)
+    func = schedule(case, batch=tirx.Var("n", "int64"))
+    case.check(compile_function(func), 2)
 
 
 def depthwise(layer: ConvLayer, kernel: Conv2DKernel) -> tirx.PrimFunc:
@@ -122,20 +163,28 @@ def test_depthwise_layers_read_and_write_bytes(strides, out_dtype):
 
 
 @pytest.mark.parametrize(
-    ("cpu", "register"), [("znver4", "zmm"), ("sapphirerapids", "zmm"), ("alderlake", "ymm")]
+    ("cpu", "name", "register"),
+    [
+        ("znver4", "vpdpbusd", "zmm"),
+        ("sapphirerapids", "vpdpbusd", "zmm"),
+        ("alderlake", "vpdpbusd", "ymm"),
+        ("znver3", "vpmaddwd", "ymm"),
+        ("x86-64-v3", "vpmaddwd", "ymm"),
+    ],
 )
-def test_the_instruction_of_the_cpu(cpu, register):
+def test_the_instruction_of_the_cpu(cpu, name, register):
     target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu, "num-cores": 2})
-    lanes = CPUInfo.from_target(target).lanes("float32")
-    case = QuantizedCase(ConvLayer(64, 64, (1, 1)), lanes=lanes)
+    cpu_info = CPUInfo.from_target(target)
+    word = cpu_info.word_channels
+    case = QuantizedCase(ConvLayer(64, 64, (1, 1)), lanes=cpu_info.lanes("float32"), word=word)
     text = assembly(schedule(case, target), target)
-    assert any("vpdpbusd" in line and register in line for line in text.splitlines())
+    assert any(name in line and register in line for line in text.splitlines())
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "znver3", "skylake-avx512", "x86-64"])
-def test_cpus_without_the_instruction(cpu):
+@pytest.mark.parametrize("cpu", ["skylake-avx512", "x86-64"])
+def test_cpus_without_an_instruction(cpu):
     target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
-    assert not CPUInfo.from_target(target).multiplies_bytes
+    assert not CPUInfo.from_target(target).word_channels
     assert (
         Conv2D().apply(QuantizedCase(ConvLayer(8, 8, (1, 1)), lanes=4).build(), target, False)
         is None
@@ -150,13 +199,14 @@ def test_blocks_that_are_larger_than_vectors_are_left_to_others():
 
 @given(quantized_cases(), st.booleans())
 def test_kernels_are_written_and_read_back(case, in_bytes):
-    kernel = case.kernel if in_bytes else replace(case.kernel, dtype="float32", out_dtype=None)
+    floats = {"dtype": "float32", "out_dtype": None, "addition": None}
+    kernel = case.kernel if in_bytes else replace(case.kernel, **floats)
     assert from_json(to_json(kernel)) == kernel
     assert ("out_dtype" in to_json(kernel)) == in_bytes
 
 
 def test_sums_are_not_cut_where_partial_ones_have_no_room():
-    cpu = CPUInfo(512, 32, True, 2, 32 << 10, 512 << 10, 32 << 20, multiplies_bytes=True)
+    cpu = CPUInfo(512, 32, True, 2, 32 << 10, 512 << 10, 32 << 20, word_channels=4)
     kernel = QuantizedCase(ConvLayer(512, 512, (3, 3)), height=14, width=14).kernel
     settings_ = list(CONV2D.settings(kernel, cpu))
     assert settings_ and {knobs.ic_o for knobs in settings_} == {1}
