@@ -295,6 +295,7 @@ def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
         ) from error
     if opset < FIRST_COORDINATE_MODES:
         _place_pixels_as_before(converted)
+    _flatten_hardmax(converted)
     return converted
 
 
@@ -305,6 +306,25 @@ def _place_pixels_as_before(model: onnx.ModelProto) -> None:
                 set_attributes(
                     node, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
                 )
+
+
+def _flatten_hardmax(model: onnx.ModelProto) -> None:
+    """Give each Hardmax a matrix, which it made of its input itself; the converter drops that."""
+    for graph in all_graphs(model):
+        nodes: list[onnx.NodeProto] = []
+        for node in graph.node:
+            if node.op_type != "Hardmax" or not is_default_domain(node):
+                nodes.append(node)
+                continue
+            x, y = node.input[0], node.output[0]
+            sizes, flat, found = (f"{y}/{hint}" for hint in ("sizes", "flat", "found"))
+            nodes += [
+                helper.make_node("Shape", [x], [sizes]),
+                helper.make_node("Flatten", [x], [flat], axis=attribute(node, "axis", 1)),
+                helper.make_node("Hardmax", [flat], [found], node.name, axis=-1),
+                helper.make_node("Reshape", [found, sizes], [y]),
+            ]
+        replace_nodes(graph, nodes)
 
 
 def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:

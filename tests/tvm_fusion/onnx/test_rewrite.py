@@ -128,6 +128,17 @@ def test_resizing_before_coordinate_modes_inside_of_a_branch(mode: str) -> None:
     assert_same_as_onnx_runtime(_always(nodes, (1, 2, 3, 4), scales, opset=9))
 
 
+@pytest.mark.parametrize("opset", [1, 11, 12])
+@pytest.mark.parametrize("axis", [None, 0, 1, 2])
+def test_softmaxes_of_matrices(opset: int, axis: int | None) -> None:
+    """Before opset 13 the axes from ``axis`` on, by default 1, are one."""
+    given = {} if axis is None else {"axis": axis}
+    for op_type in ("Hardmax", "LogSoftmax", "Softmax"):
+        assert_same_as_onnx_runtime(one_node(op_type, (2, 3, 4), opset=opset, **given))
+    nodes = [helper.make_node("Hardmax", ["x"], ["r"], **given)]
+    assert_same_as_onnx_runtime(_always(nodes, (2, 3, 4), {}, opset=max(opset, 11)))
+
+
 def test_opset_that_cannot_be_upgraded() -> None:
     """Scalar broadcasting along an axis ended with opset 7."""
     model = one_node("Add", (2, 3, 4), normal(3), opset=6, listed=True, broadcast=1, axis=1)

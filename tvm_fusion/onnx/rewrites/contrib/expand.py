@@ -22,6 +22,7 @@ from .integers import (
     dequantize,
     dynamic_matmul,
     integer_matmul,
+    matmul_of_16_bits,
     matmul_of_few_bits,
     pool_quantized,
     qgemm,
@@ -60,6 +61,7 @@ CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "FusedMatMul": fused_matmul,
     "Gelu": gelu,
     "GroupQueryAttention": group_query_attention,
+    "MatMulInteger16": matmul_of_16_bits,
     "MatMulIntegerToFloat": integer_matmul,
     "MatMulNBits": matmul_of_few_bits,
     "MultiHeadAttention": multi_head_attention,
@@ -104,7 +106,8 @@ OF_ONNX_RUNTIME = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime puts into ONNX's own domain, where ONNX has none of this name."""
 
 WAITING = frozenset(
-    {"Attention", "FusedMatMul", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
+    """Attention FusedMatMul GroupQueryAttention MatMulInteger16 MultiHeadAttention
+    RotaryEmbedding""".split()
 ).union(CLASSICAL)
 """Operators that need the shapes of their inputs."""
 
