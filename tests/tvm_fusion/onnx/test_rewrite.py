@@ -383,6 +383,25 @@ def test_output_shape_of_transposed_convolutions(data: st.DataObject) -> None:
     assert assert_same_as_onnx_runtime(model).outputs[0].shape == (1, 3, wanted, wanted)
 
 
+@pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", "VALID"])
+def test_output_padding_beside_automatic_padding(mode: str) -> None:
+    """ONNX Runtime keeps the size times the stride, and ONNX infers more."""
+    constants = {f"w{kernel}": normal(2, 3, kernel, kernel) for kernel in (1, 3, 4)}
+    nodes = [
+        helper.make_node(
+            "ConvTranspose",
+            ["x", f"w{kernel}"],
+            [f"y{kernel}"],
+            auto_pad=mode,
+            strides=[3, 2],
+            output_padding=[2, 1],
+        )
+        for kernel in (1, 3, 4)
+    ]
+    names = [node.output[0] for node in nodes]
+    assert_same_as_onnx_runtime(onnx_model(nodes, {"x": (1, 2, 5, 4)}, names, constants))
+
+
 RESIZES: list[tuple[dict[str, Any], list[Any]]] = [
     ({"mode": "nearest"}, [None, np.array([1, 1, 2, 3], np.float32)]),
     ({"mode": "linear"}, [None, np.array([1, 1, 0.5, 2], np.float32)]),
