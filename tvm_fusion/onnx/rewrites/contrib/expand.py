@@ -10,6 +10,7 @@ import onnx
 from tvm_fusion.errors import UnsupportedOperatorError
 
 from ...model.graph_edits import default_opset, is_default_domain, node_label, replace_nodes
+from ...model.loader import CONTRIB_DOMAIN
 from ...model.shapes import infer_shapes
 from ...model.tensor_facts import GraphFacts
 from ...model.weights import Weights
@@ -46,8 +47,6 @@ from .pointwise import (
     skip_rms_norm,
 )
 from .rotary import rotary_embedding
-
-DOMAIN = "com.microsoft"
 
 CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "Attention": attention,
@@ -121,7 +120,7 @@ def is_contrib(node: onnx.NodeProto) -> bool:
     """Return whether the node can be replaced by :func:`expand_contrib`."""
     if is_default_domain(node):
         return node.op_type in OF_ONNX_RUNTIME
-    return is_classical(node) or (node.domain == DOMAIN and node.op_type in CONTRIB)
+    return is_classical(node) or (node.domain == CONTRIB_DOMAIN and node.op_type in CONTRIB)
 
 
 def expand_contrib(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:

@@ -80,9 +80,7 @@ def unique_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return f"it compares {pairs} pairs of elements along its axis; expected 1 to {MOST**2}"
 
 
-def _compared(
-    expansion: Expansion, x: str, shape: tuple[int, ...], axis: int
-) -> tuple[str, str]:
+def _compared(expansion: Expansion, x: str, shape: tuple[int, ...], axis: int) -> tuple[str, str]:
     """The items as a column and as a row, in a type that TVM compares; slices are flat."""
     if expansion.facts.dtype(x) == TensorProto.BFLOAT16:
         x = expansion.emit("Cast", x, to=TensorProto.FLOAT)
@@ -111,7 +109,7 @@ def _of_slices(expansion: Expansion, same: str, less: str, count: int) -> tuple[
 
 
 def _relations(expansion: Expansion, column: str, row: str, kind: int) -> tuple[str, str]:
-    """Compare pairs of elements: they are the same, that of the row is less; NaN is one, and the last."""
+    """Compare pairs: they are the same, that of the row is less; NaN is one, and the last."""
     same = expansion.emit("Equal", column, row)
     if kind == TensorProto.BOOL:
         wide = [expansion.emit("Cast", name, to=TensorProto.INT32) for name in (row, column)]
