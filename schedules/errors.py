@@ -64,5 +64,9 @@ class SlowPathWarning(UserWarning):
     """A schedule rule that failed on a kernel, which is compiled without it; a defect of ours."""
 
 
+class ModelWarning(UserWarning):
+    """A model that is not quite as ONNX has it, and how it is taken."""
+
+
 class RecordWarning(UserWarning):
     """Tuning records that are skipped: damaged, or of another version of a template."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception that tvm-fusion raises on purpose, all of them under ``TVMFusionError``.
 
-``EagerModeWarning``, ``RecordWarning`` and ``SlowPathWarning`` are categories of warnings.
+``EagerModeWarning``, ``ModelWarning``, ``RecordWarning`` and ``SlowPathWarning`` are categories of
+warnings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from schedules.errors import (
     EngineError,
     InvalidInputError,
     InvalidModelError,
+    ModelWarning,
     OpError,
     PredictionError,
     RecordWarning,
@@ -32,6 +34,7 @@ __all__ = [
     "EngineError",
     "InvalidInputError",
     "InvalidModelError",
+    "ModelWarning",
     "OpError",
     "PredictionError",
     "RecordWarning",

@@ -32,7 +32,8 @@ from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
 from .node_checks import check_nodes
 from .operator_checks import check_operators
-from .rewrite import drop_initializers_from_inputs, mend, upgrade_opset
+from .opsets import admit_newer_operators, upgrade_opset
+from .rewrite import drop_initializers_from_inputs, mend
 from .rewrites.contrib.expand import expand_contrib, is_classical
 from .rewrites.indexing.gather import translate_gather
 from .rewrites.own_ops import OWN_OPS
@@ -111,6 +112,7 @@ def _prepare(
     bind_shapes(proto, shapes)
     weights = detach_weights(proto) | dict(given or {})
     sort_nodes(proto.graph)
+    proto = admit_newer_operators(proto)
     if any(map(is_classical, proto.graph.node)):
         check_model(proto)
         check_nodes(proto)

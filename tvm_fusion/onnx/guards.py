@@ -144,6 +144,7 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "Loop": loop_problem,
     "LpPool": p_norm_problem,
     "MaxPool": max_pool_problem,
+    "MaxRoiPool": roi_align_problem,
     "MaxUnpool": unfolded_problem,
     "Mod": division_problem,
     "NonMaxSuppression": suppression_problem,

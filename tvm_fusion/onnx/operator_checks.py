@@ -24,8 +24,8 @@ WRITTEN = frozenset(
 )
 """Operators that the importer lacks, or refuses here, and that rules write by others."""
 
-DATA_DEPENDENT = frozenset({"AllClassNMS", "MaxRoiPool"})
-"""Operators of the importer whose result sizes or reads depend on data."""
+DATA_DEPENDENT = frozenset({"AllClassNMS"})
+"""Operators of the importer whose result sizes depend on data."""
 
 Problem = tuple[onnx.NodeProto, str]
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper, version_converter
+from onnx import helper, numpy_helper
 
-from ..errors import InvalidModelError
 from .guards import check_translations
 from .model.graph_edits import (
     all_graphs,
@@ -18,7 +17,6 @@ from .model.graph_edits import (
     default_opset,
     is_default_domain,
     replace_nodes,
-    set_attributes,
     used_names,
     write_defaults,
 )
@@ -26,7 +24,7 @@ from .model.shapes import infer_first, infer_shapes, infer_shapes_anew, static_s
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
 from .node_checks import OUTPUTS, check_nodes
-from .operator_checks import refuse_nodes
+from .opsets import upgrade_opset
 from .rewrites.arithmetic.activations import (
     expand_clip,
     expand_dropout,
@@ -95,16 +93,6 @@ from .rewrites.windows.resize import normalize_resizes
 from .rewrites.windows.resize_taps import expand_resize
 from .rewrites.windows.roi_align import RoiAlignRule
 from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool
-
-OLDEST_OPSET = 13
-"""First opset in which axes, pads and the like are inputs, as the importer expects."""
-
-CONVERTED_OPSET = 17
-
-FIRST_SCAN_WITHOUT_BATCH = 9
-
-FIRST_COORDINATE_MODES = 11
-"""Before this opset, Upsample and Resize had one coordinate mode, which the converter drops."""
 
 
 def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -273,38 +261,6 @@ def drop_unused_outputs(model: onnx.ModelProto) -> None:
             if is_optional and is_default_domain(node):
                 while len(node.output) > 1 and node.output[-1] not in used:
                     del node.output[-1]
-
-
-def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert a model of an old opset to one that the importer handles exactly."""
-    opset = default_opset(model)
-    if opset is None or opset >= OLDEST_OPSET:
-        return model
-    if opset < FIRST_SCAN_WITHOUT_BATCH:
-        nodes = [node for graph in all_graphs(model) for node in graph.node]
-        scans = [node for node in nodes if node.op_type == "Scan" and is_default_domain(node)]
-        reason = "this version has a batch; expected opset 9"
-        refuse_nodes(model, [(node, reason) for node in scans])
-    try:
-        converted = version_converter.convert_version(model, CONVERTED_OPSET)
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise InvalidModelError(
-            f"the model of opset {opset} cannot be converted to {CONVERTED_OPSET} ({reason}); "
-            f"export it again with opset {OLDEST_OPSET} or newer"
-        ) from error
-    if opset < FIRST_COORDINATE_MODES:
-        _place_pixels_as_before(converted)
-    return converted
-
-
-def _place_pixels_as_before(model: onnx.ModelProto) -> None:
-    for graph in all_graphs(model):
-        for node in graph.node:
-            if node.op_type == "Resize" and is_default_domain(node):
-                set_attributes(
-                    node, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
-                )
 
 
 def drop_identities(model: onnx.ModelProto, facts: GraphFacts) -> None:

@@ -128,6 +128,17 @@ def test_resizing_before_coordinate_modes_inside_of_a_branch(mode: str) -> None:
     assert_same_as_onnx_runtime(_always(nodes, (1, 2, 3, 4), scales, opset=9))
 
 
+@pytest.mark.parametrize("opset", [1, 11, 12])
+@pytest.mark.parametrize("axis", [None, 0, 1, 2])
+def test_softmaxes_of_matrices(opset: int, axis: int | None) -> None:
+    """Before opset 13 the axes from ``axis`` on, by default 1, are one."""
+    given = {} if axis is None else {"axis": axis}
+    for op_type in ("Hardmax", "LogSoftmax", "Softmax"):
+        assert_same_as_onnx_runtime(one_node(op_type, (2, 3, 4), opset=opset, **given))
+    nodes = [helper.make_node("Hardmax", ["x"], ["r"], **given)]
+    assert_same_as_onnx_runtime(_always(nodes, (2, 3, 4), {}, opset=max(opset, 11)))
+
+
 def test_opset_that_cannot_be_upgraded() -> None:
     """Scalar broadcasting along an axis ended with opset 7."""
     model = one_node("Add", (2, 3, 4), normal(3), opset=6, listed=True, broadcast=1, axis=1)
@@ -370,6 +381,25 @@ def test_output_shape_of_transposed_convolutions(data: st.DataObject) -> None:
         auto_pad=upper,
     )
     assert assert_same_as_onnx_runtime(model).outputs[0].shape == (1, 3, wanted, wanted)
+
+
+@pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", "VALID"])
+def test_output_padding_beside_automatic_padding(mode: str) -> None:
+    """ONNX Runtime keeps the size times the stride, and ONNX infers more."""
+    constants = {f"w{kernel}": normal(2, 3, kernel, kernel) for kernel in (1, 3, 4)}
+    nodes = [
+        helper.make_node(
+            "ConvTranspose",
+            ["x", f"w{kernel}"],
+            [f"y{kernel}"],
+            auto_pad=mode,
+            strides=[3, 2],
+            output_padding=[2, 1],
+        )
+        for kernel in (1, 3, 4)
+    ]
+    names = [node.output[0] for node in nodes]
+    assert_same_as_onnx_runtime(onnx_model(nodes, {"x": (1, 2, 5, 4)}, names, constants))
 
 
 RESIZES: list[tuple[dict[str, Any], list[Any]]] = [

@@ -18,12 +18,15 @@ from google.protobuf.message import DecodeError
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.warning_filters import warnings_ignored
 
-from .graph_edits import all_graphs, default_opset, is_default_domain
+from .graph_edits import all_graphs, default_opset, is_default_domain, opset_of
 from .shapes import check_size
 
 MIN_IR_VERSION = 3
 OWN_OPSET = 18
 """Version of ONNX's operators for a model that has none of them."""
+
+CONTRIB_DOMAIN = "com.microsoft"
+"""Domain of ONNX Runtime's own operators."""
 
 MAX_BYTES = 2**31 - 1
 """Protobuf cannot hold a larger message."""
@@ -86,7 +89,15 @@ def parse_model(data: bytes) -> onnx.ModelProto:
 
 
 def _complete(model: onnx.ModelProto) -> None:
-    """Name graphs, and drop the long form of the default domain, as ``onnx.checker`` requires."""
+    """Add what ``onnx.checker`` requires and ONNX Runtime does not.
+
+    That is the names of graphs, the short form of the default domain, and the version of ONNX
+    Runtime's own operators.
+    """
+    nodes = [node for graph in all_graphs(model) for node in graph.node]
+    is_used = any(node.domain == CONTRIB_DOMAIN for node in nodes)
+    if is_used and opset_of(model, CONTRIB_DOMAIN) is None:
+        model.opset_import.add(domain=CONTRIB_DOMAIN, version=1)
     for graph in all_graphs(model):
         if isinstance(graph, onnx.GraphProto) and not graph.name:
             graph.name = "graph"

@@ -31,7 +31,7 @@ from .open_sizes import translate_compress, translate_nonzero, translate_suppres
 from .open_topk import SORT_FIRST, translate_sort_first
 from .windows.deform_conv import translate_deform_conv
 from .windows.max_places import MAX_PLACES, translate_max_places
-from .windows.roi_align import translate_roi_align
+from .windows.roi_align import translate_max_roi_pool, translate_roi_align
 
 Translation = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any]], relax.Expr]
 
@@ -85,6 +85,7 @@ OWN_OPS: dict[str, Translation] = {
     "CumProd": translate_cumulative_product,
     "Det": translate_determinant,
     "DeformConv": translate_deform_conv,
+    "MaxRoiPool": translate_max_roi_pool,
     "NonMaxSuppression": translate_suppression,
     "NonZero": translate_nonzero,
     "RoiAlign": translate_roi_align,

@@ -224,6 +224,51 @@ def test_different_elements(dtype: str, is_sorted: int) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("axis", "is_sorted", "dtype"), in_turns([0, 1, -1], [1, 0, 1], ["float32", "int64", "int8"])
+)
+def test_different_slices_of_an_axis(axis: int, is_sorted: int, dtype: str) -> None:
+    generator = np.random.default_rng([axis + 1, is_sorted])
+    x = generator.integers(-1, 2, (7, 5, 2))
+    x = np.moveaxis(x[generator.integers(0, 4, 7)][:, :, :1], 0, axis).astype(dtype)
+    kind = {"float32": "float"}.get(dtype, dtype)
+    sizes = ", ".join(map(str, x.shape))
+    model = parse(
+        f"{kind}[{sizes}] x",
+        f"{kind}[a, b, c] y, int64[d] place, int64[7] which, int64[e] count",
+        f"y, place, which, count = Unique<axis = {axis}, sorted = {is_sorted}>(x)",
+    )
+    compiled = tvm_fusion.compile(model, threads=1)
+    for feed in (x, 0 * x, np.sort(x, axis)):
+        for found, expected in zip(compiled(feed), run_onnx(model, {"x": feed}), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_too_many_pairs_of_slices() -> None:
+    model = parse("float[300, 200] x", "float[a, 200] y", "y = Unique<axis = 0>(x)")
+    with pytest.raises(UnsupportedOperatorError, match="18000000 pairs .* expected 1 to 16777216"):
+        import_onnx(model)
+
+
+@pytest.mark.parametrize(("bins", "scale"), [((2, 3), 1.0), ((7, 7), 0.37), ((1, 1), 0.0625)])
+def test_maxima_of_regions(bins: tuple[int, int], scale: float) -> None:
+    """Regions outside of the image, without an extent, and with corners between pixels."""
+    model = parse(
+        "float[2, 3, 11, 13] x, float[n, 5] regions",
+        f"float[n, 3, {bins[0]}, {bins[1]}] y",
+        f"y = MaxRoiPool<pooled_shape = {[*bins]}, spatial_scale = {scale}>(x, regions)",
+    )
+    compiled = tvm_fusion.compile(model, shapes={"n": "n"}, threads=1)
+    corners = (random(40, 4) * 21 - 5) / scale
+    corners[:3] = [[100, 100, 120, 120], [0.5, 1.5, 2.5, 3.5], [5, 5, 1, 1]]
+    regions = np.concatenate([np.arange(40)[:, None] % 2, corners], 1).astype("float32")
+    x = random(2, 3, 11, 13) - 0.5
+    (wanted,) = run_onnx(model, {"x": x, "regions": regions})
+    np.testing.assert_array_equal(compiled(x, regions), wanted)
+    regions[:, 0] = np.where(regions[:, 0], 99, -7)
+    np.testing.assert_array_equal(compiled(x, regions), wanted)
+
+
 def test_numbers_that_are_none_are_one_element() -> None:
     x = np.array([np.nan, 2, np.nan, np.inf], np.float32)
     model = parse("float[4] x", "float[a] y, int64[b] place", "y, place = Unique(x)")

@@ -10,6 +10,7 @@ import onnx
 from tvm_fusion.errors import UnsupportedOperatorError
 
 from ...model.graph_edits import default_opset, is_default_domain, node_label, replace_nodes
+from ...model.loader import CONTRIB_DOMAIN
 from ...model.shapes import infer_shapes
 from ...model.tensor_facts import GraphFacts
 from ...model.weights import Weights
@@ -22,6 +23,7 @@ from .integers import (
     dequantize,
     dynamic_matmul,
     integer_matmul,
+    matmul_of_16_bits,
     matmul_of_few_bits,
     pool_quantized,
     qgemm,
@@ -46,8 +48,6 @@ from .pointwise import (
 )
 from .rotary import rotary_embedding
 
-DOMAIN = "com.microsoft"
-
 CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "Attention": attention,
     "BiasGelu": bias_gelu,
@@ -60,6 +60,7 @@ CONTRIB: dict[str, Callable[[ContribExpansion], Refusal]] = {
     "FusedMatMul": fused_matmul,
     "Gelu": gelu,
     "GroupQueryAttention": group_query_attention,
+    "MatMulInteger16": matmul_of_16_bits,
     "MatMulIntegerToFloat": integer_matmul,
     "MatMulNBits": matmul_of_few_bits,
     "MultiHeadAttention": multi_head_attention,
@@ -104,7 +105,8 @@ OF_ONNX_RUNTIME = frozenset({"SimplifiedLayerNormalization"})
 """Operators that ONNX Runtime puts into ONNX's own domain, where ONNX has none of this name."""
 
 WAITING = frozenset(
-    {"Attention", "FusedMatMul", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
+    """Attention FusedMatMul GroupQueryAttention MatMulInteger16 MultiHeadAttention
+    RotaryEmbedding""".split()
 ).union(CLASSICAL)
 """Operators that need the shapes of their inputs."""
 
@@ -118,7 +120,7 @@ def is_contrib(node: onnx.NodeProto) -> bool:
     """Return whether the node can be replaced by :func:`expand_contrib`."""
     if is_default_domain(node):
         return node.op_type in OF_ONNX_RUNTIME
-    return is_classical(node) or (node.domain == DOMAIN and node.op_type in CONTRIB)
+    return is_classical(node) or (node.domain == CONTRIB_DOMAIN and node.op_type in CONTRIB)
 
 
 def expand_contrib(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:

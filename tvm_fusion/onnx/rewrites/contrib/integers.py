@@ -137,6 +137,14 @@ def _float_product(
     return None
 
 
+def matmul_of_16_bits(parts: ContribExpansion) -> Refusal:
+    """``A @ B`` in the 32 bits of the result, which has a sign unless neither factor has one."""
+    kinds = {parts.facts.dtype(name) for name in parts.node.input}
+    kind = TensorProto.UINT32 if kinds == {TensorProto.UINT16} else TensorProto.INT32
+    parts.finish(parts.emit("MatMul", *(parts.emit("Cast", x, to=kind) for x in parts.node.input)))
+    return None
+
+
 def quantize(parts: ContribExpansion) -> Refusal:
     """ONNX's own operator, under another name."""
     return _as_onnx(parts)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of a ConvTranspose's ``output_shape`` by padding; the importer ignores it."""
+"""Replacement of a ConvTranspose's ``output_shape``, and of ``auto_pad``, by padding.
+
+The importer ignores the former, and ONNX adds ``output_padding`` to the size that the latter keeps,
+where ONNX Runtime takes it off again.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,17 @@ from ...model.tensor_facts import GraphFacts
 
 
 def pad_transposed_convolutions(model: onnx.ModelProto, facts: GraphFacts) -> bool:
-    """Replace ``output_shape`` by ``pads`` and ``output_padding`` wherever they can express it.
+    """Name ``pads`` and ``output_padding`` wherever they can express the size that is asked for.
 
-    Return whether there was one. ONNX infers a shape without spatial dimensions for some of them,
-    so that all shapes must be inferred again.
+    Return whether there was one. ONNX infers other shapes for some of them, so that all shapes must
+    be inferred again.
     """
     changed = False
     for node in model.graph.node:
         if not is_default_domain(node) or node.op_type != "ConvTranspose":
             continue
         data, weight = facts.shape(node.input[0]), facts.shape(node.input[1])
-        if attribute(node, "output_shape") is None or data is None or weight is None:
+        if data is None or weight is None or not _asks_for_size(node):
             continue
         paddings = _paddings(node, data[2:], weight[2:])
         if paddings is None:
@@ -31,13 +35,21 @@ def pad_transposed_convolutions(model: onnx.ModelProto, facts: GraphFacts) -> bo
     return changed
 
 
+def _asks_for_size(node: onnx.NodeProto) -> bool:
+    """Return whether a node has the size of its result, or keeps one that ONNX adds to."""
+    is_same = attribute(node, "auto_pad", "NOTSET") in ("SAME_LOWER", "SAME_UPPER")
+    is_same = is_same and any(attribute(node, "output_padding", []))
+    return is_same or attribute(node, "output_shape") is not None
+
+
 def _paddings(
     node: onnx.NodeProto, size: tuple[int, ...], kernel: tuple[int, ...]
 ) -> tuple[list[int], list[int]] | None:
     """``pads`` and ``output_padding`` that give the wanted size, as ONNX distributes them."""
     rank = len(size)
-    wanted = attribute(node, "output_shape")[-rank:]
     strides = attribute(node, "strides", [1] * rank)
+    same = [extent * stride for extent, stride in zip(size, strides, strict=True)]
+    wanted = attribute(node, "output_shape", same)[-rank:]
     dilations = attribute(node, "dilations", [1] * rank)
     extra = list(attribute(node, "output_padding", [0] * rank))
     upper = attribute(node, "auto_pad", "NOTSET") == "SAME_UPPER"
@@ -45,9 +57,9 @@ def _paddings(
     for i in range(rank):
         full = strides[i] * (size[i] - 1) + (kernel[i] - 1) * dilations[i] + 1 + extra[i]
         total = full - wanted[i]
-        if total < 0:
+        if total < 0 and attribute(node, "output_shape") is not None:
             extra[i] -= total
-            total = 0
+        total = max(total, 0)
         if extra[i] >= max(strides[i], dilations[i]):
             return None
         small, large = total // 2, total - total // 2

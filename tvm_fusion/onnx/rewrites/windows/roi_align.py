@@ -4,6 +4,9 @@
 A bin is the mean of its samples, each of which is interpolated from four pixels; or, with mode
 ``max``, the largest of the pixels of all samples, each times its weight in the interpolation. The
 latter is what ONNX defines by its reference and its tests.
+
+A bin of MaxRoiPool is the largest of the whole pixels in it; the corners of a region are rounded to
+pixels, both of which are inside.
 """
 
 from __future__ import annotations
@@ -40,6 +43,54 @@ def translate_roi_align(
         return bins.means(data, regions, images)
     arguments = [data, regions, builder.normalize(images)]
     return builder.emit_te(bins.maxima, *arguments, primfunc_name_hint="roi_maxima")
+
+
+def translate_max_roi_pool(
+    builder: relax.BlockBuilder, inputs: Sequence[Any], attributes: dict[str, Any]
+) -> relax.Expr:
+    """Maxima of the bins of regions, a row of which begins with its image; 0 of an empty bin."""
+    data, regions = inputs
+    height, width = attributes["pooled_shape"]
+    scale = float(attributes.get("spatial_scale", 1.0))
+
+    def pooled(data: te.Tensor, regions: te.Tensor) -> te.Tensor:
+        shape = (regions.shape[0], data.shape[1], height, width)
+
+        def bounds(n: Any, index: Any, axis: int) -> tuple[tirx.Expr, tirx.Expr]:
+            """First pixel of a bin along rows or columns, and the number of its pixels."""
+            dtype, size = regions.dtype, data.shape[2 + axis]
+            start, end = (
+                tirx.Cast("int32", _rounded(regions(n, place - axis) * tirx.const(scale, dtype)))
+                for place in (2, 4)
+            )
+            length = tirx.Cast(dtype, tirx.max(end - start + 1, 1))
+            length = length / tirx.const((height, width)[axis], dtype)
+            low = tirx.Cast("int32", tirx.floor(tirx.Cast(dtype, index) * length)) + start
+            high = tirx.Cast("int32", tirx.ceil(tirx.Cast(dtype, index + 1) * length)) + start
+            low, high = (tirx.min(tirx.max(place, 0), size) for place in (low, high))
+            return low, tirx.max(high - low, 0)
+
+        def largest(n: Any, c: Any, i: Any, j: Any) -> tirx.Expr:
+            (top, rows), (left, columns) = bounds(n, i, 0), bounds(n, j, 1)
+            row, column = te.reduce_axis((0, rows), "row"), te.reduce_axis((0, columns), "column")
+            image = tirx.max(tirx.min(tirx.Cast("int32", regions(n, 0)), data.shape[0] - 1), 0)
+            return te.max(data(image, c, top + row, left + column), axis=[row, column])
+
+        found = te.compute(shape, largest, name="largest_pixel")
+
+        def shown(n: Any, c: Any, i: Any, j: Any) -> tirx.Expr:
+            has_any = tirx.all(bounds(n, i, 0)[1] > 0, bounds(n, j, 1)[1] > 0)
+            return tirx.Select(has_any, found(n, c, i, j), tirx.const(0, data.dtype))
+
+        return te.compute(shape, shown, name="roi_pool")
+
+    return builder.emit_te(pooled, data, regions, primfunc_name_hint="roi_pool")
+
+
+def _rounded(value: tirx.Expr) -> tirx.Expr:
+    """The nearest whole number, of two the one away from zero."""
+    half, zero = (tirx.const(number, str(value.ty.dtype)) for number in (0.5, 0))
+    return tirx.Select(value < zero, tirx.ceil(value - half), tirx.floor(value + half))
 
 
 @dataclass(frozen=True)
@@ -196,5 +247,7 @@ def roi_align_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     for name in node.input[:2]:
         if facts.dims(name) is None or (name == node.input[0] and facts.shape(name) is None):
             return f"the shape of {name!r} is only known at run time"
+    if node.op_type == "MaxRoiPool":
+        return None
     mode = attribute(node, "mode", "avg")
     return None if mode in ("avg", "max") else f"its mode is {mode!r}; expected 'avg' or 'max'"
