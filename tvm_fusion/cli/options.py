@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,23 @@ class Shape(click.ParamType):
             self.fail(f"{value!r} is not like input=1,3,224,224 or batch=1", param, ctx)
         numbers = tuple(int(item) for item in items)
         return name, numbers if "," in sizes else numbers[0]
+
+
+class Targets(click.ParamType):
+    """A target, or several names of CPUs, separated by commas."""
+
+    name = "TARGET[,...]"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | list[str]:
+        """Split names; a target with options, which may hold commas itself, stays whole."""
+        if not isinstance(value, str):
+            return value
+        names = [name.strip() for name in value.split(",")]
+        if len(names) == 1 or any(re.search(r"[\s{]", name) for name in names):
+            return value
+        if not all(names):
+            self.fail(f"{value!r} is not like x86-64-v3,x86-64-v4", param, ctx)
+        return names
 
 
 class NamedFile(click.ParamType):
@@ -152,6 +170,16 @@ precision_option = click.option(
     help="For GPUs: fp16 computes products and convolutions of float32 in float16, on tensor cores "
     "where there are some; tf32 rounds the factors of products and of dense convolutions to TF32, "
     "from sm_80 on.",
+)
+
+targets_option = click.option(
+    "--target",
+    type=Targets(),
+    default="native",
+    show_default=True,
+    help="CPU or GPU to compile for: native, x86-64-v3, cuda (the GPU of this machine), "
+    "'cuda -arch=sm_90', opencl, or a target of TVM. With several CPUs, such as "
+    "x86-64-v3,x86-64-v4, the file holds code for each, and runs that for the best one.",
 )
 
 network_option = click.option(

@@ -14,13 +14,14 @@ import click
 from ...errors import ArtifactError
 from ..checks import refuse_given, refuse_model_file
 from ..options import (
-    compile_options,
     exchange_option,
     json_option,
     machine_option,
+    model_options,
     network_option,
     precision_option,
     records_option,
+    targets_option,
     threads_option,
 )
 from ..output import compile_model, progress_bar, show
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 )
 @exchange_option
 @network_option
-@compile_options
+@targets_option
+@model_options
 @records_option
 @machine_option
 @click.option(
@@ -95,6 +97,7 @@ def compile_command(
         "bytes": size,
         "seconds": seconds,
         "target": str(compiled.target),
+        "targets": compiled.targets,
         "pairs": len(compiled.fused),
         "fused": fused,
         "inputs": compiled.inputs,
@@ -104,6 +107,8 @@ def compile_command(
     device = "" if compiled.needs is None else f" for {compiled.needs}"
     if ranks is not None:
         result["ranks"], device = ranks, f" for {ranks} ranks"
+    if len(compiled.targets) > 1:
+        device = f" for {', '.join(compiled.targets)}"
     tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
     text = (
         f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
