@@ -46,7 +46,7 @@ from examples.benchmarks.gpu.model_engines import model_engines  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Rotation, Verdict, reason  # noqa: E402
 from examples.benchmarks.gpu.relax_build import cuda_texts  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
-from tvm_fusion.cli.output import progress_bar  # noqa: E402
+from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.compiler.gpu_phases import stock_phases  # noqa: E402
 from tvm_fusion.compiler.pipeline import build  # noqa: E402
 

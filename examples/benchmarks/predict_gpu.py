@@ -41,7 +41,7 @@ from schedules.cost.memory_bound import (  # noqa: E402
     StreamingTime,
     predict_streaming,
 )
-from tvm_fusion.cli.output import progress_bar  # noqa: E402
+from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.codegen.nvrtc import Resources, compile_cuda, resources  # noqa: E402
 from tvm_fusion.errors import EngineError  # noqa: E402
 

@@ -30,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion.bench.race_result import TOLERANCE, Plan
-from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.runtime.host_arrays import relative_error
 

@@ -56,7 +56,7 @@ from examples.benchmarks.gpu.variants import (  # noqa: E402
 from examples.benchmarks.gpu.xla import XLA  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.workload.reduce import FINISHES  # noqa: E402
-from tvm_fusion.cli.output import progress_bar  # noqa: E402
+from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.codegen.nvrtc import compile_cuda, compiler  # noqa: E402
 
 

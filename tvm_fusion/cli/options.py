@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import re
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+
+from .checks import refuse_absent_folder
 
 PEERS = ("onnxruntime", "openvino", "tvm")
 
@@ -45,6 +49,36 @@ class Targets(click.ParamType):
         if not all(names):
             self.fail(f"{value!r} is not like x86-64-v3,x86-64-v4", param, ctx)
         return names
+
+
+class ModelFile(click.Path):
+    """A file with a model; ``-`` is standard input, which is kept in a file during the command."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Read standard input, or check that the file is there."""
+        if value != "-":
+            return super().convert(value, param, ctx)
+        folder = tempfile.TemporaryDirectory()
+        ctx.call_on_close(folder.cleanup)
+        path = Path(folder.name) / "model"
+        path.write_bytes(sys.stdin.buffer.read())
+        return path
+
+
+class OutputFile(click.Path):
+    """A file to write, which is refused before anything is computed if its folder is not there."""
+
+    def __init__(self, dir_okay: bool = False) -> None:
+        super().__init__(dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Check that the file can be written."""
+        path = super().convert(value, param, ctx)
+        refuse_absent_folder(path)
+        return path
 
 
 class NamedFile(click.ParamType):
@@ -94,9 +128,7 @@ def as_mapping(
     return mapping
 
 
-model_argument = click.argument(
-    "model", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="MODEL"
-)
+model_argument = click.argument("model", type=ModelFile(), metavar="MODEL")
 
 _COMPILE_OPTIONS = (
     click.option(

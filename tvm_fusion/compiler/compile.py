@@ -14,7 +14,8 @@ from .interrupts import interrupts_kept
 from .model_cache import Entry, cache_folder
 
 Progress = Callable[[str, int, int], None]
-"""Told the name of a stage, its number, and the number of all of them."""
+"""Told the name of a stage, its number, and the number of all of them; within the stage ``build``
+again, with the number of kernels that are done."""
 
 if TYPE_CHECKING:
     import onnx
@@ -97,7 +98,8 @@ def compile(
         an architecture is then that machine.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
-        them; at the end with ``"done"``.
+        them; at the end with ``"done"``. While kernels are built, also with texts such as
+        ``"build, 8 of 40 kernels"``.
     ranks : int, optional
         Processes of MPI that compute the model together, each some rows of every image
         (:func:`tvm_fusion.distributed.compile_network` has more options); on CPUs. ``threads`` are

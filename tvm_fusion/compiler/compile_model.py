@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tvm
 
@@ -144,8 +143,8 @@ def _compile(
     for target, options in targets:
         about = f"{target.attrs['mcpu']}: " if len(targets) > 1 else ""
 
-        def told(stage: str, about: str = about) -> None:
-            tell(about + stage)
+        def told(stage: str, is_new: bool = True, about: str = about) -> None:
+            tell(about + stage, is_new)
 
         mod = pipeline.optimize(imported.mod, target, options, lambda phase, *_: told(phase))
         built = _generate(mod, target, told, options)
@@ -168,7 +167,14 @@ def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
         return import_onnx(model, shapes)
 
 
-def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
+class Teller(Protocol):
+    """Function that tells a user's ``progress`` a new stage, or how far the present one is."""
+
+    def __call__(self, stage: str, is_new: bool = True) -> None:
+        """Report the stage."""
+
+
+def announcer(progress: Progress | None, stages: int) -> Teller:
     """Function that reports each stage's name, its number and the number of stages.
 
     Raises
@@ -178,11 +184,13 @@ def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
     """
     if progress is not None and not callable(progress):
         raise InvalidInputError(f"progress is {progress!r:.60}; expected a function or None")
-    numbers = itertools.count()
+    number = -1
 
-    def tell(stage: str) -> None:
+    def tell(stage: str, is_new: bool = True) -> None:
+        nonlocal number
+        number += is_new
         if progress is not None:
-            progress(stage, next(numbers), stages)
+            progress(stage, number, stages)
 
     return tell
 
@@ -190,12 +198,18 @@ def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
 def _generate(
     mod: tvm.IRModule,
     target: tvm.target.Target,
-    tell: Callable[[str], None],
+    tell: Teller,
     options: pipeline.Options,
 ) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")
-    built = pipeline.build_apart(mod, target, options.fast_math, cuda_graph=options.cuda_graph)
+    built = pipeline.build_apart(
+        mod,
+        target,
+        options.fast_math,
+        cuda_graph=options.cuda_graph,
+        built=lambda done, total: tell(f"build, {done} of {total} kernels", is_new=False),
+    )
     if _is_cuda(target):
         tell("machine code")
         with interrupts_kept():

@@ -12,12 +12,12 @@ from rich.table import Table
 
 from ...runtime.artifact import Description, describe_artifact
 from ...runtime.weights import stored_bytes
-from ..options import json_option
+from ..options import json_option, model_argument
 from ..output import show_table
 
 
 @click.command("inspect")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@model_argument
 @json_option
 def inspect_command(model: Path, as_json: bool) -> None:
     """Show what MODEL, a compiled model, takes, returns and needs; nothing of it is run.
