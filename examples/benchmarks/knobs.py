@@ -55,7 +55,7 @@ from tvm_fusion.tuning.measure import planes, writer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 
 FIRST_ROUNDS = 5
@@ -301,7 +301,9 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=FINAL_SECONDS, help="of each final")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--resume", action="store_true", help="keep what the file already has")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "knobs.json", metavar="FILE")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "knobs.json"), metavar="FILE"
+    )
     chosen = options.parse_args()
     machine = host_info()
     results: dict[str, dict[str, Any]] = {}

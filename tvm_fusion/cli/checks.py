@@ -67,7 +67,7 @@ def refuse_absent_folder(output: Path) -> None:
     ArtifactError
         If the folder does not exist, or may not be written to.
     """
-    if not os.access(output.parent, os.W_OK):
+    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
 
 

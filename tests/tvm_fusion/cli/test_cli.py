@@ -429,6 +429,7 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (b"PK\x03\x04", ["run", "{library}", "--input", "image={bad}"], "as a .npy file"),
         (None, ["run", "{library}", "--input", "image={npz}"], "holds several arrays"),
         (None, ["run", "{library}", "--output", "no/folder.npz"], "cannot write 'no/folder.npz'"),
+        (None, ["run", "{library}", "--output", "{npy}/y.npz"], "no such folder, or not a"),
     ],
 )
 def test_our_errors_exit_1_with_one_line(
