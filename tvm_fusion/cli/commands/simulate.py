@@ -109,7 +109,7 @@ def simulate_command(
     from ...distributed.network_figures import read_figures
     from ...distributed.program import default_processor
 
-    target = resolve_ranks(1, options.pop("target"), threads or 1)
+    target = resolve_ranks(1, options.pop("target"), threads)
     figures, measured = read_figures(network)
     stages = read_network(model, target, **options)
     scaling = simulate_network(
