@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tvm_fusion.bench.race import Arena, EngineSpec
 from tvm_fusion.bench.race_result import TOLERANCE, Plan, RaceResult, error_text
-from tvm_fusion.cli.output import progress_bar
+from tvm_fusion.cli.progress import progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.models import MODELS  # noqa: E402  (the checkout holds it)

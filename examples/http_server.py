@@ -6,7 +6,8 @@
     python examples/http_server.py model.so --streams 2
     curl localhost:8000/predict -H "Content-Type: application/json" -d '{"image": [[...]]}'
 
-A model computes one call at a time, so each stream has a model of its own.
+A model computes one call at a time, so each stream loads the file once more; all share its weights,
+also with other processes that serve it.
 """
 
 from __future__ import annotations

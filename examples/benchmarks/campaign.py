@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +20,8 @@ from rich.table import Table
 from tvm_fusion.bench.race import Arena, EngineSpec, Progress
 from tvm_fusion.bench.race_result import TOLERANCE, Plan
 from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
@@ -29,6 +32,21 @@ CPU_FOLDER = FOLDER / host_cpu()
 Results = dict[str, dict[str, Any]]
 
 
+def output_file(text: str) -> Path:
+    """Type of an option: a file that results can be written to; its folder is made.
+
+    So a CPU that ran no benchmark before is found to have none before anything is measured. A
+    default is given as text, since argparse converts no other.
+    """
+    path = Path(text)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    has_folder = path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    if path.is_dir() or not has_folder:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: no file in a writable folder")
+    return path
+
+
 def parser(description: str, names: Sequence[str], output: str) -> argparse.ArgumentParser:
     """Return the options that all benchmarks have; ``names`` are those of the models."""
     options = argparse.ArgumentParser(description=description)
@@ -37,7 +55,9 @@ def parser(description: str, names: Sequence[str], output: str) -> argparse.Argu
     options.add_argument("--rounds", type=int, help="turns of each engine")
     options.add_argument("--quick", action="store_true", help="a few short rounds")
     options.add_argument("--resume", action="store_true", help="keep what the file already has")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / output, metavar="FILE")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / output), metavar="FILE"
+    )
     return options
 
 

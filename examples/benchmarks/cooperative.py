@@ -41,7 +41,7 @@ from tvm_fusion.machine.host_info import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.distributed import run_rates  # noqa: E402
 from examples.stencils import STENCILS  # noqa: E402
 
@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--one-core-each", action="store_true", help="the device is an OpenCL on one of the cores"
     )
     options.add_argument("--dry-run", action="store_true", help="compile and predict only")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "cooperative.json")
+    options.add_argument("--output", type=output_file, default=str(CPU_FOLDER / "cooperative.json"))
     given = options.parse_args(arguments)
     device: str | Device = given.device or ("cuda -arch=sm_90" if given.dry_run else "cuda")
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)

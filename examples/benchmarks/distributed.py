@@ -49,7 +49,7 @@ from tvm_fusion.machine.host_info import host_info
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import stencil_peers  # noqa: E402
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.stencils import STENCILS  # noqa: E402
 
 
@@ -409,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     options.add_argument("--rounds", type=int, default=3, help="turns of each job")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed.json")
+    options.add_argument("--output", type=output_file, default=str(CPU_FOLDER / "distributed.json"))
     options.add_argument(
         "--peers", nargs="?", const=sys.executable, metavar="PYTHON", help="race peers, too"
     )

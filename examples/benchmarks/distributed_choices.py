@@ -35,7 +35,7 @@ from tvm_fusion.machine.host_info import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.distributed import (  # noqa: E402
     CASES,
     REPEATED,
@@ -182,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=15, help="turns of each alternative")
     options.add_argument("--files", type=Path, help="folder of the compiled networks")
     options.add_argument("--network", type=Path, help="file that chooses the routes of halos")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed_choices.json")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "distributed_choices.json")
+    )
     options.add_argument("--job", nargs="+", choices=names, help=argparse.SUPPRESS)
     options.add_argument("--compiled", type=json.loads, help=argparse.SUPPRESS)
     given = options.parse_args(arguments)

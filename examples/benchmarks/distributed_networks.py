@@ -35,7 +35,7 @@ from tvm_fusion.machine.host_info import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.distributed import JOBS, launch  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
@@ -161,7 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=4, help="turns of each job")
     options.add_argument("--repeat", type=int, default=20, help="runs of a turn")
     options.add_argument("--files", type=Path, help="folder of the compiled models")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "distributed_networks.json")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "distributed_networks.json")
+    )
     given = options.parse_args(arguments)
     kept = json.loads(given.output.read_text()) if given.output.exists() else {}
     results = kept.get("results", {})

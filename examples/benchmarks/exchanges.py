@@ -47,7 +47,7 @@ from tvm_fusion.machine.host_info import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.distributed import launch  # noqa: E402
 
 
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     options.add_argument("--rounds", type=int, default=5, help="turns of each side")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "exchanges.json")
+    options.add_argument("--output", type=output_file, default=str(CPU_FOLDER / "exchanges.json"))
     options.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     given = options.parse_args(arguments)
     if given.job:

@@ -46,7 +46,8 @@ from schedules.cpu.cost.cost_model import estimate
 from schedules.cpu.cost.fused_conv2d_knobs import FusedConv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.runtime.thread_pool import Crew
@@ -54,7 +55,7 @@ from tvm_fusion.tuning.measure import planes, writer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.layers import PAIRS  # noqa: E402
 
 FIRST_ROUNDS = 5
@@ -300,7 +301,9 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=FINAL_SECONDS, help="of each final")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--resume", action="store_true", help="keep what the file already has")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "knobs.json", metavar="FILE")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "knobs.json"), metavar="FILE"
+    )
     chosen = options.parse_args()
     machine = host_info()
     results: dict[str, dict[str, Any]] = {}

@@ -28,7 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import FOLDER  # noqa: E402
+from examples.benchmarks.campaign import FOLDER, output_file  # noqa: E402
 from examples.benchmarks.gpu import command_line, machine, report  # noqa: E402
 from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
 from examples.benchmarks.gpu.compare import Trial, clear, race  # noqa: E402
@@ -46,7 +46,7 @@ from examples.benchmarks.gpu.model_engines import model_engines  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Rotation, Verdict, reason  # noqa: E402
 from examples.benchmarks.gpu.relax_build import cuda_texts  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
-from tvm_fusion.cli.output import progress_bar  # noqa: E402
+from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.compiler.gpu_phases import stock_phases  # noqa: E402
 from tvm_fusion.compiler.pipeline import build  # noqa: E402
 
@@ -71,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--quick", action="store_true", help="fewer models and samples")
     options.add_argument("--only", nargs="+", choices=MODELS, metavar="NAME", help="of models")
     command_line.add_options(options, "model")
-    options.add_argument("--output", type=Path, metavar="FILE", default=FOLDER / "models_gpu.json")
+    options.add_argument(
+        "--output", type=output_file, metavar="FILE", default=str(FOLDER / "models_gpu.json")
+    )
     return options
 
 

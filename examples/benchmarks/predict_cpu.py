@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.prediction.machines import find_machine
 from tvm_fusion.prediction.model.check import CheckedModel, check_model, geometric_error, mean_error
@@ -32,7 +33,7 @@ from tvm_fusion.runtime.thread_pool import choose_threads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.models import MODELS  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 
@@ -115,7 +116,7 @@ def main() -> int:
     options.add_argument("--runs", type=int, default=30, help="timed runs (default: 30)")
     options.add_argument("--rounds", type=int, default=5, help="the fastest counts (default: 5)")
     options.add_argument("--resume", action="store_true", help="keep what the file already has")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_cpu.json")
+    options.add_argument("--output", type=output_file, default=str(CPU_FOLDER / "predict_cpu.json"))
     chosen = options.parse_args()
     threads = choose_threads(chosen.threads)
     machine = find_machine("native", threads)

@@ -29,7 +29,7 @@ from tvm.target import Target
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import reduction_cases  # noqa: E402
-from examples.benchmarks.campaign import FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.gpu import command_line, sass  # noqa: E402
 from examples.benchmarks.gpu.relax_build import our_passes, our_reduce, relax_module  # noqa: E402
 from examples.benchmarks.gpu.warp_paths import block_cycles  # noqa: E402
@@ -41,7 +41,7 @@ from schedules.cost.memory_bound import (  # noqa: E402
     StreamingTime,
     predict_streaming,
 )
-from tvm_fusion.cli.output import progress_bar  # noqa: E402
+from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.codegen.nvrtc import Resources, compile_cuda, resources  # noqa: E402
 from tvm_fusion.errors import EngineError  # noqa: E402
 
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--machine", nargs="+", choices=MACHINES, default=list(MACHINES))
     options.add_argument("--only", nargs="+", default=list(CASES), metavar="PATTERN")
-    options.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE")
+    options.add_argument("--output", type=output_file, default=str(OUTPUT), metavar="FILE")
     chosen = options.parse_args(arguments)
     cases = reduction_cases.select(only=chosen.only)
     if not cases:

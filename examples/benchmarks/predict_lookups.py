@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.prediction.data import errors  # noqa: E402
 from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
     RANGES,
@@ -469,7 +469,9 @@ def main() -> int:
     options.add_argument("--train", action="store_true", help="write the models")
     options.add_argument("--check", action="store_true", help="take the models that are there")
     options.add_argument("--launches", type=Path, default=Path("build/lookups.json"))
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_lookups.json")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "predict_lookups.json")
+    )
     chosen = options.parse_args()
     file = chosen.launches
     launches: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []

@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.predict_lookups import Launch, keep_freed_memory  # noqa: E402
 from examples.benchmarks.predict_sharding import draw_task, splits  # noqa: E402
 from examples.benchmarks.predict_traces import errors  # noqa: E402
@@ -192,7 +192,9 @@ def main() -> int:
     options.add_argument("folder", type=Path, nargs="?", help="of a rank's files; for ranks")
     options.add_argument("--tasks", type=int, default=8)
     options.add_argument("--rounds", type=int, default=20)
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_resharding.json")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "predict_resharding.json")
+    )
     chosen = options.parse_args()
     if chosen.folder:
         with connected(chosen.folder):

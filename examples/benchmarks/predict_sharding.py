@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.predict_lookups import (  # noqa: E402
     BATCHES,
     WIDTHS,
@@ -279,7 +279,9 @@ def main() -> int:
     options.add_argument("--step", choices=["machine", "ways"], help="for ranks")
     options.add_argument("--tasks", type=int, default=20)
     options.add_argument("--rounds", type=int, default=15, help="in each of three turns")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_sharding.json")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "predict_sharding.json")
+    )
     chosen = options.parse_args()
     if chosen.step:
         with connected(chosen.folder):

@@ -41,7 +41,7 @@ from tvm_fusion.runtime.thread_pool import choose_threads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.torch_zoo import TORCH_ZOO, Sample  # noqa: E402
 
 NAMES = ("resnet18", "resnet50", "mobilenet_v2", "vgg11", "densenet121", "bert_eager")
@@ -185,7 +185,9 @@ def main() -> int:
     options.add_argument("--threads", type=int, help="default: all physical cores")
     options.add_argument("--runs", type=int, default=20, help="timed runs (default: 20)")
     options.add_argument("--rounds", type=int, default=4, help="the fastest counts (default: 4)")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "predict_torch.json")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "predict_torch.json")
+    )
     chosen = options.parse_args()
     threads = choose_threads(chosen.threads)
     machine = find_machine(chosen.machine, threads)

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.campaign import CPU_FOLDER, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.predict_traces import errors  # noqa: E402
 from examples.benchmarks.prediction.timed_steps import (  # noqa: E402
     TRACED,
@@ -337,7 +337,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=15, help="steps that are timed in a turn")
     options.add_argument("--ranks", type=int, choices=[1, 2], default=1)
     options.add_argument("--traces", type=Path, help="folder to keep the traces in")
-    options.add_argument("--output", type=Path)
+    options.add_argument("--output", type=output_file)
     chosen = options.parse_args()
     if len(set(chosen.only)) < 2:
         options.error("--only: expected two trainings or more, each predicted by the others")

@@ -35,7 +35,8 @@ from schedules.workload.conv2d import Conv2DKernel
 from tvm_fusion.bench.profiler import kernel_costs
 from tvm_fusion.bench.shortfall import useful_share
 from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.onnx.frontend import ImportedModel, import_onnx
 from tvm_fusion.prediction.machines import cpu_target, find_machine, predicted_cpu

@@ -30,13 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion.bench.race_result import TOLERANCE, Plan
-from tvm_fusion.cli.output import FILE_WIDTH, progress_bar
+from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.runtime.host_arrays import relative_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the module beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, output_file, save  # noqa: E402
 
 PLAN = Plan(rounds=5, runs=100, turn_seconds=0.04, budget_seconds=0.5)
 WARM_SECONDS = 0.02  # an idle processor takes milliseconds to speed up
@@ -361,7 +362,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--threads", type=int, help="default: all physical cores")
     parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--output", type=Path, default=CPU_FOLDER / "reductions_cpu.json")
+    parser.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "reductions_cpu.json")
+    )
     options = parser.parse_args()
     machine = host_info()
     threads = options.threads or machine["physical_cores"]

@@ -27,7 +27,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import reduction_cases  # noqa: E402
-from examples.benchmarks.campaign import FOLDER  # noqa: E402
+from examples.benchmarks.campaign import FOLDER, output_file  # noqa: E402
 from examples.benchmarks.gpu import command_line, machine, report  # noqa: E402
 from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
 from examples.benchmarks.gpu.compare import compare  # noqa: E402
@@ -56,7 +56,7 @@ from examples.benchmarks.gpu.variants import (  # noqa: E402
 from examples.benchmarks.gpu.xla import XLA  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.workload.reduce import FINISHES  # noqa: E402
-from tvm_fusion.cli.output import progress_bar  # noqa: E402
+from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.codegen.nvrtc import compile_cuda, compiler  # noqa: E402
 
 
@@ -68,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_options(options, "case")
     options.add_argument("--thresholds", action="store_true", help="force splits and finishes")
     options.add_argument("--assemble", action="store_true", help="with --dry-run: to machine code")
-    options.add_argument("--output", type=Path, metavar="FILE", help="default: under results/")
+    options.add_argument(
+        "--output", type=output_file, metavar="FILE", help="default: under results/"
+    )
     return options
 
 

@@ -35,7 +35,7 @@ from tvm_fusion.tuning.tasks import table_of_features
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import save  # noqa: E402
+from examples.benchmarks.campaign import output_file, save  # noqa: E402
 from examples.benchmarks.knobs import rank_correlation  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -226,7 +226,9 @@ def main() -> int:
     """Replay all, print the tables, and draw."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--output", type=Path, default=RESULTS / "search.json", metavar="FILE")
+    options.add_argument(
+        "--output", type=output_file, default=str(RESULTS / "search.json"), metavar="FILE"
+    )
     chosen = options.parse_args()
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)

@@ -59,7 +59,7 @@ from tvm_fusion.tuning.worker import WEIGHT_BYTES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, save  # noqa: E402
+from examples.benchmarks.campaign import CPU_FOLDER, geometric_mean, output_file, save  # noqa: E402
 from examples.benchmarks.tuning_engines import TUNED, separate_functions  # noqa: E402
 from examples.layers import DEPTHWISE_PAIRS, build_pair  # noqa: E402
 
@@ -318,7 +318,9 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     options.add_argument("--threads", type=int, help="default: all physical cores")
-    options.add_argument("--output", type=Path, default=CPU_FOLDER / "tuning.json", metavar="FILE")
+    options.add_argument(
+        "--output", type=output_file, default=str(CPU_FOLDER / "tuning.json"), metavar="FILE"
+    )
     options.add_argument("--pieces", nargs="+", choices=list(PIECES), default=list(PIECES))
     options.add_argument("--trials", type=int, default=64)
     options.add_argument("--minutes", type=float, help="limit of one go of a job of ours")

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-import copy
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..runtime.compiled_model import CompiledModel
+from ..runtime.compiled_model import CompiledModel, load
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def throughput(
     model : CompiledModel
         The model; its number of threads is that of each stream.
     streams : int
-        Number of calls at the same time. Each but the first needs the memory of another model.
+        Number of calls at the same time. All but the first share the weights of a saved copy.
     inputs : mapping
         Inputs by name.
     seconds : float
@@ -63,7 +64,12 @@ def throughput(
     """
     if streams < 1 or not seconds > 0:
         raise InvalidInputError(f"streams is {streams}, seconds {seconds}; expected positive ones")
-    models = [model, *(copy.deepcopy(model) for _ in range(streams - 1))]
+    models = [model]
+    if streams > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.so"
+            model.save(path)
+            models += [load(path, model.threads) for _ in range(streams - 1)]
     start = threading.Barrier(streams)
 
     def stream(own: CompiledModel) -> tuple[float, float, int]:

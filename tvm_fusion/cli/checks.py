@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,18 @@ def refuse_absent_gpu(target: str) -> None:
         needs = device_needs(resolve(target))
         if needs is not None:
             check_device(needs)
+
+
+def refuse_absent_folder(output: Path) -> None:
+    """Refuse to write a file into a folder that is not there.
+
+    Raises
+    ------
+    ArtifactError
+        If the folder does not exist, or may not be written to.
+    """
+    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+        raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
 
 
 def refuse_model_file(output: Path, model: Path) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``tvm-fusion``: the table of its commands, their errors and exit codes.
 
-Results go to standard output, progress and errors to standard error. Exit codes: 0, 1 for an
-error that the message explains, 2 for wrong usage, 130 after Ctrl-C.
+Results go to standard output, progress and errors to standard error; with ``--json`` an error is
+JSON on standard output. Exit codes: 0, 1 for an error that the message explains, 2 for wrong usage,
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import click
 from ..errors import TVMFusionError
 from ..machine.launched_rank import launched_rank
 from ..version import __version__
+from . import progress
+from .json_text import json_text
 from .without_torch import hide_torch
 
 COMMANDS = (
@@ -36,6 +39,9 @@ COMMANDS = (
     "records",
 )
 """Commands in the order of the help: module ``commands/run.py`` holds ``run_command``."""
+
+_MEASURING = ("run", "bench", "calibrate", "tune", "serve")
+"""Commands that measure most of the time, which a moving clock would disturb."""
 
 DEBUG = "TVM_FUSION_DEBUG"
 """Environment variable that makes errors show their traceback."""
@@ -55,6 +61,14 @@ class Commands(click.Group):
         module = importlib.import_module(f".commands.{cmd_name}", __package__)
         return getattr(module, f"{cmd_name}_command")
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that is asked for; that it runs is shown before it is imported."""
+        if args[0] in COMMANDS and not {"-h", "--help"} & set(args) and launched_rank() == 0:
+            progress.begin(f"tvm-fusion {args[0]}", clock=args[0] not in _MEASURING)
+        return super().resolve_command(ctx, args)
+
 
 @click.group(
     cls=Commands,
@@ -62,7 +76,10 @@ class Commands(click.Group):
 )
 @click.version_option(__version__, prog_name="tvm-fusion")
 def cli() -> None:
-    """Compile ONNX models for CPUs and GPUs, with convolutions and reductions fused."""
+    """Compile ONNX models for CPUs and GPUs, with convolutions and reductions fused.
+
+    With - as a model's file it is read from standard input.
+    """
 
 
 def program() -> int:
@@ -74,17 +91,21 @@ def program() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nothing but ``SystemExit`` leaves it."""
+    as_json = "--json" in (sys.argv[1:] if arguments is None else arguments)
     try:
         result = cli.main(arguments, prog_name="tvm-fusion", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        if launched_rank() == 0:  # all ranks of a job find it
+        progress.end()
+        if launched_rank() > 0:  # all ranks of a job find it
+            return error.exit_code
+        if not as_json:
             error.show()
-        return error.exit_code
+            return error.exit_code
+        return _fail(error.format_message(), error, error.exit_code, True)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
-        return 130
+        return _fail("Interrupted.", KeyboardInterrupt(), 130, as_json)
     except BrokenPipeError:
         # The reader of our output, such as `head`, is done; click and rich exit likewise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -92,12 +113,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get(DEBUG):
             raise
-        click.echo(f"Error: {_error_text(error)}", err=True)
-        return 1
+        text = _error_text(error)
+        return _fail(text if as_json else f"Error: {text}", error, 1, as_json)
+    finally:
+        progress.end()
+
+
+def _fail(text: str, error: BaseException, code: int, as_json: bool) -> int:
+    """Tell an error, as JSON on standard output or else on standard error; return the exit code."""
+    progress.end()
+    if as_json:
+        about = {"type": type(error).__name__, "message": text, "exit_code": code}
+        click.echo(json_text({"error": about}))
+    else:
+        click.echo(text, err=True)
+    return code
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Show a warning without the line of our code that gives it."""
+    progress.end()
     click.echo(f"Warning: {message}", err=True)
 
 

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+
+from .checks import refuse_absent_folder
 
 PEERS = ("onnxruntime", "openvino", "tvm")
 
@@ -27,6 +32,53 @@ class Shape(click.ParamType):
             self.fail(f"{value!r} is not like input=1,3,224,224 or batch=1", param, ctx)
         numbers = tuple(int(item) for item in items)
         return name, numbers if "," in sizes else numbers[0]
+
+
+class Targets(click.ParamType):
+    """A target, or several names of CPUs, separated by commas."""
+
+    name = "TARGET[,...]"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | list[str]:
+        """Split names; a target with options, which may hold commas itself, stays whole."""
+        if not isinstance(value, str):
+            return value
+        names = [name.strip() for name in value.split(",")]
+        if len(names) == 1 or any(re.search(r"[\s{]", name) for name in names):
+            return value
+        if not all(names):
+            self.fail(f"{value!r} is not like x86-64-v3,x86-64-v4", param, ctx)
+        return names
+
+
+class ModelFile(click.Path):
+    """A file with a model; ``-`` is standard input, which is kept in a file during the command."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Read standard input, or check that the file is there."""
+        if value != "-":
+            return super().convert(value, param, ctx)
+        folder = tempfile.TemporaryDirectory()
+        ctx.call_on_close(folder.cleanup)
+        path = Path(folder.name) / "model"
+        path.write_bytes(sys.stdin.buffer.read())
+        return path
+
+
+class OutputFile(click.Path):
+    """A file to write, which is refused before anything is computed if its folder is not there."""
+
+    def __init__(self, dir_okay: bool = False) -> None:
+        super().__init__(dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Check that the file can be written."""
+        path = super().convert(value, param, ctx)
+        refuse_absent_folder(path)
+        return path
 
 
 class NamedFile(click.ParamType):
@@ -76,9 +128,7 @@ def as_mapping(
     return mapping
 
 
-model_argument = click.argument(
-    "model", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="MODEL"
-)
+model_argument = click.argument("model", type=ModelFile(), metavar="MODEL")
 
 _COMPILE_OPTIONS = (
     click.option(
@@ -158,6 +208,16 @@ weights_option = click.option(
     "--weights",
     type=click.Choice(["int8", "int4"]),
     help="On CPUs: round the matrices of products to 8 or 4 bits, with a scale for each block.",
+)
+
+targets_option = click.option(
+    "--target",
+    type=Targets(),
+    default="native",
+    show_default=True,
+    help="CPU or GPU to compile for: native, x86-64-v3, cuda (the GPU of this machine), "
+    "'cuda -arch=sm_90', opencl, or a target of TVM. With several CPUs, such as "
+    "x86-64-v3,x86-64-v4, the file holds code for each, and runs that for the best one.",
 )
 
 network_option = click.option(

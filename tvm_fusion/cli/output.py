@@ -1,57 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of the commands: results on standard output, progress on standard error."""
+"""Results of the commands on standard output."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from . import progress
 from .json_text import json_text
+from .progress import progress_bar
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from ..runtime.compiled_model import CompiledModel
 
 FILE_WIDTH = 200
-"""Columns of a table that is not written to a terminal, so that no cell is wrapped."""
+"""Columns of a benchmark's table that is not written to a terminal, so that no cell is wrapped."""
+
+PIPE_WIDTH = 100
+"""Columns of a command's table that is not written to a terminal."""
 
 
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on standard error while the block runs; yields ``report(text, done, total)``.
-
-    It is drawn only when something is reported, since a ticking clock would disturb measurements,
-    and only on a terminal.
-    """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text, done, total: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda text, done, total: bar.update(
-            task, description=text, completed=done, total=total, refresh=True
-        )
-
-
-def compile_model(model: Path | bytes, **options: Any) -> CompiledModel:
+def compile_model(model: Path, **options: Any) -> CompiledModel:
     """Compile a model behind a progress bar; ``options`` are those of ``tvm_fusion.compile``."""
     from .. import compile as compile_
 
-    with progress_bar() as progress:
-        return compile_(model, progress=progress, **options)
+    with progress_bar(clock=True) as report:
+        return compile_(model, progress=report, **options)
 
 
 def show(result: Any, text: str, as_json: bool) -> None:
     """Write ``result`` as JSON, or ``text``."""
-    click.echo(json_text(_plain(result)) if as_json else text)
+    say(json_text(_plain(result)) if as_json else text)
+
+
+def say(text: str, is_error: bool = False) -> None:
+    """Write a line to standard output or standard error, after the progress is taken away."""
+    progress.end()
+    click.echo(text, err=is_error)
 
 
 def show_table(result: Any, table: RenderableType, as_json: bool) -> None:
@@ -59,10 +50,33 @@ def show_table(result: Any, table: RenderableType, as_json: bool) -> None:
     if as_json:
         show(result, "", True)
         return
+    from rich.console import Console
+
+    progress.end()
     console = Console()
     if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
+        console = Console(width=PIPE_WIDTH)
+    _fit(table, console)
     console.print(table)
+
+
+def _fit(table: RenderableType, console: Console) -> None:
+    """Spare tables that are too wide their lines between columns, and cut no word of them off."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+
+    for part in table.renderables if isinstance(table, Group) else ():
+        _fit(part, console)
+    options = console.options.update(width=sys.maxsize)
+    if not isinstance(table, Table):
+        return
+    if table.__rich_measure__(console, options).maximum <= console.width:
+        return
+    table.box, table.padding = box.SIMPLE_HEAD, (0, 0)
+    table.pad_edge = table.show_edge = False
+    for column in table.columns:
+        column.overflow = "fold"
 
 
 def micros(seconds: float | None) -> str:

@@ -6,8 +6,9 @@ Lowering and LLVM work without Python's lock, and most of the time of a compilat
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import tvm
@@ -27,7 +28,9 @@ GROUP = 8
 """Least number of kernels of a group; smaller ones cost more modules than they balance threads."""
 
 
-def build_program(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
+def build_program(
+    mod: tvm.IRModule, target: Target, built: Callable[[int, int], None] | None = None
+) -> relax.VMExecutable:
     """Generate code of a module that is lowered to the virtual machine.
 
     The groups depend on the names of the kernels only, so that the code does not depend on the
@@ -40,6 +43,8 @@ def build_program(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
         Relax functions in the form of the virtual machine, and scheduled kernels.
     target : Target
         The CPU, or the GPU with its host.
+    built : callable, optional
+        Called on this thread with the number of kernels that have code, and that of all.
 
     Returns
     -------
@@ -54,7 +59,14 @@ def build_program(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     left = tvm.get_global_func("relax.VMCodeGen")(builder, mod)
     kernels = {v: func for v, func in left.functions_items() if isinstance(func, tirx.PrimFunc)}
     groups = [kernels] if _has_calls(kernels) else _groups(kernels)
-    libraries = _on_threads(groups, target) if kernels else []
+    libraries: list[tvm.runtime.Module] = []
+    done = 0
+    with contextlib.closing(_on_threads(groups if kernels else [], target)) as found:
+        for group, library in zip(groups, found, strict=False):
+            libraries.append(library)
+            done += len(group)
+            if built is not None:
+                built(done, len(kernels))
     for library in libraries[1:]:
         libraries[0].import_module(library)
     library = libraries[0] if libraries else None
@@ -79,12 +91,13 @@ def _has_calls(kernels: _Group) -> bool:
     return bool(found)
 
 
-def _on_threads(groups: Sequence[_Group], target: Target) -> list[tvm.runtime.Module]:
+def _on_threads(groups: Sequence[_Group], target: Target) -> Iterator[tvm.runtime.Module]:
     """Build groups on as many threads as this process has cores; their order is kept."""
     context = PassContext.current()
     workers = min(len(groups), physical_cores())
     if workers < 2 or context.instruments:
-        return [_build(group, target) for group in groups]
+        yield from (_build(group, target) for group in groups)
+        return
     stopped = threading.Event()
 
     def build(group: _Group) -> tvm.runtime.Module | None:
@@ -96,7 +109,7 @@ def _on_threads(groups: Sequence[_Group], target: Target) -> list[tvm.runtime.Mo
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tvm_fusion.build")
     try:
         with interrupts_at_once():
-            return list(pool.map(build, groups))
+            yield from pool.map(build, groups)
     finally:
         # After an error or Ctrl-C, groups that have not begun are left out.
         stopped.set()

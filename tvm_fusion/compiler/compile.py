@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, TargetError
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.thread_pool import choose_threads
 from .interrupts import interrupts_kept
 from .model_cache import Entry, cache_folder
 
 Progress = Callable[[str, int, int], None]
-"""Told the name of a stage, its number, and the number of all of them."""
+"""Told the name of a stage, its number, and the number of all of them; within the stage ``build``
+again, with the number of kernels that are done."""
 
 if TYPE_CHECKING:
     import onnx
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def compile(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto | ExportedProgram,
-    target: str | Mapping[str, Any] | tvm.target.Target = "native",
+    target: str | Mapping[str, Any] | tvm.target.Target | Sequence[Any] = "native",
     shapes: Mapping[str, Any] | None = None,
     *,
     fuse: str | Callable[..., Any] = "auto",
@@ -48,11 +49,14 @@ def compile(
     model : path, bytes, onnx.ModelProto or torch.export.ExportedProgram
         The model; external data needs a path. A program needs the extra ``torch``; its weights are
         shared where the kernels read them as they are.
-    target : str, mapping or tvm.target.Target
+    target : str, mapping or tvm.target.Target, or a sequence of such
         The CPU: ``"native"``, ``"x86-64-v3"``, ``"cortex-a72"``, ``"llvm -mcpu=..."``; or the GPU:
         ``"cuda"`` for this machine's own, ``"cuda -arch=sm_90"``, ``"opencl"``; or a target of TVM.
         The code may be for another machine; it can be saved, and runs there. For ``cuda`` every
-        kernel becomes machine code here, by NVRTC or nvcc, and no GPU is needed.
+        kernel becomes machine code here, by NVRTC or nvcc, and no GPU is needed. Several CPUs make
+        one model for all of them, whose file runs on each with the code for the best target that it
+        has: the widest vectors, then the most features. Weights that are packed in the same way for
+        several targets are stored once.
     shapes : mapping, optional
         From the name of an input to its shape, or from the name of a dimension to its size, where
         the model has symbolic ones. Those of an exported program stay symbolic by default.
@@ -102,7 +106,8 @@ def compile(
         an architecture is then that machine.
     progress : callable, optional
         Called before each stage with its name, the number of stages done, and the number of all of
-        them; at the end with ``"done"``.
+        them; at the end with ``"done"``. While kernels are built, also with texts such as
+        ``"build, 8 of 40 kernels"``.
     ranks : int, optional
         Processes of MPI that compute the model together, each some rows of every image
         (:func:`tvm_fusion.distributed.compile_network` has more options); on CPUs. ``threads`` are
@@ -140,7 +145,7 @@ def compile(
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
         algorithm is requested for a GPU, approximations of functions or graphs elsewhere than on
         CUDA, float16 on a CPU or narrow weights on a GPU; or if the machine is another device than
-        the target.
+        the target. If one of several targets is a GPU, or they come with ``machine`` or ``ranks``.
     InvalidInputError
         If ``threads`` is not possible. With ``check``, if sizes of inputs are not known.
     TuningError
@@ -166,6 +171,8 @@ def compile(
     if ranks is not None:
         if check:
             raise InvalidInputError("check=True has no effect with ranks: leave it out")
+        if isinstance(target, list | tuple):
+            raise TargetError("a model for ranks is for one target; got a list of them")
         with interrupts_kept():
             from .compile_model import compile_for_ranks
         return compile_for_ranks(model, ranks, target, shapes, threads, progress, **options)

@@ -3,31 +3,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tvm
 
 from schedules.cost.machine import load_machine
+from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.rows.rank_plan import RankPlan
 
 from ..codegen.device_code import compile_kernels
 from ..errors import InvalidInputError, TargetError
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..onnx.model.loader import model_files
-from ..runtime.artifact import Description, current_versions
+from ..runtime.artifact import Description, Program, current_versions
 from ..runtime.compiled_model import CompiledModel
-from ..runtime.weights import weight_specs
+from ..runtime.weights import digest, weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
 from .compile import Progress
 from .interrupts import interrupts_kept
-from .targets.target import arch_of, device_needs, required_features, resolve
+from .targets.target import arch_of, device_needs, host_of, is_gpu, required_features, resolve
 from .tuned import choose_records, used_records
 
 REPORT = "tvm_fusion.fusion_report"
@@ -36,7 +38,7 @@ REPORT = "tvm_fusion.fusion_report"
 
 def compile_model(
     model: Any,
-    target: str | Mapping[str, Any] | tvm.target.Target,
+    target: Any,
     shapes: Mapping[str, Any] | None,
     threads: int | None,
     count: int,
@@ -51,16 +53,45 @@ def compile_model(
     ``threads`` are those of the code, ``count`` those of calls on this machine.
     """
     measured = None if machine is None else load_machine(machine)
-    resolved = resolve(target, cores=threads, machine=measured)
-    found = choose_records(records, resolved)
-    about, built = _compile(
-        model,
-        shapes,
-        resolved,
-        pipeline.Options(records=found, machine=measured, **options),
-        progress,
-    )
-    return CompiledModel(built.executable, about, count, built.weights)
+    if isinstance(target, list | tuple):
+        resolved = _resolve_all(target, threads, machine)
+    else:
+        resolved = [resolve(target, cores=threads, machine=measured)]
+    chosen = [
+        pipeline.Options(records=choose_records(records, each), machine=measured, **options)
+        for each in resolved
+    ]
+    programs = _compile(model, shapes, list(zip(resolved, chosen, strict=True)), progress)
+    if len(programs) == 1:
+        return CompiledModel(programs[0].executable, programs[0].about, count, programs[0].weights)
+    first, *others = (program.about for program in programs)
+    about = replace(first, others=tuple(others))
+    with contextlib.suppress(TargetError):  # which the first call raises
+        about = about.for_this_machine()
+    own = next(program for program in programs if program.about == replace(about, others=()))
+    return CompiledModel(own.executable, about, count, own.weights, programs=programs)
+
+
+def _resolve_all(
+    targets: Sequence[Any], threads: int | None, machine: Any
+) -> list[tvm.target.Target]:
+    """Several CPUs, those with the widest vectors and the most features last."""
+    if machine is not None:
+        raise TargetError("machine= has the figures of one CPU: leave it out with several targets")
+    found = {str(each): each for each in (resolve(one, cores=threads) for one in targets)}
+    if not found:
+        raise TargetError("the list of targets is empty; expected at least one CPU")
+    for each in found.values():
+        if len(found) > 1 and is_gpu(each):
+            raise TargetError(
+                f"several targets in one file are CPUs, and {each.kind.name!r} is a GPU: compile "
+                "for it alone"
+            )
+    return sorted(found.values(), key=_rank)
+
+
+def _rank(target: tvm.target.Target) -> tuple[int, int]:
+    return CPUInfo.from_target(host_of(target)).vector_bits, len(required_features(target))
 
 
 def compile_for_ranks(
@@ -102,18 +133,31 @@ def external_files(model: Any) -> list[str]:
 def _compile(
     model: Any,
     shapes: Mapping[str, Any] | None,
-    target: tvm.target.Target,
-    options: pipeline.Options,
+    targets: Sequence[tuple[tvm.target.Target, pipeline.Options]],
     progress: Progress | None,
-) -> tuple[Description, pipeline.Built]:
-    """Import, optimise and build a model for one process."""
-    tell = announcer(progress, len(pipeline.phases(target, options)) + 2 + _is_cuda(target))
+) -> list[Program]:
+    """Import once, then optimise and build for each target with its options."""
+    stages = sum(len(pipeline.phases(*pair)) + 1 + _is_cuda(pair[0]) for pair in targets)
+    tell = announcer(progress, stages + 1)
     tell("import")
     imported = import_model(model, shapes)
-    mod = pipeline.optimize(imported.mod, target, options, lambda phase, *_: tell(phase))
-    built = _generate(mod, target, tell, options)
+    known: dict[bytes, Any] = {}
+    programs = []
+    for target, options in targets:
+        about = f"{target.attrs['mcpu']}: " if len(targets) > 1 else ""
+
+        def told(stage: str, is_new: bool = True, about: str = about) -> None:
+            tell(about + stage, is_new)
+
+        mod = pipeline.optimize(imported.mod, target, options, lambda phase, *_: told(phase))
+        built = _generate(mod, target, told, options)
+        weights = built.weights
+        if len(targets) > 1:
+            weights = [known.setdefault(digest(weight), weight) for weight in weights]
+        description = describe(imported, mod, target, built, options.fast_math)
+        programs.append(Program(built.executable, description, weights))
     tell("done")
-    return describe(imported, mod, target, built, options.fast_math), built
+    return programs
 
 
 def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
@@ -126,7 +170,14 @@ def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
         return import_onnx(model, shapes)
 
 
-def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
+class Teller(Protocol):
+    """Function that tells a user's ``progress`` a new stage, or how far the present one is."""
+
+    def __call__(self, stage: str, is_new: bool = True) -> None:
+        """Report the stage."""
+
+
+def announcer(progress: Progress | None, stages: int) -> Teller:
     """Function that reports each stage's name, its number and the number of stages.
 
     Raises
@@ -136,11 +187,13 @@ def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
     """
     if progress is not None and not callable(progress):
         raise InvalidInputError(f"progress is {progress!r:.60}; expected a function or None")
-    numbers = itertools.count()
+    number = -1
 
-    def tell(stage: str) -> None:
+    def tell(stage: str, is_new: bool = True) -> None:
+        nonlocal number
+        number += is_new
         if progress is not None:
-            progress(stage, next(numbers), stages)
+            progress(stage, number, stages)
 
     return tell
 
@@ -148,12 +201,18 @@ def announcer(progress: Progress | None, stages: int) -> Callable[[str], None]:
 def _generate(
     mod: tvm.IRModule,
     target: tvm.target.Target,
-    tell: Callable[[str], None],
+    tell: Teller,
     options: pipeline.Options,
 ) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")
-    built = pipeline.build_apart(mod, target, options.fast_math, cuda_graph=options.cuda_graph)
+    built = pipeline.build_apart(
+        mod,
+        target,
+        options.fast_math,
+        cuda_graph=options.cuda_graph,
+        built=lambda done, total: tell(f"build, {done} of {total} kernels", is_new=False),
+    )
     if _is_cuda(target):
         tell("machine code")
         with interrupts_kept():

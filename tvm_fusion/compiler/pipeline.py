@@ -378,13 +378,14 @@ def build_apart(
     fast_math: bool = False,
     functions: Sequence[str] = ("main",),
     cuda_graph: bool = False,
+    built: Callable[[int, int], None] | None = None,
 ) -> Built:
     """Generate code as :func:`build` does, with separate weights.
 
     So code and weights can be saved and loaded separately. On a CPU ``main`` also takes tensors
     that it writes its results to, between the inputs and the weights. ``fast_math`` and
     ``cuda_graph`` are those of the options; ``functions`` are the programs of the module, each of
-    which takes all weights.
+    which takes all weights. ``built`` is told how many kernels have code, of all.
 
     Raises
     ------
@@ -401,7 +402,7 @@ def build_apart(
         mod = tvm.transform.Sequential([lower, LiftWeights(functions), *shared])(mod)
     with target, _own_errors("build"), _cuda_compiler(target, fast_math):
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
-        executable = _generate(mod.without_attr(WEIGHTS), target)
+        executable = _generate(mod.without_attr(WEIGHTS), target, built)
         if not is_main:
             return Built(executable, weights, None, alignment=alignment)
         main = mod["main"]
@@ -417,11 +418,13 @@ def _has_external(mod: tvm.IRModule) -> bool:
     return bool(mod.attrs) and any(name in mod.attrs for name in _EXTERNAL)
 
 
-def _generate(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
+def _generate(
+    mod: tvm.IRModule, target: Target, built: Callable[[int, int], None] | None
+) -> relax.VMExecutable:
     """Code of a lowered module."""
     if _has_external(mod):
         return tvm.compile(mod, target, relax_pipeline=tvm.transform.Sequential([]))
-    return build_program(mod, target)
+    return build_program(mod, target, built)
 
 
 def _kernel_call(main: relax.Function) -> SoleKernelCall | None:

@@ -3,12 +3,15 @@
 
 It is a shared library with weights and a description appended. TVM itself can load it too; the
 function ``main`` of the program then takes the inputs, tensors for the outputs, and the weights.
+A file for several CPUs has the library of the one that needs least at its beginning.
 
 ======================  ========================================================================
 bytes                   content
 ======================  ========================================================================
-library                 an ELF shared library: kernels, code of their threads, program, constants
-weights                 tensors, each followed by zeros up to a multiple of 64 bytes
+libraries               ELF shared libraries, one a target: kernels, code of their threads, program,
+                        constants; each followed by zeros up to a multiple of 64 bytes
+weights                 tensors, each followed by zeros up to a multiple of 64 bytes; equal ones of
+                        several targets lie there once
 description             JSON in UTF-8: a :class:`Description`
 length before the JSON  unsigned 64-bit integer, little-endian as all of them
 length of the JSON      unsigned 64-bit integer
@@ -21,7 +24,8 @@ Format 1 had no weights: there they are constants in the library. Formats 1 and 
 formats up to 3 do not record whether the program is one kernel. Formats up to 4 do not say whether
 functions are approximations, those up to 5 have no tuning records, and those up to 6 no ranks;
 those up to 8 exchange no rows in place, those up to 9 none by kernels. Up to format 10, programs
-allocate their outputs, and kernels for CPUs need inputs that begin at multiples of 64 bytes.
+allocate their outputs, and kernels for CPUs need inputs that begin at multiples of 64 bytes; up to
+format 11 there is one library, and the weights lie one after the other before the description.
 
 A model for an NVIDIA GPU holds machine code for its architecture, so nothing is compiled where it
 runs; one for OpenCL holds text, which the device's driver compiles.
@@ -39,10 +43,11 @@ import json
 import os
 import shutil
 import struct
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import tvm_ffi
 
@@ -50,8 +55,9 @@ from schedules.distribute.rows.rank_plan import RankPlan, plan_from_json
 
 from ..codegen.device_code import machine_code_of
 from ..codegen.linker import SharedLinker
-from ..errors import ArtifactError
-from ..machine.host import check_host
+from ..errors import ArtifactError, TargetError
+from ..machine.cpu_flags import flagged_features
+from ..machine.host import check_host, host_arch, host_cpu, host_features
 from ..machine.triples import arch_of_triple
 from ..paths import as_path
 from ..version import __version__
@@ -61,9 +67,9 @@ from .host_arrays import ALIGNMENT
 from .kernel_call import SoleKernelCall
 from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
-from .weights import read_weights, stored_bytes, write_weights
+from .weights import fit_into, map_weights, places_from, stored_bytes, write_weights
 
-FORMAT = 11
+FORMAT = 12
 """The format for writing; all up to it can be read."""
 
 _MAGIC = b"TVMFUSION-MODEL\n"
@@ -109,6 +115,13 @@ class Description:
         is.
     alignment : int
         Bytes at a multiple of which kernels for a CPU expect the data of inputs to begin.
+    library : tuple of int
+        Where the library begins in the file, and where it ends; both 0 if the model is not saved.
+    places : tuple of int
+        Where each weight begins in the file; nothing if the model is not saved.
+    others : tuple of Description
+        The same model for other CPUs, in the same file. What a later one needs includes, as a rule,
+        what those before it need.
     """
 
     target: str
@@ -127,6 +140,14 @@ class Description:
     ranks: RankPlan | None = None
     lifted: tuple[bool, ...] = ()
     alignment: int = ALIGNMENT
+    library: tuple[int, int] = field(default=(0, 0), compare=False)
+    places: tuple[int, ...] = field(default=(), compare=False)
+    others: tuple[Description, ...] = ()
+
+    @property
+    def all(self) -> tuple[Description, ...]:
+        """The descriptions for all CPUs of the file, this one first."""
+        return self, *self.others
 
     @property
     def cpu(self) -> str:
@@ -150,6 +171,38 @@ class Description:
         if self.device is not None:
             check_device(self.device)
 
+    def for_this_machine(self) -> Description:
+        """The last description of :attr:`all` whose code this machine can run.
+
+        What Linux lists of the CPU decides; LLVM, which is slow to load, is asked if that is too
+        little for every description.
+
+        Raises
+        ------
+        TargetError
+            If there is none; the message names all targets and what they need.
+        """
+        if not self.others:
+            self.check_machine()
+            return self
+        for features in (flagged_features, host_features):
+            there = features()
+            for about in reversed(self.all):
+                if about.arch == host_arch() and there.issuperset(about.features):
+                    rest = (other for other in self.all if other is not about)
+                    return replace(about, others=tuple(replace(one, others=()) for one in rest))
+        lacks = "; ".join(f"{about.cpu} needs {about.missing()}" for about in self.all)
+        raise TargetError(
+            f"this CPU ({host_cpu()}) can run none of the targets that the model is compiled for: "
+            f"{lacks}; compile it again with another target, such as 'native'"
+        )
+
+    def missing(self) -> str:
+        """Names of what the code needs and this machine lacks."""
+        if self.arch != host_arch():
+            return self.arch
+        return ", ".join(sorted(set(self.features) - host_features()))
+
     def linker(self, executable: Any) -> SharedLinker:
         """Linker of an executable into a library, with machine code for the GPU if that is CUDA."""
         if self.device is None or self.device.kind != "cuda":
@@ -167,21 +220,34 @@ def current_versions() -> dict[str, str]:
     }
 
 
-def write_artifact(
-    path: str | os.PathLike[str], executable: Any, about: Description, weights: Sequence[Any] = ()
-) -> None:
+@dataclass(frozen=True)
+class Program:
+    """A compiled program for one target.
+
+    Parameters
+    ----------
+    executable : tvm.runtime.Executable
+        The program.
+    about : Description
+        Its description.
+    weights : sequence of tvm.runtime.Tensor
+        The tensors that the description lists.
+    """
+
+    executable: Any
+    about: Description
+    weights: Sequence[Any]
+
+
+def write_artifact(path: str | os.PathLike[str], programs: Sequence[Program]) -> None:
     """Write a compiled model atomically, even if the power fails.
 
     Parameters
     ----------
     path : path
         Destination; an existing file is replaced.
-    executable : tvm.runtime.Executable
-        The compiled model.
-    about : Description
-        Its description.
-    weights : sequence of tvm.runtime.Tensor
-        The tensors that the description lists.
+    programs : sequence of Program
+        The model for each target, the one that needs least first.
 
     Raises
     ------
@@ -190,21 +256,40 @@ def write_artifact(
     """
     with written_aside(path) as aside:
         try:
-            _write(aside, executable, about, weights)
+            _write(aside, programs)
         except RuntimeError as error:  # TVM's own failures to write
             raise OSError(None, str(error)) from error
 
 
-def _write(aside: Path, executable: Any, about: Description, weights: Sequence[Any]) -> None:
-    text = json.dumps(asdict(about)).encode()
-    executable.export_library(str(aside), fcompile=about.linker(executable))
-    with aside.open("ab") as file:
-        write_weights(file, weights)
+def _write(aside: Path, programs: Sequence[Program]) -> None:
+    known: dict[bytes, int] = {}
+    with aside.open("wb") as file:
+        libraries = [_write_library(file, program) for program in programs]
+        places = [write_weights(file, program.weights, known) for program in programs]
+        first, *others = (
+            replace(program.about, library=library, places=where, others=())
+            for program, library, where in zip(programs, libraries, places, strict=True)
+        )
         place = file.tell()
+        text = json.dumps(asdict(replace(first, others=tuple(others)))).encode()
         file.write(text)
     digest = file_digest(aside, place + len(text))
     with aside.open("ab") as file:
         file.write(_FOOTER.pack(place, len(text), digest, FORMAT, _MAGIC))
+
+
+def _write_library(file: BinaryIO, program: Program) -> tuple[int, int]:
+    """Write a program's library, and return where it begins and ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "library.so"
+        program.executable.export_library(
+            str(path), fcompile=program.about.linker(program.executable)
+        )
+        data = path.read_bytes()
+    begin = file.tell()
+    file.write(data)
+    file.write(bytes(-len(data) % ALIGNMENT))
+    return begin, begin + len(data)
 
 
 def copy_artifact(source: Path, path: str | os.PathLike[str]) -> None:
@@ -223,6 +308,8 @@ def copy_artifact(source: Path, path: str | os.PathLike[str]) -> None:
 def read_artifact(path: str | os.PathLike[str]) -> Description:
     """Read and check the description of a file without loading its code.
 
+    Of a file for several CPUs it is that of the best one that this machine can run.
+
     Raises
     ------
     ArtifactError
@@ -231,8 +318,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
     TargetError
         If this machine cannot run its code.
     """
-    about = describe_artifact(path)
-    about.check_machine()
+    about = describe_artifact(path).for_this_machine()
     here = current_versions()
     for package in ("tvm", "tvm_ffi"):
         saved = about.versions[package]
@@ -262,7 +348,7 @@ def describe_artifact(path: str | os.PathLike[str]) -> Description:
 
 
 def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor]:
-    """Read the weights of a file whose description was read.
+    """Map the weights of a file whose description was read; all that load the file share them.
 
     Raises
     ------
@@ -273,11 +359,8 @@ def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor
         return []
     try:
         with path.open("rb") as file:
-            file.seek(-_FOOTER.size, os.SEEK_END)
-            place, *_ = _FOOTER.unpack(file.read(_FOOTER.size))
-            file.seek(place - stored_bytes(about.weights))
-            return read_weights(file, about.weights)
-    except (OSError, ValueError, struct.error) as error:
+            return map_weights(file, about.weights, about.places)
+    except (OSError, ValueError) as error:  # ValueError: it is empty
         reason = getattr(error, "strerror", None) or error
         raise ArtifactError(f"cannot read {str(path)!r}: {reason}") from error
 
@@ -317,6 +400,9 @@ def _read(path: Path) -> Description:
             "ranks": (7, None),
             "lifted": (11, []),
             "alignment": (11, ALIGNMENT),
+            "library": (12, [0, place]),
+            "places": (12, None),
+            "others": (12, []),
         }
         added = {name: value for name, (since, value) in absent.items() if version < since}
         return _parse(data | added, place)
@@ -351,7 +437,7 @@ def file_digest(path: Path, count: int) -> bytes:
 def _parse(data: Any, room: int) -> Description:
     """Build a description from JSON; invalid content raises an exception.
 
-    ``room`` is the number of bytes of the library and the weights.
+    ``room`` is the number of bytes of the libraries and the weights.
     """
     fresh = tuple(_typed(item, bool) for item in _typed(data["fresh"], list))
     outputs = _specs(data["outputs"])
@@ -361,9 +447,15 @@ def _parse(data: Any, room: int) -> Description:
     for spec in itertools.compress(outputs, lifted):
         if not all(isinstance(size, int) for size in spec.shape):
             raise ValueError(f"the output {spec.name!r} is lifted, and its sizes are unknown")
-    weights = _specs(data["weights"])
-    if stored_bytes(weights) > room:
+    weights, places = _specs(data["weights"]), data["places"]
+    if places is None:
+        places = places_from(room - stored_bytes(weights), weights)
+    places = tuple(_typed(item, int) for item in places)
+    if not fit_into(room, weights, places):
         raise ValueError("the weights are larger than the file")
+    begin, end = (_typed(item, int) for item in data["library"])
+    if not 0 <= begin <= end <= room:
+        raise ValueError("the library is larger than the file")
     versions = _typed(data["versions"], dict)
     target = _typed(data["target"], str)
     options = _typed(json.loads(target), dict)
@@ -392,6 +484,9 @@ def _parse(data: Any, room: int) -> Description:
         ranks=None if data["ranks"] is None else plan_from_json(data["ranks"]),
         lifted=lifted,
         alignment=_typed(data["alignment"], int),
+        library=(begin, end),
+        places=places,
+        others=tuple(_parse(item, room) for item in _typed(data["others"], list)),
     )
 
 
@@ -403,7 +498,7 @@ def _host(options: dict[str, Any]) -> dict[str, Any]:
 def _device(data: Any, target: dict[str, Any]) -> DeviceNeeds | None:
     if data is None and target.get("kind") == "llvm":
         return None
-    names = {field.name: int if field.type == "int" else str for field in fields(DeviceNeeds)}
+    names = {each.name: int if each.type == "int" else str for each in fields(DeviceNeeds)}
     needs = DeviceNeeds(**{name: _typed(data[name], kind) for name, kind in names.items()})
     if needs.kind not in ("cuda", "opencl") or needs.kind != target.get("kind"):
         raise ValueError(f"the target is of the kind {target.get('kind')!r}, 'device' {needs.kind}")

@@ -21,6 +21,7 @@ from ..errors import ArtifactError, InvalidInputError, TargetError
 from .arguments import bind, call_error, check_output_shape, check_outputs, empty
 from .artifact import (
     Description,
+    Program,
     read_artifact,
     read_artifact_weights,
 )
@@ -118,8 +119,10 @@ class CompiledModel(DescribedModel):
         threads: int,
         weights: Sequence[Any] = (),
         origin: Path | None = None,
+        programs: Sequence[Program] = (),
     ) -> None:
         self._executable = executable
+        self._programs = programs
         self._about = about
         self._weights = list(weights)
         self._placed: list[Any] | None = None
@@ -316,7 +319,7 @@ class CompiledModel(DescribedModel):
         """Load the code once, after checking that this machine can execute it."""
         if self._main is not None:
             return self._library
-        self._about.check_machine()
+        self._about.for_this_machine()
         module = self._executable
         if not isinstance(module, tvm_ffi.Module):
             executable = module
@@ -439,6 +442,11 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     features or the GPU. That protects from accidents, not from malice: load only files that you
     trust.
 
+    Of a file for several CPUs, the code for the best one that this machine can run is taken. All
+    that load the same file, in this process and in others, share the memory of its weights, which
+    are pages of the file: replace a file that is in use, as :meth:`CompiledModel.save` does, and do
+    not write into it.
+
     Parameters
     ----------
     path : path
@@ -467,23 +475,38 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
         )
     weights = read_artifact_weights(Path(path), about)
     origin = Path(path).resolve()
-    module = load_library(origin)
+    module = load_library(origin, about.library)
     model = CompiledModel(module, about, count, weights, origin)
     model._on_device()
     return model
 
 
-def load_library(path: Path) -> tvm_ffi.Module:
+def load_library(path: Path, place: tuple[int, int] = (0, 0)) -> tvm_ffi.Module:
     """Load the code of a saved model, which runs with all rights of the process.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    place : tuple of int
+        Where the library begins and ends. The system loads one at the beginning of the file from
+        there, any other one from a copy.
 
     Raises
     ------
     ArtifactError
         If the system cannot load it.
     """
+    begin, end = place
     try:
-        return get_function("ffi.Module.load_from_file.so")(str(path), "so")
-    except (RuntimeError, ValueError) as error:
+        if begin == 0:
+            return get_function("ffi.Module.load_from_file.so")(str(path), "so")
+        with path.open("rb") as file, tempfile.TemporaryDirectory() as folder:
+            file.seek(begin)
+            copy = Path(folder) / path.name
+            copy.write_bytes(file.read(end - begin))
+            return load_library(copy)
+    except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .artifact import Description, copy_artifact, write_artifact
+from .artifact import Description, Program, copy_artifact, write_artifact
 from .device import DeviceNeeds
 from .tensor_spec import TensorSpec
 
@@ -23,6 +23,8 @@ class DescribedModel:
     _executable: Any
     _weights: Sequence[Any]
     _origin: Path | None
+    _programs: Sequence[Program] = ()
+    """The model for each of several targets, this one among them."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -40,6 +42,11 @@ class DescribedModel:
         from tvm.target import Target
 
         return Target(self._about.target)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """CPUs that the model is compiled for, as LLVM names them; it runs the code of one."""
+        return tuple(about.cpu for about in self._about.all)
 
     @property
     def needs(self) -> DeviceNeeds | None:
@@ -94,7 +101,8 @@ class DescribedModel:
         if self._origin is not None:
             copy_artifact(self._origin, path)
         else:
-            write_artifact(path, self._executable, self._about, self._weights)
+            own = Program(self._executable, self._about, self._weights)
+            write_artifact(path, self._programs or [own])
 
     def _signature(self) -> str:
         inputs, outputs = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a model as one contiguous block, each tensor aligned as the kernels need it."""
+"""Weights of models in a file, each tensor aligned as the kernels need it, equal ones once."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import mmap
+import os
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -18,6 +22,7 @@ _DTYPES = frozenset(
     ["float16", "float32", "float64"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
+_maps: weakref.WeakValueDictionary[tuple[int, ...], mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def weight_specs(weights: Sequence[Any]) -> tuple[TensorSpec, ...]:
@@ -47,33 +52,79 @@ def digest(weight: Any) -> bytes:
     return found.digest()
 
 
-def write_weights(file: BinaryIO, weights: Sequence[Any]) -> None:
-    """Write tensors one after the other."""
-    for weight, (_, _, gap) in zip(weights, _layout(weight_specs(weights)), strict=True):
-        file.write(np.from_dlpack(weight).reshape(-1).view(np.uint8).data)
-        file.write(bytes(gap))
+def write_weights(
+    file: BinaryIO, weights: Sequence[Any], places: dict[bytes, int]
+) -> tuple[int, ...]:
+    """Write tensors one after the other, and return where each begins in the file.
+
+    Parameters
+    ----------
+    file : BinaryIO
+        A file at a multiple of 64 bytes.
+    weights : Sequence[Any]
+        The tensors.
+    places : dict[bytes, int]
+        Where tensors begin that are in the file, by their digests. They are not written again, and
+        new ones are added.
+    """
+    digests = [digest(weight) for weight in weights]
+    layout = _layout(weight_specs(weights))
+    for known, weight, (_, _, gap) in zip(digests, weights, layout, strict=True):
+        if known not in places:
+            places[known] = file.tell()
+            file.write(np.from_dlpack(weight).reshape(-1).view(np.uint8).data)
+            file.write(bytes(gap))
+    return tuple(places[known] for known in digests)
 
 
-def read_weights(file: BinaryIO, specs: Sequence[TensorSpec]) -> list[tvm_ffi.Tensor]:
-    """Read the tensors of :func:`write_weights` into memory that they share.
+def places_from(begin: int, specs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """Where tensors begin that lie one after the other from ``begin`` on."""
+    sizes = (size + gap for _, size, gap in _layout(specs))
+    return tuple(itertools.accumulate(sizes, initial=begin))[:-1]
 
-    The bytes go from the file directly to the memory that the kernels read.
+
+def fit_into(size: int, specs: Sequence[TensorSpec], places: Sequence[int]) -> bool:
+    """Return whether tensors that begin at ``places`` lie within so many bytes."""
+    layout = zip(places, _layout(specs), strict=True)
+    return all(0 <= place <= size - extent for place, (_, extent, _) in layout)
+
+
+def map_weights(
+    file: BinaryIO, specs: Sequence[TensorSpec], places: Sequence[int]
+) -> list[tvm_ffi.Tensor]:
+    """Tensors in the pages of a file, which all that map it share, in this process and others.
+
+    Those that do not begin at multiples of 64 bytes, as in files of early formats, are copied.
 
     Raises
     ------
     OSError
         If the file ends too early.
     """
-    total = stored_bytes(specs)
-    memory = aligned_empty((total,), np.uint8)
-    if file.readinto(memory.data) != total:  # type: ignore[attr-defined]
+    memory = np.frombuffer(_mapped(file), np.uint8)
+    if not fit_into(memory.size, specs, places):
         raise OSError(None, "it ends within the weights")
-    tensors, begin = [], 0
-    for spec, (dtype, size, gap) in zip(specs, _layout(specs), strict=True):
-        array = memory[begin : begin + size].view(dtype).reshape(spec.shape)
-        tensors.append(tvm_ffi.from_dlpack(array))
-        begin += size + gap
+    tensors = []
+    for spec, begin, (dtype, size, _) in zip(specs, places, _layout(specs), strict=True):
+        array = memory[begin : begin + size]
+        if begin % ALIGNMENT:
+            array = aligned_empty(array.shape, np.uint8)
+            array[...] = memory[begin : begin + size]
+        tensors.append(tvm_ffi.from_dlpack(array.view(dtype).reshape(spec.shape)))
     return tensors
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    """The pages of a file; the same ones as long as somebody uses them and it is unchanged.
+
+    DLPack of numpy before 2.1 takes no read-only memory, so that writes would be private instead.
+    """
+    about = os.fstat(file.fileno())
+    key = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+    pages = _maps.get(key)
+    if pages is None:
+        pages = _maps[key] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return pages
 
 
 def _layout(specs: Sequence[TensorSpec]) -> Iterator[tuple[np.dtype, int, int]]:

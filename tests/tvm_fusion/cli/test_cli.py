@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +30,8 @@ import tvm_fusion
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.cli import options as cli_options
 from tvm_fusion.cli import output as cli_output
+from tvm_fusion.cli import progress as cli_progress
+from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import EngineError, TargetError, TVMFusionError
 from tvm_fusion.runtime.device import DeviceInfo
@@ -48,6 +54,9 @@ def library(model_path: Path) -> Path:
 
 
 Run = Any
+ERASE = "\r\x1b[2K"
+"""What takes the line of the progress away."""
+ERROR_FIELDS = {"type", "message", "exit_code"}
 
 
 @pytest.fixture
@@ -194,6 +203,62 @@ def test_a_model_from_standard_input(model_path: Path, library: Path, tmp_path: 
     np.testing.assert_array_equal(piped(x), tvm_fusion.load(library, threads=1)(x))
 
 
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        ("library", ["run", "-", "--iterations", "1"]),
+        ("library", ["inspect", "-"]),
+        ("library", ["bench", "{model}", "--compiled", "-", "--rounds", "1", "--runs", "1"]),
+        ("model", ["explain", "-"]),
+        ("model", ["predict", "-"]),
+        ("model", ["simulate", "-", "--ranks", "1,2"]),
+    ],
+)
+def test_every_model_may_come_from_standard_input(
+    run: Run,
+    model_path: Path,
+    library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    arguments: list[str],
+) -> None:
+    data = {"library": library, "model": model_path}[source].read_bytes()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    filled = [argument.format(model=model_path) for argument in arguments]
+    code, out, err = run(*filled, "--json")
+    assert code == 0, out + err
+    shown = json.loads(out)
+    if isinstance(shown, dict) and "model" in shown:
+        assert not Path(shown["model"]).exists(), "the copy of standard input is left"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compile", "{model}", "-o", "{output}"],
+        ["run", "{model}", "--output", "{output}"],
+        ["simulate", "{model}", "--draw", "{output}"],
+        ["calibrate", "-o", "{output}"],
+        ["predict", "{model}", "--timeline", "{output}"],
+        ["predict", "{model}", "--save-overheads", "{output}"],
+        ["records", "merge", "{output}", "{model}"],
+        ["records", "export", "{model}", "{output}"],
+    ],
+)
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_done(
+    run: Run, model_path: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    output = tmp_path / "none" / "file.svg"
+    filled = [argument.format(model=model_path, output=output) for argument in arguments]
+    code, out, err = run(*filled)
+    assert (code, out) == (1, "") and not output.parent.exists()
+    assert err == f"Error: cannot write {str(output)!r}: no such folder, or not a writable one\n"
+    if arguments[:2] != ["records", "export"]:
+        (tmp_path / "none" / "file.svg").mkdir(parents=True)
+        code, out, err = run(*filled)
+        assert (code, out) == (2, "") and "is a directory" in err
+
+
 def test_inspect_shows_a_model_for_another_machine(
     run: Run, model_path: Path, tmp_path: Path
 ) -> None:
@@ -220,7 +285,10 @@ def test_open_dimension_gets_its_size(run: Run, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["pairs"][0]["input_shape"][0] == 3
 
 
-def test_explain_prints_every_pair(run: Run, model_path: Path) -> None:
+def test_explain_prints_every_pair(
+    run: Run, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_output, "PIPE_WIDTH", 200)
     code, out, _ = run("explain", model_path, "--json", "--fuse", "all")
     report = json.loads(out)
     pairs = report["pairs"]
@@ -290,7 +358,7 @@ def test_bench_profiles_the_kernels(run: Run, model_path: Path) -> None:
     assert any("conv 3x3" in kernel["operator"] for kernel in result["kernels"])
     assert result["limits"]["threads"] == 1
     code, out, _ = run(*command)
-    assert code == 0 and "conv 3x3" in out and "of limit" in out
+    assert code == 0 and "conv 3x3" in out and "of limit" in " ".join(out.split())
 
 
 def test_bench_of_a_model_for_a_gpu_races_on_that_gpu(
@@ -361,6 +429,7 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (b"PK\x03\x04", ["run", "{library}", "--input", "image={bad}"], "as a .npy file"),
         (None, ["run", "{library}", "--input", "image={npz}"], "holds several arrays"),
         (None, ["run", "{library}", "--output", "no/folder.npz"], "cannot write 'no/folder.npz'"),
+        (None, ["run", "{library}", "--output", "{npy}/y.npz"], "no such folder, or not a"),
     ],
 )
 def test_our_errors_exit_1_with_one_line(
@@ -522,11 +591,113 @@ def test_peers_are_named_once() -> None:
 def test_progress_is_drawn_on_a_terminal_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with cli_output.progress_bar() as progress:
+    with progress_bar() as progress:
         progress("working", 1, 2)
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(cli_output.Console, "is_terminal", True)
-    with cli_output.progress_bar() as progress:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar() as progress:
         progress("working", 1, 2)
     out, err = capsys.readouterr()
-    assert out == "" and "working" in err
+    assert out == "" and "working [==========          ] 0:00" in err and err.endswith(ERASE)
+    monkeypatch.setenv("COLUMNS", "30")
+    with progress_bar() as progress:
+        progress("text that is too long", 0, 0)
+    assert all(len(part) < 30 for part in capsys.readouterr().err.split(ERASE))
+    monkeypatch.setenv("TERM", "dumb")
+    with progress_bar() as progress:
+        progress("working", 1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("clock", [True, False])
+def test_a_clock_moves_but_where_it_would_disturb(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clock: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(cli_progress, "TICK", 0.01)
+    line = cli_progress._Line("waiting", has_clock=not clock)
+    monkeypatch.setattr(cli_progress, "_line", line)
+    with progress_bar(clock):
+        capsys.readouterr()
+        time.sleep(0.1)
+        drawn = capsys.readouterr().err.count("waiting")
+    assert (drawn > 0) == clock
+    cli_progress.end()
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_the_command_before_it_shows_the_result(
+    library: Path, tmp_path: Path
+) -> None:
+    """The line goes before the result comes, and errors and help stand on lines of their own."""
+    for arguments, shown, result in (
+        (["inspect", str(library)], True, "small.so"),
+        (["inspect", str(tmp_path)], True, "is a directory"),
+        (["inspect", "--help"], False, "Usage:"),
+    ):
+        text = on_terminal(command_line(*arguments))
+        assert ("tvm-fusion inspect 0:0" in text) == shown
+        assert result in text.rpartition(ERASE)[2]
+        assert text.count(ERASE) >= 2 * shown
+
+
+def on_terminal(command: list[str]) -> str:
+    """All that a command writes to a terminal of 80 columns."""
+    leader, follower = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdout=follower, stderr=follower, env=environment):
+        os.close(follower)
+        parts = []
+        with contextlib.suppress(OSError):  # the terminal's end
+            while part := os.read(leader, 65536):
+                parts.append(part)
+    os.close(leader)
+    return b"".join(parts).decode()
+
+
+def test_tables_keep_to_the_width(run: Run, library: Path, model_path: Path) -> None:
+    for arguments in (["inspect", library], ["explain", model_path], ["predict", model_path]):
+        _, out, _ = run(*arguments)
+        assert max(map(len, out.splitlines())) <= cli_output.PIPE_WIDTH == 100
+        assert "\u2026" not in out, "a word is cut off"
+    text = on_terminal(command_line("inspect", str(library))).rpartition(ERASE)[2]
+    lines = re.sub(r"\x1b\[\d*m", "", text).splitlines()
+    assert 60 < max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error", "message"),
+    [
+        (["compile", "{bad}"], 1, "InvalidModelError", "not ONNX"),
+        (["inspect", "{bad}"], 1, "ArtifactError", "is not a compiled model"),
+        (["run", "{model}", "--target", "nonsense"], 1, "TargetError", "nonsense"),
+        (["explain", "no/such.onnx"], 2, "BadParameter", "'no/such.onnx' does not exist"),
+        (["predict"], 2, "UsageError", "expected MODEL or --traces"),
+        (["compile", "{model}", "--melt"], 2, "NoSuchOption", "--melt"),
+    ],
+)
+def test_errors_are_json_too(
+    run: Run, model_path: Path, tmp_path: Path, arguments: list, code: int, error: str, message: str
+) -> None:
+    bad = tmp_path / "bad.onnx"
+    bad.write_bytes(b"junk")
+    filled = [argument.format(model=model_path, bad=bad) for argument in arguments]
+    found, out, err = run(*filled, "--json")
+    told = json.loads(out)["error"]
+    assert found == told["exit_code"] == code and err == ""
+    assert told["type"] == error and message in told["message"] and set(told) == ERROR_FIELDS
+
+
+def test_ctrl_c_and_faults_are_json_too(
+    run: Run, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(cli.DEBUG, raising=False)
+    for error, code in ((KeyboardInterrupt(), 130), (ZeroDivisionError("x"), 1)):
+        fail_with(monkeypatch, error)
+        found, out, _ = run("compile", model_path, "--json")
+        told = json.loads(out)["error"]
+        assert found == told["exit_code"] == code and told["type"] == type(error).__name__

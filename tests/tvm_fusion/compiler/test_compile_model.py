@@ -137,6 +137,11 @@ def test_progress_is_a_function() -> None:
 def test_progress_counts_the_stages() -> None:
     seen: list[tuple[str, int, int]] = []
     tvm_fusion.compile(small_model(), threads=1, progress=lambda *step: seen.append(step))
+    kernels = [step for step in seen if step[0].startswith("build, ")]
+    assert {step[1:] for step in kernels} == {next(s for s in seen if s[0] == "build")[1:]}
+    counts = [re.fullmatch(r"build, (\d+) of (\d+) kernels", step[0]) for step in kernels]
+    assert counts[-1][1] == counts[-1][2] and int(counts[0][1]) > 0
+    seen = [step for step in seen if step not in kernels]
     names, done, total = zip(*seen, strict=True)
     assert names[0] == "import"
     assert names[-2:] == ("build", "done")

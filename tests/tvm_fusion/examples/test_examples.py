@@ -101,6 +101,27 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 BUILDERS = {name: (lambda: None) for name in ("one", "two", "broken")}
 
 
+def test_a_folder_of_results_is_there_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(campaign, "CPU_FOLDER", tmp_path / "results" / "new-cpu")
+    given = campaign.parser("Test.", ["one"], "races.json").parse_args([])
+    assert given.output == tmp_path / "results" / "new-cpu" / "races.json"
+    assert given.output.parent.is_dir() and not given.output.exists()
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path, tmp_path / "file" / "races.json"):
+        with pytest.raises(SystemExit):
+            options(wrong)
+        assert "no file in a writable folder" in capsys.readouterr().err
+
+
+def test_every_benchmark_checks_its_output_first() -> None:
+    """Whatever it measures, and however its other options are read."""
+    for file in sorted(Path(campaign.__file__).parent.glob("*.py")):
+        found = re.findall(r'"--output",\s*type=(\w+)', file.read_text())
+        assert set(found) <= {"output_file"}, file.name
+
+
 def test_campaign_resumes_what_has_the_same_settings(races: list[str], tmp_path: Path) -> None:
     path = tmp_path / "deep" / "results.json"
     first = options(path, "--only", "one")

@@ -108,10 +108,12 @@ def test_what_is_saved_is_loaded(model: CompiledModel, saved: Path) -> None:
         (4, ("fast_math", "records", "lifted", "alignment")),
         (5, ("records", "lifted", "alignment")),
         (10, ("lifted", "alignment")),
+        (11, ()),
     ],
 )
 def test_earlier_formats_are_still_read(altered, version: int, lacks: tuple[str, ...]) -> None:
     """Their kernels read aligned inputs only, and allocate their outputs."""
+    lacks = (*lacks, "library", "places", "others")
     memory = np.random.default_rng(5).standard_normal(48, dtype=np.float32)
     path = altered(lambda about: [about.pop(name) for name in lacks], version=version)
     model = load(path, threads=1)
@@ -120,6 +122,22 @@ def test_earlier_formats_are_still_read(altered, version: int, lacks: tuple[str,
         y = np.full((4, 6), np.nan, np.float32)
         assert model(x, out=y) is y
         assert_dense(y, x)
+
+
+def test_weights_of_an_earlier_format_are_found_before_the_description(tmp_path: Path) -> None:
+    """They lie one after the other, behind a library of any length."""
+    model, again = large(tmp_path)
+    data, about = split((tmp_path / "large.so").read_bytes())
+    begin = about["places"][0]
+    for name in ("library", "places", "others"):
+        del about[name]
+    path = tmp_path / "earlier.so"
+    path.write_bytes(join(data[:begin] + bytes(5) + data[begin:], json.dumps(about).encode(), 11))
+    earlier = load(path, threads=1)
+    assert all(weight.data_ptr() % 64 == 0 for weight in earlier._weights)
+    x = np.random.default_rng(7).standard_normal((3, 70), dtype=np.float32)
+    for y, want in zip(earlier(x), again(x), strict=True):
+        np.testing.assert_array_equal(y, want)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +425,7 @@ def test_any_wrong_bit_is_found(
         (join(b"", b"{}"), r"is not valid \(KeyError"),
         (join(b"", b"[]"), r"is not valid \(TypeError"),
         (join(b"", b"{}", version=0), "is damaged: its checksum does not fit; save again"),
-        (join(b"", b"{}", version=12), r"has format 12, .* reads up to 11; install a newer"),
+        (join(b"", b"{}", version=13), r"has format 13, .* reads up to 12; install a newer"),
     ],
 )
 def test_files_that_are_not_ours_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -471,6 +489,14 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         put("weights", [{"name": "w", "shape": [1], "dtype": ">f4"}]),
         put("weights", [{"name": "w", "shape": [1], "dtype": "no type"}]),
         put("weights", [{"name": "w", "shape": [1 << 70], "dtype": "float32"}]),
+        put("places", [0]),
+        put("places", 0),
+        put("library", [0, 1 << 40]),
+        put("library", [9, 3]),
+        put("library", [0.0, 3]),
+        put("library", [0]),
+        put("others", [3]),
+        put("others", [{"target": "llvm"}]),
         put("kernel", 3),
         put("kernel", {"name": 3, "arguments": [0]}),
         put("kernel", {"name": "matmul", "arguments": [1]}),
@@ -510,7 +536,7 @@ def test_a_patch_release_of_tvm_does_not_matter(altered) -> None:
 def test_a_library_that_does_not_load_is_refused(saved: Path, tmp_path: Path) -> None:
     library, about = split(saved.read_bytes())
     path = tmp_path / "broken.so"
-    path.write_bytes(join(library[:100], json.dumps(about).encode()))
+    path.write_bytes(join(library[:100] + bytes(len(library) - 100), json.dumps(about).encode()))
     with pytest.raises(ArtifactError, match="cannot load '.*broken.so': .*Failed to load"):
         load(path)
 

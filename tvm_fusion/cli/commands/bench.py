@@ -11,13 +11,15 @@ import click
 from ..checks import names_gpu, refuse_absent_gpu, refuse_given
 from ..options import (
     EngineList,
+    ModelFile,
     compile_options,
     json_option,
     model_argument,
     records_option,
     threads_option,
 )
-from ..output import progress_bar, show_table
+from ..output import show_table
+from ..progress import progress_bar
 
 
 @click.command("bench")
@@ -29,7 +31,7 @@ from ..output import progress_bar, show_table
 )
 @click.option(
     "--compiled",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=ModelFile(),
     help="Race this compiled model instead of compiling MODEL again.",
 )
 @click.option(

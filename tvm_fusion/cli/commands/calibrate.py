@@ -10,8 +10,9 @@ import click
 from rich.table import Table
 
 from ..checks import refuse_given
-from ..options import json_option, threads_option
-from ..output import progress_bar, show, show_table
+from ..options import OutputFile, json_option, threads_option
+from ..output import show, show_table
+from ..progress import progress_bar
 from ..without_torch import allow_torch
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ COLLECTIVES_FILE = Path("collectives.json")
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     metavar="FILE",
     help="Default: a file in the user's cache folder, which `predict --machine native` reads; "
     f"{NETWORK_FILE} with --network, {COLLECTIVES_FILE} with --collectives, which may also be the "

@@ -3,28 +3,29 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...errors import ArtifactError
-from ..checks import refuse_given, refuse_model_file
+from ..checks import refuse_absent_folder, refuse_given, refuse_model_file
 from ..options import (
-    compile_options,
+    OutputFile,
     exchange_option,
     json_option,
     machine_option,
+    model_argument,
+    model_options,
     network_option,
     precision_option,
     records_option,
+    targets_option,
     threads_option,
     weights_option,
 )
-from ..output import compile_model, progress_bar, show
+from ..output import compile_model, show
+from ..progress import progress_bar
 
 if TYPE_CHECKING:
     from ...distributed.network.model import DistributedModel
@@ -32,13 +33,11 @@ if TYPE_CHECKING:
 
 
 @click.command("compile")
-@click.argument(
-    "model", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
-)
+@model_argument
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Default: MODEL.so, or model.so for a model from standard input.",
 )
 @click.option(
@@ -49,7 +48,8 @@ if TYPE_CHECKING:
 )
 @exchange_option
 @network_option
-@compile_options
+@targets_option
+@model_options
 @records_option
 @machine_option
 @click.option(
@@ -75,19 +75,13 @@ def compile_command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compile MODEL, an ONNX file, into a shared library that `run` and tvm_fusion.load take.
-
-    With - as MODEL it is read from standard input.
-    """
-    is_piped = model == Path("-")
-    output = output or Path("model.so" if is_piped else model.with_suffix(".so").name)
-    if not os.access(output.parent, os.W_OK):
-        raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
-    if not is_piped:
-        refuse_model_file(output, model)
-    source = sys.stdin.buffer.read() if is_piped else model
+    """Compile MODEL, an ONNX file, into a shared library that `run` and tvm_fusion.load take."""
+    if output is None:
+        output = Path(model.with_suffix(".so").name)
+        refuse_absent_folder(output)
+    refuse_model_file(output, model)
     begin = time.perf_counter()
-    compiled = _compiled(source, ranks, exchange, network, options)
+    compiled = _compiled(model, ranks, exchange, network, options)
     compiled.save(output)
     seconds = time.perf_counter() - begin
     fused = sum(bool(pair["fused"]) for pair in compiled.fused)
@@ -97,6 +91,7 @@ def compile_command(
         "bytes": size,
         "seconds": seconds,
         "target": str(compiled.target),
+        "targets": compiled.targets,
         "pairs": len(compiled.fused),
         "fused": fused,
         "inputs": compiled.inputs,
@@ -106,6 +101,8 @@ def compile_command(
     device = "" if compiled.needs is None else f" for {compiled.needs}"
     if ranks is not None:
         result["ranks"], device = ranks, f" for {ranks} ranks"
+    if len(compiled.targets) > 1:
+        device = f" for {', '.join(compiled.targets)}"
     tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
     text = (
         f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
@@ -115,7 +112,7 @@ def compile_command(
 
 
 def _compiled(
-    source: Path | bytes,
+    model: Path,
     ranks: int | None,
     exchange: str,
     network: str | None,
@@ -124,7 +121,7 @@ def _compiled(
     """The model for one process, or for some ranks."""
     if ranks is None:
         refuse_given(["exchange", "network"], "it is for --ranks")
-        return compile_model(source, **options)
+        return compile_model(model, **options)
     for_gpus = ("fast_math", "cuda_graph", "precision")
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
     refuse_given(["machine", "weights"], "it is for one process")
@@ -134,7 +131,7 @@ def _compiled(
     for name in (*for_gpus, "machine", "weights"):
         del options[name]
     figures, _ = read_figures(network)
-    with progress_bar() as progress:
+    with progress_bar(clock=True) as progress:
         return compile_network(
-            source, ranks, exchange=exchange, network=figures, progress=progress, **options
+            model, ranks, exchange=exchange, network=figures, progress=progress, **options
         )

@@ -12,12 +12,12 @@ from rich.table import Table
 
 from ...runtime.artifact import Description, describe_artifact
 from ...runtime.weights import stored_bytes
-from ..options import json_option
+from ..options import json_option, model_argument
 from ..output import show_table
 
 
 @click.command("inspect")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@model_argument
 @json_option
 def inspect_command(model: Path, as_json: bool) -> None:
     """Show what MODEL, a compiled model, takes, returns and needs; nothing of it is run.
@@ -25,7 +25,10 @@ def inspect_command(model: Path, as_json: bool) -> None:
     It need not be for this machine.
     """
     about = describe_artifact(model)
-    size, weights = model.stat().st_size, stored_bytes(about.weights)
+    stored = {}
+    for one in about.all:
+        stored.update(zip(one.places, one.weights, strict=True))
+    size, weights = model.stat().st_size, stored_bytes(list(stored.values()))
     result = {"model": str(model), "bytes": size, "weight_bytes": weights, **asdict(about)}
     show_table(result, _table(model, about, size, weights), as_json)
 
@@ -35,8 +38,8 @@ def _table(model: Path, about: Description, size: int, weights: int) -> Table:
     rows: dict[str, Any] = {
         "inputs": "\n".join(map(str, about.inputs)),
         "outputs": "\n".join(map(str, about.outputs)),
-        "CPU": f"{about.cpu}, {about.triple}",
-        "CPU features": ", ".join(about.features) or "none beyond the architecture's",
+        "CPU": "\n".join(f"{one.cpu}, {one.triple}" for one in about.all),
+        "CPU features": "\n".join(_features(one, len(about.all) > 1) for one in about.all),
         "GPU": about.device or "none",
         "size": f"{size / 1e6:.1f} MB, {weights / 1e6:.1f} MB of it weights",
         "fused": f"{fused} of {len(about.fused)} pairs of convolutions",
@@ -49,3 +52,9 @@ def _table(model: Path, about: Description, size: int, weights: int) -> Table:
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
+
+
+def _features(about: Description, is_named: bool) -> str:
+    return (f"{about.cpu}: " if is_named else "") + (
+        ", ".join(about.features) or "none beyond the architecture's"
+    )

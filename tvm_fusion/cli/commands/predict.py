@@ -12,14 +12,22 @@ import click
 from rich.console import Group
 
 from ..checks import refuse_given
-from ..options import json_option, model_options, records_option, threads_option
-from ..output import progress_bar, show_table
+from ..options import (
+    ModelFile,
+    OutputFile,
+    json_option,
+    model_options,
+    records_option,
+    threads_option,
+)
+from ..output import say, show_table
+from ..progress import progress_bar
 
 
 @click.command("predict")
 @click.argument(
     "model",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=ModelFile(),
     metavar="[MODEL]",
     required=False,
 )
@@ -57,7 +65,7 @@ from ..output import progress_bar, show_table
 )
 @click.option(
     "--save-overheads",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     metavar="FILE",
     help="Write the host overheads that the traces show.",
 )
@@ -71,7 +79,7 @@ from ..output import progress_bar, show_table
 )
 @click.option(
     "--timeline",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     metavar="FILE",
     help="Write the timeline: a Chrome trace (.json, .json.gz) or a picture (.png, .svg).",
 )
@@ -174,7 +182,7 @@ def predict_traced(
     if timeline and len(runs) > 1:
         raise click.UsageError(f"--timeline is of one run; {traces} holds {len(runs)}")
     for warning in (warning for run in runs for warning in run.warnings):
-        click.echo(f"Warning: {warning}", err=True)
+        say(f"Warning: {warning}", is_error=True)
     predictions = [predict_traces(run, known, what_if) for run in runs]
     if save_overheads:
         Overheads().merge(run.overheads for run in runs).save(save_overheads)

@@ -10,8 +10,8 @@ from typing import Any
 import click
 from rich.table import Table
 
-from ..options import json_option, model_options, threads_option
-from ..output import micros, show, show_table
+from ..options import ModelFile, OutputFile, json_option, model_options, threads_option
+from ..output import micros, say, show, show_table
 
 existing = click.Path(exists=True, path_type=Path)
 path_argument = click.argument("path", type=existing, metavar="PATH")
@@ -73,13 +73,13 @@ def verify_command(path: Path, as_json: bool) -> int:
 
 
 @records_command.command("merge")
-@click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("output", type=OutputFile())
 @click.argument("inputs", type=existing, nargs=-1, required=True)
 def merge_command(output: Path, inputs: tuple[Path, ...]) -> None:
     """Write the records of INPUTS to the file OUTPUT; of equal workloads the last one stays."""
     from ...tuning.record_files import merge
 
-    click.echo(f"{output}: {merge(inputs, output)} records")
+    say(f"{output}: {merge(inputs, output)} records")
 
 
 @records_command.command("prune")
@@ -89,7 +89,7 @@ def prune_command(path: Path) -> None:
     from ...tuning.record_files import prune
 
     kept, gone = prune(path)
-    click.echo(f"{path}: {kept} records kept, {gone} lines removed")
+    say(f"{path}: {kept} records kept, {gone} lines removed")
 
 
 JSONL, META_SCHEDULE = "jsonl", "meta-schedule"
@@ -105,12 +105,12 @@ format_option = click.option(
 
 @records_command.command("export")
 @click.argument("database", type=existing)
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("output", type=OutputFile(dir_okay=True))
 @format_option
 @click.option("--cpu", "family", metavar="NAME", help="Only records of this CPU, as LLVM names it.")
 @click.option(
     "--model",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=ModelFile(),
     help="For meta-schedule: the model whose kernels are exported; a record alone has no function. "
     "The options below are those of tune.",
 )
@@ -134,7 +134,7 @@ def export_command(
             raise click.UsageError(f"{output} is a folder; expected a file")
         from ...tuning.record_files import export
 
-        click.echo(f"{output}: {export(database, output, family)} records")
+        say(f"{output}: {export(database, output, family)} records")
         return
     from ...compiler.pipeline import Options
     from ...compiler.targets.target import resolve
@@ -145,7 +145,7 @@ def export_command(
     target = resolve(family or "native", cores=choose_threads(threads))
     tasks = extract_tasks(model, target, shapes, Options(**options))
     count = export_records(database, output, tasks, target)
-    click.echo(f"{output}: {count} records of {len(tasks)} tasks")
+    say(f"{output}: {count} records of {len(tasks)} tasks")
 
 
 @records_command.command("import")
@@ -160,4 +160,4 @@ def import_command(database: Path, inputs: tuple[Path, ...], form: str) -> None:
         from ...tuning.meta_schedule_records import import_records
 
     taken, refused = import_records(database, inputs)
-    click.echo(f"{database}: {taken} records taken, {refused} refused")
+    say(f"{database}: {taken} records taken, {refused} refused")

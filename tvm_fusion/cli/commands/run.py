@@ -12,6 +12,7 @@ from ...runtime.thread_pool import choose_threads
 from ..checks import is_compiled, refuse_absent_gpu, refuse_given, refuse_model_file
 from ..options import (
     NamedFile,
+    OutputFile,
     as_mapping,
     compile_options,
     json_option,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Write the outputs, by name, to this .npz file.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ..options import threads_option
+from ..output import say
 
 
 @click.command("serve")
@@ -33,7 +34,7 @@ def serve_command(address: str, key: str, host: str, port: int | None, threads: 
 
     def ready(about: dict[str, Any]) -> None:
         cpu = about["cpu"]
-        click.echo(
+        say(
             f"serving {about['processor']} ({cpu['family']}, {cpu['vector_bits']} bits, "
             f"{cpu['num_cores']} threads) as {about['name']} under the key {key}; Ctrl-C ends it"
         )

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..options import (
+    OutputFile,
     compile_options,
     exchange_option,
     json_option,
@@ -80,7 +81,7 @@ def _between(found: list[int], last: int) -> list[int]:
 )
 @click.option(
     "--draw",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Draw the times to this file, such as scaling.svg.",
 )
 @compile_options
@@ -108,7 +109,7 @@ def simulate_command(
     from ...distributed.network_figures import read_figures
     from ...distributed.program import default_processor
 
-    target = resolve_ranks(1, options.pop("target"), threads or 1)
+    target = resolve_ranks(1, options.pop("target"), threads)
     figures, measured = read_figures(network)
     stages = read_network(model, target, **options)
     scaling = simulate_network(

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from .. import progress
 from ..options import compile_options, json_option, model_argument, threads_option
-from ..output import micros, show_table
+from ..output import micros, say, show_table
 
 if TYPE_CHECKING:
     from ...tuning.job import TuneResult
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 @compile_options
 @threads_option
 @json_option
-def tune_command(model: Path, minutes: float | None, as_json: bool, **options: Any) -> None:
+def tune_command(model: Path, minutes: float | None, as_json: bool, **options: Any) -> int:
     """Search faster settings for the kernels of MODEL on a CPU or a GPU, and record the winners.
 
     Each kernel's settings race its default; a winner is recorded if it gains 1 % in a second race.
@@ -76,11 +77,13 @@ def tune_command(model: Path, minutes: float | None, as_json: bool, **options: A
     """
     from ... import tune
 
-    with live_table() as progress:
-        result = tune(model, minutes=minutes, progress=progress, **options)
+    with live_table() as report:
+        result = tune(model, minutes=minutes, progress=report, **options)
     show_table(result.to_json(), tune_table(result), as_json)
     if result.interrupted and minutes is None:
-        raise click.Abort
+        say("Interrupted.", is_error=True)
+        return 130
+    return 0
 
 
 @contextlib.contextmanager
@@ -89,6 +92,7 @@ def live_table() -> Iterator[Callable[[TuneResult], None]]:
 
     It is drawn when something changes only: a ticking clock would disturb the measurements.
     """
+    progress.end()
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda result: None

@@ -20,7 +20,8 @@ def traces(tmp_path):
     return folder
 
 
-def test_table(traces, capsys) -> None:
+def test_table(traces, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("tvm_fusion.cli.output.PIPE_WIDTH", 200)
     assert main(["predict", "--traces", str(traces), "--what-if", "graph"]) == 0
     text = capsys.readouterr().out
     for word in ("predicted", "measured", "idle: other rank", "critical path", "what if"):
@@ -30,7 +31,8 @@ def test_table(traces, capsys) -> None:
 def test_json(traces, capsys) -> None:
     arguments = ["predict", "--traces", str(traces), "--json", "--what-if", "resize=mm:2"]
     assert main([*arguments, "--what-if", "resize=linear:2"]) == 1
-    assert "resize=mm: matches no operator" in capsys.readouterr().err
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["message"] == "resize=mm: matches no operator"
     assert main([*arguments[:-1], "resize=linear:2"]) == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]

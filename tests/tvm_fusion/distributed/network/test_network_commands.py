@@ -20,6 +20,7 @@ from tvm_fusion.distributed.calibrate import write_machine
 from tvm_fusion.distributed.network_figures import read_figures
 from tvm_fusion.distributed.world.numa_placement import NUMA
 from tvm_fusion.errors import InvalidInputError
+from tvm_fusion.machine.host import physical_cores
 from tvm_fusion.machine.numa import numa_nodes
 from tvm_fusion.prediction.machines import calibration_path
 
@@ -169,6 +170,15 @@ def test_simulate(run: Any, folder: Path) -> None:
     assert weak.startswith("weak scaling, predicted")
     assert [line.split()[0] for line in weak.splitlines()[2:5]] == ["1", "2", "64"]
     assert "weak scaling, predicted" in drawing.read_text()
+
+
+def test_simulate_takes_the_threads_of_a_rank_from_the_option_or_the_machine(run: Any) -> None:
+    def seconds(*options: Any) -> float:
+        out = run("simulate", "m.onnx", "--ranks", "1", "--target", "znver3", *options, "--json")[1]
+        return float(json.loads(out)["points"][0]["seconds"])
+
+    assert seconds("--threads", 1) > seconds("--threads", 2) > seconds("--threads", 16)
+    assert seconds() == seconds("--threads", physical_cores())
 
 
 def test_simulate_on_a_cpu_that_nobody_measured_says_so(
