@@ -481,6 +481,19 @@ def load(path: str | os.PathLike[str], threads: int | None = None) -> CompiledMo
     return model
 
 
+_files: dict[Path, list[tuple[int, int]]] = {}
+"""Files that were loaded from each path."""
+
+
+def _own_name(path: Path) -> str:
+    """A name of a file that no other one had: the system gives each name one library for ever."""
+    about = path.stat()
+    known, own = _files.setdefault(path, []), (about.st_dev, about.st_ino)
+    if own not in known:
+        known.append(own)
+    return f"{path.parent}/{'./' * known.index(own)}{path.name}"
+
+
 def load_library(path: Path, place: tuple[int, int] = (0, 0)) -> tvm_ffi.Module:
     """Load the code of a saved model, which runs with all rights of the process.
 
@@ -500,7 +513,7 @@ def load_library(path: Path, place: tuple[int, int] = (0, 0)) -> tvm_ffi.Module:
     begin, end = place
     try:
         if begin == 0:
-            return get_function("ffi.Module.load_from_file.so")(str(path), "so")
+            return get_function("ffi.Module.load_from_file.so")(_own_name(path), "so")
         with path.open("rb") as file, tempfile.TemporaryDirectory() as folder:
             file.seek(begin)
             copy = Path(folder) / path.name

@@ -20,7 +20,7 @@ import tvm
 import tvm_ffi
 from hypothesis import given
 from hypothesis import strategies as st
-from relax_models import Identity, assert_dense, compiled, dense, lifted
+from relax_models import WEIGHT, Dense, Identity, assert_dense, compiled, dense, lifted
 from tvm import relax
 from without_torch import WITHOUT_TORCH
 
@@ -220,6 +220,18 @@ def test_a_file_that_shrinks_while_it_is_loaded_is_refused(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[-3000:])
     with pytest.raises(ArtifactError, match=r"cannot read '.*large\.so': "):
         artifact.read_artifact_weights(path, about)
+
+
+def test_a_file_that_replaces_a_loaded_one_is_loaded(tmp_path: Path) -> None:
+    """The system would give the same name the library that it loaded before."""
+    x = np.random.default_rng(3).standard_normal((4, 8), dtype=np.float32)
+    loaded = []
+    for factor in (1.0, 2.0, 3.0):
+        mod = relax.transform.BindParams("main", {"w": tvm.runtime.tensor(factor * WEIGHT)})(Dense)
+        compiled(mod, ["x"], ["y"]).save(tmp_path / "same.so")
+        loaded.append(load(tmp_path / "same.so", threads=1))
+    for factor, one in zip((1.0, 2.0, 3.0), loaded, strict=True):
+        assert_dense(one(x) / np.float32(factor), x)
 
 
 def test_results_outlive_the_model(saved: Path) -> None:
