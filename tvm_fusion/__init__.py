@@ -25,6 +25,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from . import pipeline as pipeline
+    from .bench.comparison import Comparison, TensorErrors, compare
     from .bench.profiler import profile
     from .bench.race import Arena, EngineSpec, Plan, RaceResult, race
     from .compiler.compile import compile
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arena",
+    "Comparison",
     "CompiledModel",
     "EngineSpec",
     "Latency",
@@ -48,9 +50,11 @@ __all__ = [
     "RaceResult",
     "SpecializedModel",
     "TaskState",
+    "TensorErrors",
     "TuneResult",
     "__version__",
     "aligned_empty",
+    "compare",
     "compile",
     "errors",
     "explain",
@@ -68,6 +72,7 @@ _LATER = {
     **dict.fromkeys(("Arena", "EngineSpec", "Plan", "RaceResult", "race"), "bench.race"),
     **dict.fromkeys(("TaskState", "TuneResult", "tune"), "tuning.job"),
     **dict.fromkeys(("CompiledModel", "Latency", "load"), "runtime.compiled_model"),
+    **dict.fromkeys(("Comparison", "TensorErrors", "compare"), "bench.comparison"),
     "aligned_empty": "runtime.host_arrays",
     "compile": "compiler.compile",
     "explain": "compiler.explain.explain",

@@ -29,6 +29,7 @@ COMMANDS = (
     "run",
     "inspect",
     "bench",
+    "compare",
     "explain",
     "predict",
     "shard",
