@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``MultiplyNarrow``: products with constant matrices that stay in 8 or 4 bits."""
+"""Pass ``MultiplyNarrow``: products with constant matrices that stay in 16, 8 or 4 bits."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import tvm
-from tvm import IRModule, relax
+from tvm import IRModule, relax, tirx
 from tvm.ir import GenericConst
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target
@@ -16,7 +18,6 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.narrow_dot import byte_rows, narrow_dot
 from schedules.cpu.loops.matmul.narrow_matmul import narrow_matmul
 from schedules.cpu.loops.matmul.narrow_matrix import (
-    BITS,
     GRANULE,
     NarrowMatrix,
     pack_matrix,
@@ -25,15 +26,20 @@ from schedules.cpu.loops.matmul.narrow_matrix import (
 )
 
 from ..core.constants import array_of, tensor_constant
-from ..core.expressions import is_claimed, op_name
+from ..core.expressions import Value, is_claimed, op_name
 from ..core.pass_target import pass_target
 from ..op.widen_weight import NAME as WIDEN_WEIGHT
 
 LEAST_ELEMENTS = 4096
 """Elements of a matrix below which its floats are as good."""
 
+MOST_ROWS = 16
+"""Rows of a product up to which a matrix of 16 bits stays so: more are bound by arithmetic, and
+kernels of float32 are faster."""
+
 _FLOAT = "float32"
-_TYPES = (_FLOAT, "float16", "bfloat16")
+_HALVES = ("float16", "bfloat16")
+_TYPES = (_FLOAT, *_HALVES)
 
 
 @tvm.transform.module_pass(opt_level=0, name="MultiplyNarrow")
@@ -54,6 +60,7 @@ class MultiplyNarrow:
         lv = R.call_tir(cls.byte_rows, (x,), ...)
         y = R.call_tir(cls.narrow_dot, (lv[0], lv[1], lv[2], weight, scale), ...)
 
+    Matrices of 16-bit floats stay so, too, where products have few rows, or an open number of them.
     On CPUs, before ``WidenSums``: operands of 16 bits are cast, and so is the result. Left alone,
     for ``SimplifyInference`` to make constants of: matrices that something else reads than a
     product of floats; small ones, and those narrower than a vector; those whose scales are shared
@@ -105,13 +112,13 @@ class _Rewriter(PyExprMutator):
         if op_name(call) != "relax.matmul":
             return call
         x, weight = call.args
-        packed = self._matrix(weight)
         shape = x.ty.shape
-        if packed is None or not isinstance(shape, relax.ShapeExpr) or x.ty.ndim < 2:
+        if not isinstance(shape, relax.ShapeExpr) or x.ty.ndim < 2:
             return call
         if str(x.ty.dtype) not in _TYPES or self._is_quantised(x):
             return call
-        return self._product(call, packed)
+        packed = self._matrix(weight, list(shape.values)[:-1])
+        return call if packed is None else self._product(call, packed)
 
     def _product(self, call: relax.Call, packed: _Packed) -> relax.Expr:
         """The product by the kernel, in the type of ``call``."""
@@ -152,24 +159,55 @@ class _Rewriter(PyExprMutator):
         return self._in_bytes[key]
 
     def _is_quantised(self, x: relax.Expr) -> bool:
-        value = self.lookup_binding(x) if isinstance(x, relax.Var) else None
-        return op_name(value) == "relax.dequantize"
+        return op_name(self._bound(x)) == "relax.dequantize"
 
-    def _matrix(self, weight: relax.Expr) -> _Packed | None:
+    def _bound(self, expr: relax.Expr) -> Value:
+        return self.lookup_binding(expr) if isinstance(expr, relax.Var) else expr
+
+    def _matrix(self, weight: relax.Expr, rows: Sequence[tirx.Expr]) -> _Packed | None:
         """The matrix that a weight is widened from, if the kernel takes it."""
-        value = self.lookup_binding(weight) if isinstance(weight, relax.Var) else weight
+        value = self._bound(weight)
         turned = op_name(value) == "relax.permute_dims"
         if turned:
-            source = value.args[0]
-            value = self.lookup_binding(source) if isinstance(source, relax.Var) else source
-        if op_name(value) != WIDEN_WEIGHT or not all(
-            isinstance(argument, GenericConst) for argument in value.args
-        ):
+            value = self._bound(value.args[0])
+        is_asked = op_name(value) == "relax.astype"
+        source = value.args[0] if is_asked else value
+        is_float = isinstance(source, GenericConst) and str(source.ty.dtype) in _HALVES
+        if is_float and not (is_asked or _are_few(rows)):
             return None
-        key = int(value.args[0].value.data_ptr()), turned
+        if not is_float and op_name(value) != WIDEN_WEIGHT:
+            return None
+        constants = [source] if is_float else list(value.args)
+        if not all(isinstance(constant, GenericConst) for constant in constants):
+            return None
+        key = int(constants[0].value.data_ptr()), turned
         if key not in self._packed:
-            self._packed[key] = _pack(value, turned, self._cpu)
+            pack = _pack_floats if is_float else _pack
+            self._packed[key] = pack(source, turned, self._cpu)
         return self._packed[key]
+
+
+def _are_few(rows: Sequence[tirx.Expr]) -> bool:
+    """Whether products of so many rows wait for their matrix, as those of an open number may."""
+    count = math.prod(int(row) for row in rows if isinstance(row, tirx.IntImm))
+    return count <= MOST_ROWS or not all(isinstance(row, tirx.IntImm) for row in rows)
+
+
+def _pack_floats(constant: GenericConst, turned: bool, cpu: CPUInfo) -> _Packed | None:
+    """A matrix of 16 bits in the kernel's layout, if it takes it."""
+    dtype = str(constant.ty.dtype)
+    if constant.ty.ndim != 2 or (dtype == "float16" and not cpu.converts_halves):
+        return None
+    values = array_of(constant).view(np.uint16)
+    values = values.T if turned else values
+    depth, columns = values.shape
+    tile = tile_columns(columns, cpu)
+    if values.size < LEAST_ELEMENTS or not tile:
+        return None
+    padded = -(-depth // GRANULE) * GRANULE
+    matrix = NarrowMatrix(padded, columns, dtype, padded, tile, False)
+    stored = pack_matrix(matrix, np.pad(values, [(0, padded - depth), (0, 0)]))
+    return _Packed(matrix, "int8", (tensor_constant(stored, stored.dtype),), depth)
 
 
 def _pack(call: relax.Call, turned: bool, cpu: CPUInfo) -> _Packed | None:
@@ -185,14 +223,14 @@ def _pack(call: relax.Call, turned: bool, cpu: CPUInfo) -> _Packed | None:
     if groups == 1:
         block = -(-depth // GRANULE) * GRANULE
     tile = tile_columns(columns, cpu)
-    if bits not in BITS or block % GRANULE or integers.size < LEAST_ELEMENTS or not tile:
+    if block % GRANULE or integers.size < LEAST_ELEMENTS or not tile:
         return None
     padded = groups * block
     integers = np.pad(integers, [(0, padded - depth), (0, 0)])
     if zero:  # what is added times zero is zero, if no infinity makes NaN of it
         integers[depth:] = zero[0][-1] if zero[0].dtype == np.int8 else 0
     in_bytes = bits == 4 and bool(call.attrs["by_bytes"]) and bool(cpu.byte_dots)
-    matrix = NarrowMatrix(padded, columns, bits, block, tile, bool(zero), in_bytes)
+    matrix = NarrowMatrix(padded, columns, f"int{bits}", block, tile, bool(zero), in_bytes)
     arrays = [pack_matrix(matrix, integers), *(pack_scales(matrix, one) for one in (scale, *zero))]
     constants = tuple(tensor_constant(array, array.dtype) for array in arrays)
     return _Packed(matrix, str(zero[0].dtype) if zero else "int8", constants, depth)

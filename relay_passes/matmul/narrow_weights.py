@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``NarrowWeights``: rounds the constant matrices of products to 8 or 4 bits."""
+"""Pass ``NarrowWeights``: rounds the constant matrices of products to 16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ BLOCKS = {8: 128, 4: 32}
 LEAST_ELEMENTS = 4096
 """Elements of a matrix below which its bytes do not matter."""
 
+LEAST_COLUMNS = 16
+"""Columns below which a matrix may not fill a vector."""
+
 _TYPES = ("float32", "float16", "bfloat16")
 
 
@@ -37,14 +40,15 @@ class NarrowWeights:
 
     Integers of 8 bits lie between -127 and 127, and a block's largest magnitude is 127. Of 4 bits
     they lie between -8 and 7, and the number of the largest magnitude is -8. So a number differs by
-    at most 1/254 or 1/8 of its block's largest magnitude. What is multiplied by 4 bits may be
+    at most 1/254 or 1/8 of its block's largest magnitude. Numbers of 16 bits are bfloat16, which
+    differ by at most 1/256 each, and have no scales. What is multiplied by 4 bits may be
     rounded to 8 bits in blocks of 32 numbers, a far smaller error. Left alone: small matrices, and
     those with infinities or NaN. ``MultiplyNarrow`` runs after it.
 
     Parameters
     ----------
     bits : int
-        8 or 4.
+        16, 8 or 4.
     """
 
     def __init__(self, bits: int) -> None:
@@ -74,13 +78,15 @@ class NarrowWeights:
 
 
 def _rounded(matrix: GenericConst, bits: int) -> relax.Call | None:
-    """The matrix in integers of ``bits``, if it is one to round."""
+    """The matrix in numbers of ``bits``, if it is one to round."""
     dtype = str(matrix.ty.dtype)
-    if matrix.ty.ndim != 2 or dtype not in _TYPES:
+    if matrix.ty.ndim != 2 or dtype not in _TYPES or int(matrix.ty.shape[1]) < LEAST_COLUMNS:
         return None
     values = array_of(matrix).astype(np.float32)
     if values.size < LEAST_ELEMENTS or not np.isfinite(values).all():
         return None
+    if bits == 16:
+        return relax.op.astype(tensor_constant(values, "bfloat16"), dtype)
     depth, columns = values.shape
     block = min(BLOCKS[bits], depth)
     groups = -(-depth // block)

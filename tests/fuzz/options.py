@@ -64,7 +64,7 @@ COMPILE: Mapping[str, tuple[Any, ...]] = {
     "records": ("none", *PATHS, *KINDS),
     "fast_math": (False, True, *KINDS),
     "precision": ("fp32", "fp16", "tf32", "FP16", *KINDS),
-    "weights": (None, "int8", "int4", "int2", *KINDS),
+    "weights": (None, "bf16", "int8", "int4", "int2", *KINDS),
     "cuda_graph": (False, True, *KINDS),
     "machine": ("znver4", "a100", "native", "../znver4", *PATHS, *KINDS),
     "progress": (None, lambda *_: None, *KINDS),

@@ -206,8 +206,9 @@ precision_option = click.option(
 
 weights_option = click.option(
     "--weights",
-    type=click.Choice(["int8", "int4"]),
-    help="On CPUs: round the matrices of products to 8 or 4 bits, with a scale for each block.",
+    type=click.Choice(["bf16", "int8", "int4"]),
+    help="On CPUs: round the matrices of products to 16, 8 or 4 bits, the latter with a scale for "
+    "each block.",
 )
 
 targets_option = click.option(

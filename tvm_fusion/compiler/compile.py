@@ -88,11 +88,12 @@ def compile(
         convolutions to 10 bits behind the point, for tensor cores; attention stays float32.
     weights : str, optional
         For CPUs: ``"int8"`` or ``"int4"`` rounds the constant matrices of products to integers with
-        a float32 scale for every 128 or 32 numbers of a column, and the compiled model holds these.
-        A number changes by at most 1/254 or 1/8 of the largest of its block. What is multiplied by
-        4 bits is rounded to 8 bits, in blocks of 32 numbers; sums stay float32.
-        Convolutions and embeddings stay as they are. Matrices that a model stores in 8 or 4 bits,
-        as by MatMulNBits, stay so without this option.
+        a float32 scale for every 128 or 32 numbers of a column, ``"bf16"`` to bfloat16, and the
+        compiled model holds these. A number changes by at most 1/254 or 1/8 of the largest of its
+        block, or by 1/256 of itself. What is multiplied by 4 bits is rounded to 8 bits, in blocks
+        of 32 numbers; sums stay float32. Convolutions and embeddings stay as they are. Matrices
+        that a model stores in 8 or 4 bits, as by MatMulNBits, stay so without this option, and in
+        products of few rows those of 16-bit floats.
     cuda_graph : bool
         For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
         the others, which saves the time of their launches. Those that read inputs or write outputs
@@ -195,5 +196,6 @@ def compile(
         from .check_numbers import check_numbers
 
         rounds = fast_math or precision != "fp32"
-        check_numbers(model, compiled, weights or ("float16" if rounds else None))
+        coarsest = {"bf16": "bfloat16"}.get(weights or "", weights)
+        check_numbers(model, compiled, coarsest or ("float16" if rounds else None))
     return compiled

@@ -74,7 +74,7 @@ NAME = "tvm_fusion"
 
 PRECISIONS = ("fp32", "tf32", "fp16")
 
-WEIGHTS_BITS = {"int8": 8, "int4": 4}
+WEIGHTS_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Types to which the matrices of products can be rounded, and their bits."""
 
 
@@ -99,7 +99,8 @@ class Options:
     cuda_graph : bool
         Whether kernels are captured into CUDA graphs.
     weights : str | None
-        ``"int8"`` or ``"int4"``: type to which matrices of products are rounded on a CPU.
+        ``"bf16"``, ``"int8"`` or ``"int4"``: type of the matrices of products on a CPU, to which
+        they are rounded.
     machine : Machine | None
         Machine by whose figures choices are made; without one, a CPU has those of its family, and a
         GPU fixed thresholds.

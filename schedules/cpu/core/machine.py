@@ -61,6 +61,8 @@ class CPUInfo:
     byte_dots : str
         Instruction for products of bytes: ``"vpdpbusd"``; ``"maddubs"``, whose sums of two products
         have 16 bits; ``"sdot"``; or none.
+    converts_halves : bool
+        Whether vectors of float16 become float32 by an instruction.
     """
 
     vector_bits: int
@@ -74,6 +76,7 @@ class CPUInfo:
     has_streaming_stores: bool = False
     word_channels: int = 0
     byte_dots: str = ""
+    converts_halves: bool = False
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -209,6 +212,7 @@ class MeasuredCPU(CPUInfo):
             has_streaming_stores=info.has_streaming_stores,
             word_channels=info.word_channels,
             byte_dots=info.byte_dots,
+            converts_halves=info.converts_halves,
             memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
@@ -223,8 +227,11 @@ def _from_text(text: str) -> CPUInfo:
     family = str(target.attrs.get("mcpu", ""))
     streams = "sse2" in features
     words, cores = _word_channels(features, bits), _num_cores(target)
-    dots = _byte_dots(features, bits)
-    return CPUInfo(bits, registers, fma, cores, l1d, l2, l3, family, streams, words, dots)
+    return CPUInfo(
+        *(bits, registers, fma, cores, l1d, l2, l3, family, streams, words),
+        byte_dots=_byte_dots(features, bits),
+        converts_halves="f16c" in features or _is_aarch64(target),
+    )
 
 
 def _word_channels(features: set[str], bits: int) -> int:

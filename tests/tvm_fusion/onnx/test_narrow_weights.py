@@ -15,6 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import tvm_fusion
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -81,6 +83,12 @@ def nbits(
 def kernels(model: onnx.ModelProto) -> bool:
     """Whether the model's matrix is still narrow once it is imported."""
     return "widen_weight" in import_onnx(model, {"rows": "rows"}).mod.script()
+
+
+def kernels_of(model: onnx.ModelProto) -> str:
+    """The optimised module."""
+    target = resolve("native")
+    return pipeline.optimize(import_onnx(model).mod, target).script()
 
 
 def rows_of(model: onnx.ModelProto, rows: int) -> Array:
@@ -215,12 +223,33 @@ def network(depth: int = 256) -> onnx.ModelProto:
     return model_of(nodes, constants, 2, depth, TensorProto.FLOAT)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_matrices_of_16_bits(dtype: str, turned: bool) -> None:
+    """Products of few rows read them as they are stored."""
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    weight = np.random.default_rng(1).standard_normal((128, 60)).astype(np.dtype(dtype))
+    constants = {"w": weight.T.copy() if turned else weight}
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    if turned:
+        nodes = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1)]
+    found = {}
+    for rows in (2, 40):
+        compiled = tvm_fusion.compile(model_of(nodes, constants, rows, 128, kind))
+        x = rows_of(model_of(nodes, constants, rows, 128, kind), rows)
+        wanted = x.astype("float64") @ weight.astype("float64")
+        error = np.abs(compiled(x).astype("float64") - wanted).max() / np.abs(wanted).max()
+        assert error < (2e-3 if dtype == "float16" else 1e-2)
+        found[rows] = "narrow_matmul" in kernels_of(model_of(nodes, constants, rows, 128, kind))
+    assert found == {2: True, 40: False}
+
+
 def test_weights_are_rounded(tmp_path: Path) -> None:
     model = network()
     x = rows_of(model, 2)
     sizes, errors = {}, {}
     exact = tvm_fusion.compile(model)(x)
-    for weights in (None, "int8", "int4"):
+    for weights in (None, "bf16", "int8", "int4"):
         compiled = tvm_fusion.compile(model, weights=weights)
         path = tmp_path / f"{weights}.so"
         compiled.save(path)
@@ -229,18 +258,19 @@ def test_weights_are_rounded(tmp_path: Path) -> None:
         errors[weights] = np.abs(loaded(x) - exact).max() / np.abs(exact).max()
         np.testing.assert_array_equal(loaded(x), compiled(x))
     floats = 4 * 2 * 256 * 512  # of the two matrices that are not small
+    assert sizes[None] - sizes["bf16"] > 0.48 * floats and 0 < errors["bf16"] < 0.01
     assert sizes[None] - sizes["int8"] > 0.72 * floats
     assert sizes[None] - sizes["int4"] > 0.82 * floats
     assert errors[None] == 0 and 0 < errors["int8"] < 0.02 and 0 < errors["int4"] < 0.2
 
 
 def test_check_knows_what_rounding_may_cost() -> None:
-    for weights in ("int8", "int4"):
+    for weights in ("bf16", "int8", "int4"):
         tvm_fusion.compile(network(), weights=weights, check=True)
 
 
 def test_rounding_that_has_no_effect_is_refused() -> None:
-    with pytest.raises(TargetError, match="weights is 'int2'; expected 'int8' or 'int4'"):
+    with pytest.raises(TargetError, match="weights is 'int2'; expected 'bf16' or 'int8' or 'int4'"):
         tvm_fusion.compile(network(), weights="int2")
     with pytest.raises(TargetError, match="narrow weights are for CPUs"):
         tvm_fusion.compile(network(), "opencl", weights="int8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with a constant matrix of 8 or 4 bits, which is widened in registers.
+"""Products with a constant matrix of 16, 8 or 4 bits, which is widened in registers.
 
 Few rows are bound by the bytes of the matrix. Each thread reads blocks of columns from one end to
 the other, and multiplies what it widens::
@@ -58,24 +58,24 @@ def narrow_matmul(
     Returns
     -------
     tirx.PrimFunc
-        ``main(x, weight, scale, [zero,] out)``: ``x`` float32 [*rows, depth]; ``weight`` as
-        :func:`pack_matrix` stores it; ``scale`` float32 and ``zero`` [tiles, groups, tile]; ``out``
-        float32 [*rows, columns].
+        ``main(x, weight, [scale, [zero,]] out)``: ``x`` float32 [*rows, depth]; ``weight`` as
+        :func:`.narrow_matrix.pack_matrix` stores it; ``scale`` float32 and ``zero`` [tiles, groups,
+        tile], the former not of floats; ``out`` float32 [*rows, columns].
     """
     rows = own_extents(rows)
     per_block = (matrix.tiles, matrix.groups, matrix.tile)
     buffers: Shapes = {
         "x": ((*rows, matrix.depth), FLOAT),
         "weight": stored_shape(matrix),
-        "scale": (per_block, FLOAT),
+        **({"scale": (per_block, FLOAT)} if matrix.is_scaled else {}),
         **({"zero": (per_block, zeros)} if matrix.has_zeros else {}),
         "out": ((*rows, matrix.columns), FLOAT),
     }
 
     def write(*arguments: tirx.Buffer) -> None:
-        x, weight, scale, *zero, out = map(flat, arguments)
-        count = reduce(mul, rows, long(1))
-        writer = _Writer(matrix, cpu, count, x, weight, scale, zero[0] if zero else None, out)
+        x, weight, *given, out = map(flat, arguments)
+        scale, zero, *_ = (*given, None, None)
+        writer = _Writer(matrix, cpu, reduce(mul, rows, long(1)), x, weight, scale, zero, out)
         with T.parallel(long(0), long(matrix.tiles)) as tile, T.sblock("tile"):
             T.reads()
             T.writes()
@@ -93,7 +93,7 @@ class _Writer:
     rows: tirx.Expr
     x: tirx.Buffer
     weight: tirx.Buffer
-    scale: tirx.Buffer
+    scale: tirx.Buffer | None
     zero: tirx.Buffer | None
     out: tirx.Buffer
 
@@ -138,8 +138,7 @@ class _Writer:
                             number = self._number(tile, group, first, place, vector)
                             self._add(part, factor * number)
                 for vector, (total, part) in enumerate(zip(totals, parts, strict=True)):
-                    scale = self.scale[self.places.of_group(tile, group, vector)]
-                    self._add(total, part[self._all] * scale)
+                    self._add(total, self._scaled(part[self._all], tile, group, vector))
             for vector, total in enumerate(totals):
                 T.buffer_store(self.out, total[self._all], [self.places.result(row, tile, vector)])
 
@@ -154,7 +153,7 @@ class _Writer:
                 group = tirx.floordiv(first, long(matrix.block))
                 for place, vector in product(range(GRANULE), range(self.places.vectors)):
                     number = self._number(tile, group, first, place, vector)
-                    number = number * self.scale[self.places.of_group(tile, group, vector)]
+                    number = self._scaled(number, tile, group, vector)
                     at = self.places.vector(
                         (step * long(GRANULE) + long(place)) * long(matrix.tile), vector
                     )
@@ -234,14 +233,28 @@ class _Writer:
         """An element of ``x`` in all lanes."""
         return T.broadcast(self.x[row * long(self.matrix.depth) + k], self.lanes)
 
+    def _scaled(
+        self, number: tirx.Expr, tile: tirx.Expr, group: tirx.Expr, vector: int
+    ) -> tirx.Expr:
+        """Integers, or a sum of their products, times their scale; floats have none."""
+        if self.scale is None:
+            return number
+        return number * self.scale[self.places.of_group(tile, group, vector)]
+
     def _number(
         self, tile: tirx.Expr, group: tirx.Expr, first: tirx.Expr, place: int, vector: int
     ) -> tirx.Expr:
-        """Integers of row ``first + place`` and a vector of columns, less zero points, as floats.
+        """Numbers of row ``first + place`` and a vector of columns, less zero points, as floats.
 
         ``first`` is a multiple of ``GRANULE``.
         """
         wide, real = f"int32x{self.lanes}", f"{FLOAT}x{self.lanes}"
+        if not self.matrix.is_scaled:
+            stored = self.weight[self.places.stored(tile, first + long(place), vector)]
+            if self.matrix.dtype == "float16":
+                return T.Cast(real, T.reinterpret(f"float16x{self.lanes}", stored))
+            sixteen = T.broadcast(tirx.const(16, "int32"), self.lanes)
+            return T.reinterpret(real, T.Cast(wide, stored) << sixteen)
         if self.matrix.bits == 8:
             integers = T.Cast(
                 wide, self.weight[self.places.stored(tile, first + long(place), vector)]

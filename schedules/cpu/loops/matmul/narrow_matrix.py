@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constant matrices of 8 or 4 bits with scales, and the order in which kernels read them."""
+"""Constant matrices of 16, 8 or 4 bits, and the order in which kernels read them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from ...core.prefetch import CACHE_LINE_BYTES, prefetch
 from ..selections import long
 
 FLOAT = "float32"
-BITS = (4, 8)
-STORED = {4: "int32", 8: "int8"}
-"""Types of stored elements."""
-_PER_ELEMENT = {4: 8, 8: 1}
-"""Rows of the matrix whose numbers share a stored element."""
+STORED = {"int4": "int32", "int8": "int8", "bfloat16": "uint16", "float16": "uint16"}
+"""Types of the stored elements, by those of the numbers."""
+_BITS = {"int4": 4, "int8": 8, "bfloat16": 16, "float16": 16}
 GRANULE = 8
 """Rows of a block of scales are a multiple of this many."""
 OFFSET = 8
@@ -41,10 +39,11 @@ class NarrowMatrix:
     ----------
     depth, columns : int
         Its shape.
-    bits : int
-        Of an integer: 4 or 8.
+    dtype : str
+        Type of its numbers: ``int4``, ``int8``, ``bfloat16`` or ``float16``.
     block : int
-        Rows that share a scale in each column; a multiple of 8 that divides ``depth``.
+        Rows that share a scale in each column; a multiple of 8 that divides ``depth``. Floats have
+        no scales, and are one block.
     tile : int
         Columns that are stored together: whole vectors, at most ``columns``.
     has_zeros : bool
@@ -55,7 +54,7 @@ class NarrowMatrix:
 
     depth: int
     columns: int
-    bits: int
+    dtype: str
     block: int
     tile: int
     has_zeros: bool
@@ -63,11 +62,26 @@ class NarrowMatrix:
 
     def __post_init__(self) -> None:
         fits = self.block % GRANULE == 0 and self.depth % self.block == 0
-        if self.bits not in BITS or not fits or not 0 < self.tile <= self.columns:
+        if self.dtype not in STORED or not fits or not 0 < self.tile <= self.columns:
             raise OpError(
-                f"{self}: expected 4 or 8 bits, blocks of a multiple of {GRANULE} rows that divide "
-                "the depth, and a tile of at most all columns"
+                f"{self}: expected a type of {', '.join(STORED)}, blocks of a multiple of "
+                f"{GRANULE} rows that divide the depth, and a tile of at most all columns"
             )
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number."""
+        return _BITS[self.dtype]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its numbers are integers."""
+        return self.dtype in ("int4", "int8")
+
+    @property
+    def per_element(self) -> int:
+        """Rows whose numbers share a stored element."""
+        return 8 if self.dtype == "int4" else 1
 
     @property
     def tiles(self) -> int:
@@ -91,24 +105,24 @@ def tile_columns(columns: int, cpu: CPUInfo) -> int:
     return min(_VECTORS, columns // lanes) * lanes
 
 
-def pack_matrix(matrix: NarrowMatrix, integers: np.ndarray) -> np.ndarray:
-    """Integers ``[depth, columns]`` in the order in which kernels read them.
+def pack_matrix(matrix: NarrowMatrix, numbers: np.ndarray) -> np.ndarray:
+    """Numbers ``[depth, columns]`` in the order in which kernels read them.
 
     Parameters
     ----------
     matrix : NarrowMatrix
         The matrix.
-    integers : np.ndarray
-        int8; of 4 bits they lie between -8 and 7.
+    numbers : np.ndarray
+        int8; of 4 bits they lie between -8 and 7. Floats of 16 bits as their bits, uint16.
 
     Returns
     -------
     np.ndarray
-        int8 [tiles, depth, tile], or int32 [tiles, depth / 8, tile] of eight integers each: in the
-        low halves of its bytes the first four.
+        [tiles, depth, tile] of the same type, or int32 [tiles, depth / 8, tile] of eight integers
+        of 4 bits each: in the low halves of its bytes the first four.
     """
-    tiles = _in_tiles(matrix, integers)
-    if matrix.bits == 8:
+    tiles = _in_tiles(matrix, numbers)
+    if matrix.per_element == 1:
         return tiles
     tiles = tiles + np.int8(OFFSET if matrix.in_bytes else 0)
     nibbles = (tiles & 15).astype(np.uint32).reshape(matrix.tiles, -1, 8, matrix.tile)
@@ -119,9 +133,9 @@ def pack_matrix(matrix: NarrowMatrix, integers: np.ndarray) -> np.ndarray:
 
 
 def stored_shape(matrix: NarrowMatrix) -> tuple[tuple[int, int, int], str]:
-    """Shape and type of the stored integers."""
-    rows = matrix.depth // _PER_ELEMENT[matrix.bits]
-    return (matrix.tiles, rows, matrix.tile), STORED[matrix.bits]
+    """Shape and type of the stored elements."""
+    rows = matrix.depth // matrix.per_element
+    return (matrix.tiles, rows, matrix.tile), STORED[matrix.dtype]
 
 
 def lowest_bit(place: int) -> int:
@@ -179,11 +193,11 @@ class Places:
 
     def prefetch(self, weight: tirx.Buffer, tile: tirx.Expr, row: tirx.Expr) -> None:
         """Prefetch what lies some way behind the ``GRANULE`` rows from ``row`` on."""
-        size = np.dtype(STORED[self.matrix.bits]).itemsize
+        size = np.dtype(STORED[self.matrix.dtype]).itemsize
         for byte in range(0, GRANULE * self.matrix.tile * self.matrix.bits // 8, CACHE_LINE_BYTES):
             prefetch(weight, self._line(tile, row) + long((_AHEAD_BYTES + byte) // size))
 
     def _line(self, tile: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
-        per_element = _PER_ELEMENT[self.matrix.bits]
+        per_element = self.matrix.per_element
         line = tile * long(self.matrix.depth // per_element) + tirx.floordiv(row, long(per_element))
         return line * long(self.matrix.tile)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes  # noqa: F401  gives numpy the dtype "bfloat16"
 import numpy as np
 import pytest
 import tvm
@@ -38,7 +39,7 @@ def matrix_of(
     cpu: CPUInfo = CPU,
 ) -> NarrowMatrix:
     tile = tile_columns(columns, cpu)
-    return NarrowMatrix(depth, columns, bits, block, tile, bool(zeros), in_bytes)
+    return NarrowMatrix(depth, columns, f"int{bits}", block, tile, bool(zeros), in_bytes)
 
 
 def numbers(matrix: NarrowMatrix, zeros: str, seed: int) -> tuple[Arrays, np.ndarray]:
@@ -107,10 +108,27 @@ def test_open_rows_and_values_that_are_not_finite(bits: int) -> None:
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 33), (2, 64), (7, 40)])
+def test_floats_of_16_bits(dtype: str, rows: int, columns: int) -> None:
+    matrix = NarrowMatrix(96, columns, dtype, 96, tile_columns(columns, CPU), False)
+    random = np.random.default_rng(columns)
+    weight = random.standard_normal((96, columns)).astype(np.dtype(dtype))
+    weight[3, 5], weight[4, 6] = np.inf, 0
+    x = random.standard_normal((rows, 96)).astype("float32")
+    func = narrow_matmul([rows], matrix, "", CPU)
+    given = [x, pack_matrix(matrix, weight.view(np.uint16))]
+    (found,) = call(func, given, ((rows, columns), "float32"))
+    wanted = x.astype("float64") @ weight.astype("float64")
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_tile_must_fit() -> None:
     for depth, block in ((36, 12), (40, 32)):
-        with pytest.raises(OpError, match="expected 4 or 8 bits, blocks of a multiple of 8 rows"):
-            NarrowMatrix(depth, 16, 4, block, 16, False)
+        with pytest.raises(
+            OpError, match="expected a type of int4, .* blocks of a multiple of 8 rows"
+        ):
+            NarrowMatrix(depth, 16, "int4", block, 16, False)
 
 
 needs_dots = pytest.mark.skipif(not CPU.byte_dots, reason="this CPU multiplies no bytes")
