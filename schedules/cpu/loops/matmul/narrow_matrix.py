@@ -27,7 +27,7 @@ GRANULE = 8
 OFFSET = 8
 """What is added to integers of 4 bits for products of bytes, which take them without a sign."""
 _VECTORS = 4  # of a tile
-_AHEAD_BYTES = 2048  # between what is read and what is prefetched
+_AHEAD_BYTES = 8192  # between what is read and what is prefetched
 _MOST_PRODUCTS = 32  # of 4 by 8 bits that an int16 holds: 32 * 15 * 127 / 2 pairs
 
 
@@ -195,7 +195,8 @@ class Places:
         """Prefetch what lies some way behind the ``GRANULE`` rows from ``row`` on."""
         size = np.dtype(STORED[self.matrix.dtype]).itemsize
         for byte in range(0, GRANULE * self.matrix.tile * self.matrix.bits // 8, CACHE_LINE_BYTES):
-            prefetch(weight, self._line(tile, row) + long((_AHEAD_BYTES + byte) // size))
+            place = self._line(tile, row) + long((_AHEAD_BYTES + byte) // size)
+            prefetch(weight, place, level=2)
 
     def _line(self, tile: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
         per_element = self.matrix.per_element
