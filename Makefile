@@ -66,6 +66,7 @@ bench: $(VENV)/.stamp-bench ## run the benchmarks against ONNX Runtime, OpenVINO
 	$(BIN)/python examples/benchmarks/reductions_cpu.py --threads $(or $(THREADS),2)
 	$(BIN)/python examples/benchmarks/recurrent.py --threads $(or $(THREADS),2)
 	$(BIN)/python examples/benchmarks/quantized.py --threads $(or $(THREADS),2)
+	$(BIN)/python examples/benchmarks/decoders.py --threads $(or $(THREADS),2)
 
 bench-zoo: $(VENV)/.stamp-bench $(VENV)/.stamp-pytorch-cpu $(VENV)/.stamp-zoo ## race exported architectures against ONNX Runtime; BENCH_ARGS="--only bert --resume"
 	$(BIN)/python examples/benchmarks/zoo.py --threads $(or $(THREADS),2) $(BENCH_ARGS)

@@ -169,6 +169,11 @@ def quantized() -> str:
     return "\n\n".join(_races(name, (peer,)) for name, peer in peers.items())
 
 
+def decoders() -> str:
+    """The races of decoders, by CPU side by side."""
+    return _races("decoders", ("ONNX Runtime", "OpenVINO"))
+
+
 def pytorch() -> str:
     """The races of models of torchvision, by CPU side by side."""
     return _races("torch", ("Inductor, freezing", "eager"))
@@ -422,6 +427,7 @@ PARTS: dict[str, Callable[..., str]] = {
         networks,
         pytorch,
         quantized,
+        decoders,
         recurrent,
         zoo,
         pairs,
