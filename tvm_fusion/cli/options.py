@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -76,7 +77,7 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Check that the file can be written."""
-        path = super().convert(value, param, ctx)
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         refuse_absent_folder(path)
         return path
 

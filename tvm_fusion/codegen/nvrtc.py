@@ -267,7 +267,7 @@ def _best_release(arch: str = "") -> _Release | None:
     Raises
     ------
     TargetError
-        If some exist, but none can be loaded.
+        If some exist, but none can be loaded, and there is no nvcc.
     """
     releases, failures = [], []
     for path in nvrtc_libraries():
@@ -275,7 +275,7 @@ def _best_release(arch: str = "") -> _Release | None:
             releases.append(_load(path))
         except TargetError as error:
             failures.append(error)
-    if failures and not releases:
+    if failures and not releases and find_nvcc() is None:
         raise failures[0]
     return max(releases, key=lambda each: (each.knows(arch), each.version), default=None)
 
@@ -287,12 +287,22 @@ def _load(path: Path) -> _Release:
         lib = ctypes.CDLL(str(path))
         lib.nvrtcGetErrorString.restype = ctypes.c_char_p
         _check(lib, lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "")
+        _load_builtins(path, f"libnvrtc-builtins.so.{major.value}.{minor.value}")
         _check(lib, lib.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "")
         numbers = (ctypes.c_int * count.value)()
         _check(lib, lib.nvrtcGetSupportedArchs(numbers), "")
     except (OSError, AttributeError) as error:  # releases before 11.2 lack a function
         raise TargetError(f"{path} cannot be loaded: {error}") from None
     return _Release(path, lib, (major.value, minor.value), tuple(numbers))
+
+
+def _load_builtins(path: Path, name: str) -> None:
+    """Load what NVRTC itself opens by its name alone when it compiles.
+
+    Some releases, such as 13.0, do not look beside themselves for it. What is loaded is found.
+    """
+    beside = path.resolve().with_name(name)
+    ctypes.CDLL(str(beside) if beside.exists() else name)
 
 
 def _read(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import tvm
@@ -91,7 +91,9 @@ def _has_calls(kernels: _Group) -> bool:
     return bool(found)
 
 
-def _on_threads(groups: Sequence[_Group], target: Target) -> Iterator[tvm.runtime.Module]:
+def _on_threads(
+    groups: Sequence[_Group], target: Target
+) -> Generator[tvm.runtime.Module, None, None]:
     """Build groups on as many threads as this process has cores; their order is kept."""
     context = PassContext.current()
     workers = min(len(groups), physical_cores())

@@ -47,14 +47,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import tvm_ffi
 
-from schedules.distribute.rows.rank_plan import RankPlan, plan_from_json
-
-from ..codegen.device_code import machine_code_of
-from ..codegen.linker import SharedLinker
 from ..errors import ArtifactError, TargetError
 from ..machine.cpu_flags import flagged_features
 from ..machine.host import check_host, host_arch, host_cpu, host_features
@@ -68,6 +64,11 @@ from .kernel_call import SoleKernelCall
 from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import fit_into, map_weights, places_from, stored_bytes, write_weights
+
+if TYPE_CHECKING:  # loading a model for one process needs neither
+    from schedules.distribute.rows.rank_plan import RankPlan
+
+    from ..codegen.linker import SharedLinker
 
 FORMAT = 12
 """The format for writing; all up to it can be read."""
@@ -205,8 +206,12 @@ class Description:
 
     def linker(self, executable: Any) -> SharedLinker:
         """Linker of an executable into a library, with machine code for the GPU if that is CUDA."""
+        from ..codegen.linker import SharedLinker
+
         if self.device is None or self.device.kind != "cuda":
             return SharedLinker(self.triple)
+        from ..codegen.device_code import machine_code_of
+
         rewrite = machine_code_of(executable, self.device.arch, self.fast_math)
         return SharedLinker(self.triple, rewrite)
 
@@ -481,13 +486,21 @@ def _parse(data: Any, room: int) -> Description:
         kernel=_kernel(data["kernel"], len(data["inputs"]) + len(weights)),
         fast_math=_typed(data["fast_math"], bool),
         records=tuple(_typed(item, dict) for item in _typed(data["records"], list)),
-        ranks=None if data["ranks"] is None else plan_from_json(data["ranks"]),
+        ranks=_ranks(data["ranks"]),
         lifted=lifted,
         alignment=_typed(data["alignment"], int),
         library=(begin, end),
         places=places,
         others=tuple(_parse(item, room) for item in _typed(data["others"], list)),
     )
+
+
+def _ranks(data: Any) -> RankPlan | None:
+    if data is None:
+        return None
+    from schedules.distribute.rows.rank_plan import plan_from_json
+
+    return plan_from_json(data)
 
 
 def _host(options: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 import struct
 import subprocess
 import threading
@@ -64,6 +65,7 @@ def test_an_nvrtc_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     broken = tmp_path / "libnvrtc.so.13"
     broken.write_text("no library")
     monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [broken])
+    monkeypatch.setattr(nvrtc, "find_nvcc", lambda: None)
     with pytest.raises(TargetError, match="libnvrtc.so.13 cannot be loaded"):
         nvrtc.compile_cuda("another text", "sm_90")
 
@@ -76,6 +78,55 @@ def test_an_nvrtc_that_does_not_load_is_passed_over(
     monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [broken, other, *found])
     assert nvrtc.compile_cuda(KERNEL, "sm_90").cubin.startswith(b"\x7fELF")
     assert nvrtc.compiler().startswith("NVRTC ")
+
+
+def test_nvcc_compiles_where_no_nvrtc_loads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "libnvrtc.so.13"
+    broken.write_text("no library")
+    monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [broken])
+    monkeypatch.setattr(nvrtc, "find_nvcc", lambda: Path("nvcc"))
+    monkeypatch.setattr(nvrtc.subprocess, "run", fake_nvcc)
+    nvrtc.compile_cuda.cache_clear()
+    assert nvrtc.compile_cuda(KERNEL, "sm_90").cubin == b"\x7fELF"
+    assert nvrtc.compiler() == "nvcc"
+    nvrtc.compile_cuda.cache_clear()
+
+
+def test_builtins_beside_nvrtc_are_loaded_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As NVRTC 13.0, which PyTorch has, does not look for them there; else the system is asked."""
+    opened: list[str] = []
+    load, real = ctypes.CDLL, nvrtc.nvrtc_libraries()[0]
+    [builtins] = real.parent.glob("libnvrtc-builtins.so.*")
+
+    def spy(name: str) -> ctypes.CDLL:
+        opened.append(name)
+        if str(tmp_path) in name or "/" not in name:
+            raise OSError(f"{name}: cannot open shared object file")
+        return load(name)
+
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", spy)
+    assert nvrtc._load.__wrapped__(real).path == real
+    assert opened == [str(real), str(builtins.resolve())]
+    (tmp_path / builtins.name).touch()
+    for beside in (True, False):
+        with pytest.raises(OSError, match=r"libnvrtc-builtins.so.* cannot open"):
+            nvrtc._load_builtins(tmp_path / real.name, builtins.name)
+        assert opened[-1] == (str(tmp_path / builtins.name) if beside else builtins.name)
+        (tmp_path / builtins.name).unlink(missing_ok=True)
+    monkeypatch.setattr(nvrtc, "_load_builtins", lambda path, name: spy(name))
+    with pytest.raises(TargetError, match=r"libnvrtc.so.\d+ cannot be loaded: libnvrtc-builtins"):
+        nvrtc._load.__wrapped__(real)
+
+
+def test_the_extra_leaves_the_packages_that_pytorch_pins() -> None:
+    """PyTorch for CUDA 13.0 pins 13.0; a higher bound would replace that, and PyTorch with it."""
+    text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
+    found = re.findall(r'"nvidia-cuda-(nvrtc|runtime|crt|cccl)>=([\d.]+),<14"', text)
+    assert dict(found) == dict.fromkeys(("nvrtc", "runtime", "crt", "cccl"), "13.0")
 
 
 RELEASES = {

@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from ...runtime.artifact import Description, describe_artifact
+from ...runtime.tensor_spec import TensorSpec
 from ...runtime.weights import stored_bytes
 from ..options import json_option, model_argument
 from ..output import show_table
@@ -25,7 +26,7 @@ def inspect_command(model: Path, as_json: bool) -> None:
     It need not be for this machine.
     """
     about = describe_artifact(model)
-    stored = {}
+    stored: dict[int, TensorSpec] = {}
     for one in about.all:
         stored.update(zip(one.places, one.weights, strict=True))
     size, weights = model.stat().st_size, stored_bytes(list(stored.values()))
