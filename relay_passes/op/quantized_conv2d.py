@@ -72,6 +72,7 @@ def quantized_conv2d(
     out_channels: int | None = None,
     out_dtype: str = "float32",
     addition: ByteAddition | None = None,
+    limited: bool = False,
 ) -> relax.Call:
     """Convolve, scale, add the bias, activate, and add a residual.
 
@@ -91,6 +92,9 @@ def quantized_conv2d(
         ``float32``, or ``uint8`` where the activation is ``round_clip``.
     residual, addition : relax.Expr | None, ByteAddition | None
         Bytes of the output's shape, and what is done with them; neither or both.
+    limited : bool
+        Whether 16 bits hold the sum of any two products of neighbouring channels in a word of the
+        packed weight.
 
     Returns
     -------
@@ -121,6 +125,8 @@ def quantized_conv2d(
     del attrs["groups"]
     if addition is not None:
         attrs["addition"] = [float(number) for number in astuple(addition)]
+    if limited:
+        attrs["limited"] = True
     call = relax.Call(QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
@@ -159,14 +165,23 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
         out_dtype=out_dtype,
         word=word,
         addition=addition,
+        limited=_read_limited(call),
     )
+
+
+def _read_limited(call: relax.Call) -> bool:
+    if "limited" not in call.attrs.keys() or not call.attrs["limited"]:
+        return False
+    if str(call.args[1].ty.dtype) != "int8" or str(call.attrs["out_layout"]) == "NCHW":
+        raise OpError(f"{_NAME}: limited is True; expected a packed weight of int8")
+    return True
 
 
 def _read_addition(call: relax.Call) -> ByteAddition | None:
     if "addition" not in call.attrs.keys():
         return None
-    *numbers, bytes_first = (float(number) for number in call.attrs["addition"])
-    return ByteAddition(*numbers, bytes_first=bool(bytes_first))
+    factor, bytes_factor, shift, divisor, low, high, first = map(float, call.attrs["addition"])
+    return ByteAddition(factor, bytes_factor, shift, divisor, low, high, bool(first))
 
 
 def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
@@ -228,8 +243,9 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
 def _compute(
     kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
 ) -> te.Tensor:
+    data, weight, bias, scale = operands
     layer, out_dtype = kernel.layers[0], str(kernel.out_dtype)
-    return compute(*operands, layer, out_dtype, residual, kernel.addition)
+    return compute(data, weight, bias, scale, layer, out_dtype, residual, kernel.addition)
 
 
 def legalize(

@@ -16,10 +16,11 @@ from .expression_walk import op_name
 
 def nan_by_bits(value: ir.Expr) -> ir.Expr:
     """An expression without calls of ``isnan``."""
-    return tvm_ffi.structural_map(value, (ir.Call, _by_bits))
+    return tvm_ffi.structural_map(value, (ir.Call, isnan_by_bits))
 
 
-def _by_bits(call: ir.Call) -> ir.Expr:
+def isnan_by_bits(call: ir.Call) -> ir.Expr:
+    """The same call unless it is one of ``isnan``."""
     if op_name(call) != "tirx.isnan":
         return call
     [number] = call.args

@@ -35,7 +35,9 @@ from .math_expressions import (
     shift_right,
     with_sign,
 )
+from .nan_by_bits import isnan_by_bits
 
+_SCALARIZED = ("tirx.isnan", "tirx.nearbyint")
 _LN2 = 0.6931471805599453
 _LOG2E = 1.4426950408889634
 _LN2_HIGH = 0.693359375
@@ -90,13 +92,22 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
     Returns
     -------
     PrimFunc
-        The same function when it calls none of the known functions.
+        The same function when it calls none of the known functions, ``isnan`` or ``nearbyint``.
     """
+    if any(op_name(call) in _SCALARIZED for call in nodes(func.body, ir.Call)):
+        func = func.with_body(tvm_ffi.structural_map(func.body, (ir.Call, _for_vectors)))
     if not is_expensive(func.body):
         return func
     return share_values(
         func, lambda value: tvm_ffi.structural_map(keep_digits(value), (ir.Call, _expand))
     )
+
+
+def _for_vectors(call: ir.Call) -> ir.Expr:
+    """A call that TVM 0.27 leaves to each lane, in operations that vectors have."""
+    if op_name(call) == "tirx.nearbyint":
+        return tirx.round(call.args[0])  # the same on CPUs: halves are rounded to even
+    return isnan_by_bits(call)
 
 
 def _expand(call: ir.Call) -> ir.Expr:

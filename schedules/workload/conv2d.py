@@ -344,6 +344,8 @@ class Conv2DKernel:
         which the activation's lower bound is subtracted.
     word : int
         Channels of bytes whose products one instruction adds up; see :data:`WORDS`.
+    limited : bool
+        Whether the weights are such that two neighbouring products of bytes fit in 16 bits.
     addition : ByteAddition | None
         What a convolution of bytes does with its residual, which is of ``uint8``.
     """
@@ -363,6 +365,7 @@ class Conv2DKernel:
     out_dtype: str | None = None
     word: int = WORD_BYTES
     addition: ByteAddition | None = None
+    limited: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -427,7 +430,7 @@ def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
     defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
-    for name, default in defaults.items():
+    for name, default in (defaults | {"limited": False}).items():
         if fields[name] == default:
             del fields[name]
     return json.dumps(fields, sort_keys=True)

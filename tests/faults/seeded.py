@@ -37,8 +37,8 @@ KERNELS = (
     Fault(
         "bytes of the data count as signed, those of the weights as unsigned",
         "schedules/cpu/core/micro_kernel.py",
-        "T.call_llvm_pure_intrin(ops.vector, name, total, factor, vector)",
-        "T.call_llvm_pure_intrin(ops.vector, name, total, vector, factor)",
+        '"llvm.x86.avx2.pmadd.ub.sw", factor, vector)',
+        '"llvm.x86.avx2.pmadd.ub.sw", vector, factor)',
         ("tests/schedules/cpu/conv2d/test_quantized_conv2d.py",),
     ),
     Fault(

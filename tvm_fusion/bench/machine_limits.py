@@ -97,11 +97,12 @@ class MachineLimits:
             replace(mine, bandwidth=combine(mine.bandwidth, theirs.bandwidth))
             for mine, theirs in zip(self.levels, other.levels, strict=True)
         )
-        peaks = {
-            name: combine(getattr(self, name), getattr(other, name))
-            for name in ("peak_flops", "peak_byte_ops")
-        }
-        return replace(self, levels=levels, **peaks)
+        return replace(
+            self,
+            levels=levels,
+            peak_flops=combine(self.peak_flops, other.peak_flops),
+            peak_byte_ops=combine(self.peak_byte_ops, other.peak_byte_ops),
+        )
 
 
 def measure_limits(target: Target, threads: int) -> MachineLimits:
@@ -207,8 +208,8 @@ def _multiply_add(lanes: int, vectors: int, threads: int, word: int) -> tirx.Pri
         # A tile of two vectors of weights; they change, else they would be multiplied once.
         first = tirx.floormod(place[1], _WORD_STEPS) * (pixels + 2)
         numbers = first + tirx.floordiv(vector, 2), first + pixels + tirx.floormod(vector, 2)
-        factors = [data[tirx.Ramp(number * lanes, 1, lanes)] for number in numbers]
-        return add_word_products(total, *factors, lanes, word)
+        left, right = (data[tirx.Ramp(number * lanes, 1, lanes)] for number in numbers)
+        return add_word_products(total, left, right, lanes, word)
 
     return _probe(size, lanes, vectors, threads, _ROUNDS, step, "int32" if word else "float32")
 

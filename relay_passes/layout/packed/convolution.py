@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tvm import relax
-from tvm.ir import Op
+from tvm.ir import GenericConst, Op
 
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
@@ -15,7 +15,7 @@ from relay_passes.op.round_clip import BYTE
 from schedules.workload.conv2d import BOUNDED, WORD_BYTES, Activation, ConvLayer
 
 from .packing_state import Packed, Result, Rule, Scope, Takes, is_single_pixel
-from .weight_packing import weight_form
+from .weight_packing import fits_pairs, weight_form
 
 _OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
 
@@ -106,7 +106,10 @@ def _bound_after(activation: Activation, bound: float) -> float:
 
 
 def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
-    """Rewrite one call of bytes; images of few channels are packed in words of four."""
+    """Rewrite one call of bytes; images of few channels are packed in words of four.
+
+    Where products are added in pairs of 16 bits, weights stay bytes if no pair can saturate.
+    """
     call = binding.value
     layers = read_convolution(call, scope.block, scope.takes)
     if layers is None:
@@ -116,10 +119,10 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     is_row = is_single_pixel(data) and layer.in_channels % scope.block == 0
     attrs = dict(call.attrs.items())
     attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
-    form = "pairs" if scope.pairs else "quantized"
+    suffix = ""
     if layer.in_channels < scope.block and scope.lookup(data) is None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
-        form += "_first"
+        suffix = "_first"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]
     elif scope.lookup(data) is None and is_row:
         blocks = layer.in_channels // scope.block
@@ -127,8 +130,12 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         operands = [scope.emit(relax.op.reshape(scope.visit(data), shape))]
     else:
         operands = [scope.pack(data).expr]
-    forms = form, "bias", "bias"
-    operands += [scope.parameter(*pair) for pair in zip(call.args[1:4], forms, strict=True)]
+    weight = scope.parameter(call.args[1], "quantized" + suffix)
+    if scope.pairs and isinstance(weight, GenericConst) and fits_pairs(weight.value.numpy()):
+        attrs["limited"] = True
+    elif scope.pairs:
+        weight = scope.parameter(call.args[1], "pairs" + suffix)
+    operands += [weight, *(scope.parameter(each, "bias") for each in call.args[2:4])]
     operands += [scope.pack(residual).expr for residual in call.args[4:]]
     packed = relax.Call(call.op, operands, attrs)
     is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0

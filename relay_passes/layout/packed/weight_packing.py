@@ -137,6 +137,20 @@ def element_type(form: str, dtype: str) -> str:
     return "int16" if form.startswith("pairs") else dtype
 
 
+def fits_pairs(packed: np.ndarray) -> bool:
+    """Return whether 16 bits hold the sums of two products of uint8 by neighbours in words.
+
+    Parameters
+    ----------
+    packed : np.ndarray
+        int8 weights in one of the forms of words of four.
+    """
+    pairs = packed.reshape(-1, 2).astype("int16")
+    most = np.maximum(pairs, 0).sum(axis=1).max(initial=0)
+    least = np.minimum(pairs, 0).sum(axis=1).min(initial=0)
+    return bool(255 * most < 2**15 and 255 * -least <= 2**15)
+
+
 def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
     """Pack a parameter at compile time.
 

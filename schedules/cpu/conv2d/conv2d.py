@@ -27,6 +27,7 @@ from schedules.errors import OpError
 from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import (
     WORD_BYTES,
+    WORDS,
     Activation,
     ByteAddition,
     Conv2DKernel,
@@ -166,7 +167,8 @@ class Conv2D(PackedRule):
         """Return the convolution; None for one of bytes that the CPU does not multiply."""
         kernel, cpu = packed_kernel(func, layers=1), CPUInfo.from_target(target)
         if kernel is not None and kernel.is_quantized:
-            takes_bytes = kernel.word == cpu.word_channels and kernel.lanes <= cpu.lanes("int32")
+            word = WORDS["int16"] if kernel.limited else kernel.word
+            takes_bytes = word == cpu.word_channels and kernel.lanes <= cpu.lanes("int32")
             return kernel if takes_bytes else None
         return kernel
 
@@ -243,6 +245,7 @@ def _quantized_operands(
         scale=builder.flat[3],
         out_dtype=kernel.out_dtype,
         word=kernel.word,
+        limited=kernel.limited,
         addition=kernel.addition,
     )
 
@@ -277,7 +280,7 @@ def conv2d_template(
         If ``ic_o`` does not divide the input blocks, or comes with ``blocks_inside``.
     """
     builder = KernelBuilder(func)
-    in_pairs = kernel.is_quantized and kernel.word != WORD_BYTES
+    in_pairs = kernel.is_quantized and (kernel.word != WORD_BYTES or kernel.limited)
     with builder.body(), word_functions(in_pairs):
         pieces = knobs.unit_chunks * knobs.block_chunks
         images = 1 if kernel.is_matrix else builder.batch

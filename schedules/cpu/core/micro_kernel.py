@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
+import tvm
 from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
@@ -165,6 +166,8 @@ class LayerOperands:
         Element type of the output, if not ``dtype``.
     word : int
         Channels of a word: four in bytes, or two in 16 bits.
+    limited : bool
+        Whether two neighbouring products of bytes fit in 16 bits.
     addition : ByteAddition | None
         What is done with a residual of bytes, after the activation.
     """
@@ -184,6 +187,7 @@ class LayerOperands:
     out_dtype: str | None = None
     word: int = WORD_BYTES
     addition: ByteAddition | None = None
+    limited: bool = False
 
     @property
     def group_lanes(self) -> int:
@@ -593,27 +597,42 @@ def _multiply_add(
     """Add to ``total`` products of floats, or those of the channels of a word in each lane."""
     if ops.scale is None:
         return total + factor * vector
-    return add_word_products(total, factor, vector, ops.lanes, ops.word)
+    return add_word_products(total, factor, vector, ops.lanes, ops.word, ops.limited)
 
 
 def add_word_products(
-    total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr, lanes: int, word: int
+    total: tirx.Expr,
+    factor: tirx.Expr,
+    vector: tirx.Expr,
+    lanes: int,
+    word: int,
+    limited: bool = False,
 ) -> tirx.Expr:
     """Add to each int32 of ``total`` the products of the channels of its words.
 
     Those are four of bytes, or two in 16 bits, which cannot saturate: their sum is at most
-    ``2 * 255 * 128``. The latter needs :func:`word_functions`.
+    ``2 * 255 * 128``. Four of ``limited`` weights are first added up in pairs, as AVX2 does with
+    saturation. Two, and four so, need :func:`word_functions`.
     """
     bits, vector_type = 32 * lanes, f"int32x{lanes}"
     if word != WORD_BYTES:
         pairs = (T.reinterpret(f"int16x{bits // 16}", each) for each in (factor, vector))
-        name = "llvm.x86.avx2.pmadd.wd" if bits == 256 else "llvm.x86.sse2.pmadd.wd"
-        products = T.call_llvm_pure_intrin(vector_type, name, *pairs)
-        return T.call_pure_extern(vector_type, f"{_ADD}{lanes}", total, products)
+        return _add_pairs(total, *pairs)
     if llvm_version_major() >= BYTES_SINCE_LLVM:
         factor, vector = (T.reinterpret(f"int8x{bits // 8}", each) for each in (factor, vector))
+    if limited:
+        sums = T.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.pmadd.ub.sw", factor, vector)
+        return _add_pairs(total, sums, T.broadcast(T.int16(1), 2 * lanes))
     name = f"llvm.x86.avx512.vpdpbusd.{bits}"
     return T.call_llvm_pure_intrin(vector_type, name, total, factor, vector)
+
+
+def _add_pairs(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
+    """Add to each int32 both products of its halves."""
+    vector, lanes = str(total.ty.dtype), tvm.DataType(str(total.ty.dtype)).lanes
+    name = "llvm.x86.avx2.pmadd.wd" if lanes == PACKED_LANES else "llvm.x86.sse2.pmadd.wd"
+    products = T.call_llvm_pure_intrin(vector, name, left, right)
+    return T.call_pure_extern(vector, f"{_ADD}{lanes}", total, products)
 
 
 def _elements(

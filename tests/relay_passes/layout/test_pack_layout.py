@@ -14,6 +14,7 @@ from tvm.target import Target
 import relay_passes.op  # noqa: F401  (registers the ops that the modules below call)
 from relay_passes.layout.pack_layout import PackLayout
 from relay_passes.layout.packed.weight_packing import pack_array, weight_form
+from relay_passes.op import quantized_conv2d
 from schedules.errors import OpError, TargetError
 from schedules.workload.conv2d import ConvLayer
 
@@ -403,8 +404,21 @@ def test_pairs_of_tensor_cores_stay_plain_for_tf32():
         assert "NCHW4c" in other(Module).script()
 
 
+def _with_weight(weight: np.ndarray, numbers: relax.Expr) -> tvm.IRModule:
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 8, 8, 8), "uint8"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            call = quantized_conv2d(x, relax.const(weight), numbers, numbers)
+            result = builder.emit_output(call)
+        builder.emit_func_output(result)
+    return builder.get()
+
+
 def test_convolutions_of_bytes_stay_plain_on_a_gpu():
-    w, b = relax.const(np.ones((8, 8, 1, 1), "int8")), const(8)
+    weight = np.zeros((8, 8, 1, 1), "int8")
+    weight[3, 2:4, 0, 0] = 127, 2
+    w, b = relax.const(weight), const(8)
 
     @I.ir_module
     class Module:
@@ -422,7 +436,11 @@ def test_convolutions_of_bytes_stay_plain_on_a_gpu():
         packed = PackLayout(target)(Module)
         assert f"NCHW{block}c" in packed.script()
         [call] = [b.value for b in packed["main"].body.blocks[0].bindings if len(b.value.args) == 4]
-        assert str(call.args[1].ty.dtype) == dtype
+        assert str(call.args[1].ty.dtype) == dtype and "limited" not in call.attrs.keys()
+    weight[3, 2] = 126  # from here on no pair of products exceeds 16 bits
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver3"})
+    packed = PackLayout(target)(_with_weight(weight, b))
+    assert "limited=True" in packed.script() and "int16" not in packed.script()
 
 
 def test_convolutions_of_float16_stay_plain_on_a_gpu():

@@ -121,6 +121,11 @@ def test_a_residual_of_bytes():
             quantized_conv2d(*operands(), wrong, addition=given, out_dtype="uint8")
 
 
+def test_limited_weights_are_packed():
+    with pytest.raises(OpError, match="limited is True; expected a packed weight of int8"):
+        quantized_conv2d(*operands(), limited=True)
+
+
 def test_numbers_in_nchw_and_by_the_pipeline():
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (1, 3, 6, 6)).astype("uint8")

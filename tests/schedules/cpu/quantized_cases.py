@@ -14,6 +14,8 @@ from tvm import te, tirx
 from schedules.compute.quantized_conv2d import quantized_conv2d
 from schedules.workload.conv2d import Activation, ByteAddition, Conv2DKernel, ConvLayer, to_json
 
+WORD_FORMS = ((2, False), (4, True), (4, False))
+"""Channels of a word, and whether weights are limited: two forms for AVX2, and that of VNNI."""
 ADDITIONS = (
     ByteAddition(0.5, 0.25, -7.0, 0.125, -3.0, 252.0),
     ByteAddition(0.25, 2.0, 0.0, 4.0, 0.0, 255.0, bytes_first=True),
@@ -38,6 +40,7 @@ class QuantizedCase:
     out_dtype: str = "float32"
     word: int = 4
     addition: ByteAddition | None = None
+    limited: bool = False
 
     @property
     def data_lanes(self) -> int:
@@ -53,6 +56,7 @@ class QuantizedCase:
         sizes = self.batch, self.height, self.width
         adds = self.addition is not None
         types = {"out_dtype": self.out_dtype, "word": self.word, "addition": self.addition}
+        types["limited"] = self.limited
         return Conv2DKernel((self.layer,), *sizes, adds, "uint8", *layouts, **types)
 
     def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
@@ -87,7 +91,8 @@ class QuantizedCase:
         random, layer = np.random.default_rng(seed), self.layer
         size = layer.in_channels, self.height, self.width
         data = random.integers(0, 256, (self.batch, *size))
-        weight = random.integers(-128, 128, (layer.out_channels, layer.in_channels, *layer.kernel))
+        span = (-64, 65) if self.limited else (-128, 128)
+        weight = random.integers(*span, (layer.out_channels, layer.in_channels, *layer.kernel))
         scale = 2.0 ** random.integers(-12, -8, layer.out_channels)
         bias = random.integers(-64, 64, layer.out_channels) / 4
         packed = [pack(data, self.data_lanes, fill=77), self._pack_weight(weight)]
@@ -142,13 +147,12 @@ def _end(value: Array, activation: Activation) -> Array:
 
 
 @st.composite
-def quantized_cases(draw, word: int | None = None) -> QuantizedCase:
-    """A dense layer on an image that is large enough for it, of words of any or given size."""
-    if word is None:
-        word = draw(st.sampled_from((2, 4)))
+def quantized_cases(draw, form: tuple[int, bool] | None = None) -> QuantizedCase:
+    """A dense layer on an image that is large enough for it, of any or a given form of words."""
+    word, limited = draw(st.sampled_from(WORD_FORMS)) if form is None else form
     words = draw(st.booleans())
     channels = draw(st.sampled_from((1, 3, 4, 7) if words else CHANNELS))
-    lanes = draw(st.sampled_from([8, 16] if word == 4 else [4, 8]))
+    lanes = 8 if limited else draw(st.sampled_from([8, 16] if word == 4 else [4, 8]))
     layer = replace(
         draw(layers(channels, lanes, ("dense", "plain"))), activation=draw(st.sampled_from(ENDS))
     )
@@ -165,4 +169,4 @@ def quantized_cases(draw, word: int | None = None) -> QuantizedCase:
     out_dtype = "uint8" if in_bytes else "float32"
     batch = draw(st.integers(1, 3))
     types = lanes, words, out_dtype, word
-    return QuantizedCase(layer, batch, height, width, *types, addition)
+    return QuantizedCase(layer, batch, height, width, *types, addition, limited)

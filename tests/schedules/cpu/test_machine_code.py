@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from math import prod
 
 import pytest
@@ -136,14 +137,16 @@ def products_of_bytes(cpu: str) -> Forms:
     info, lanes, found = info_of(cpu), lanes_of(cpu), {}
     if not info.word_channels:
         return {}
-    for name, layer, size, words in (
+    sizes = [
         ("flat", conv(16 * lanes, 16 * lanes, 1), 14, False),
         ("window", conv(8 * lanes, 8 * lanes, 3), 28, False),
         ("stem", replace(conv(3, 64, 7, 2), padding=(0, 0, 0, 0)), 230, True),
         ("matrix", conv(32 * lanes, 16 * lanes, 1), 1, False),
-    ):
-        rows, word = 64 if size == 1 else 1, info.word_channels
-        case = QuantizedCase(layer, rows, size, size, lanes, words, word=word)
+    ]
+    words = [(info.word_channels, False), *([(4, True)] if info.word_channels == 2 else [])]
+    for (name, layer, size, is_words), (word, limited) in product(sizes, words):
+        rows, name = 64 if size == 1 else 1, f"{name}_limited" if limited else name
+        case = QuantizedCase(layer, rows, size, size, lanes, is_words, word=word, limited=limited)
         kernel = case.kernel.in_words()
         knobs = default_conv2d_knobs(kernel, info)
         func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]

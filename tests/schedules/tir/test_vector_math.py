@@ -147,6 +147,26 @@ def test_float32_leaves_no_library_call_and_other_types_keep_theirs():
     assert vectorize_math(before).same_as(before)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_roundings_and_tests_for_nan_stay_vectors(dtype):
+    def op(x):
+        rounded = tirx.nearbyint(x)
+        return tirx.Select(tirx.isnan(rounded), tirx.const(7, dtype), rounded)
+
+    func = apply(op, 4096, dtype)
+    schedule = s_tir.Schedule(func)
+    (loop,) = schedule.get_loops(schedule.get_sblock("y"))
+    schedule.vectorize(schedule.split(loop, [None, 4])[1])
+    wide = schedule.mod["main"]
+    halves = np.concatenate([np.arange(-9, 9) / 2, values(False)])
+    x = np.resize(halves, 4096).astype(dtype)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(run(wide, x)[0], np.where(np.isnan(x), 7, np.rint(x)))
+    suffix = {"float32": "s", "float64": "d"}[dtype]
+    text = assembly(wide, AVX2)
+    assert f"vroundp{suffix}" in text and f"vrounds{suffix}" not in text
+
+
 def test_twice_equals_once():
     once = apply(te.tanh, 8)
     tvm.ir.assert_structural_equal(vectorize_math(once), once)

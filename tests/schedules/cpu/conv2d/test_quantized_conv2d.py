@@ -10,12 +10,13 @@ import pytest
 import tvm
 from cpu.conv2d.test_conv2d import KNOBS, SEED
 from cpu.conv_cases import TARGET, assembly, compile_function, pack
-from cpu.quantized_cases import ADDITIONS, QuantizedCase, quantized_cases
+from cpu.quantized_cases import ADDITIONS, WORD_FORMS, QuantizedCase, quantized_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
 from tvm.target import Target, codegen
 
+from relay_passes.layout.packed.weight_packing import fits_pairs
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
 from schedules.cpu.core.machine import CPUInfo
@@ -27,13 +28,14 @@ HAS_AVX2 = "avx2" in codegen.llvm_get_cpu_features(TARGET)
 WORDS = [2] * HAS_AVX2 + [4] * HAS_VNNI
 AVX2 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "num-cores": 2})
 runs_bytes = pytest.mark.skipif(not WORDS, reason="this CPU multiplies no bytes (AVX2, VNNI)")
-own_cases = st.sampled_from(WORDS or [4]).flatmap(quantized_cases)
+OWN_FORMS = WORD_FORMS[:2] * HAS_AVX2 + WORD_FORMS[2:] * HAS_VNNI
+own_cases = st.sampled_from(OWN_FORMS or WORD_FORMS).flatmap(quantized_cases)
 ONE_TILE = Conv2DKnobs(7, 1, 1, 1, 7, blocks_inside=False)
 ROUNDED = Activation("round_clip", -3, 252)
 
 
 def schedule(case: QuantizedCase, target: Target | None = None, **build: object) -> tirx.PrimFunc:
-    target = target or (TARGET if case.word == 4 else AVX2)
+    target = target or (AVX2 if case.word == 2 or case.limited else TARGET)
     found = Conv2D().apply(case.build(**build), target, False)
     assert found is not None
     return found.mod["main"]
@@ -71,6 +73,22 @@ def test_the_largest_sums_do_not_saturate(word, weight):
     found = case.run(compile_function(schedule(case)), packed)
     expected = np.float32(7296 * 9 * 255 * weight) * np.float32(2.0**-12)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
+def test_the_largest_limited_pairs_do_not_saturate():
+    pairs = np.array([[64, 64], [127, 1], [-64, -64], [-128, 0], [1, 127], [0, -128], [0, 127]])
+    assert fits_pairs(pairs.astype("int8"))
+    assert not any(fits_pairs(np.array(pair, "int8")) for pair in ([127, 2], [-128, -1], [65, 64]))
+    layer = ConvLayer(2, 7, (1, 1))
+    case = QuantizedCase(layer, 1, 3, 5, 8, words=True, limited=True)
+    packed, _ = case.arguments(0)
+    packed[1][:] = 0
+    packed[1][0, 0, 0, 0, 0, :7, :2] = pairs
+    packed[0][:], packed[2][:], packed[3][:] = 255, 0, 1
+    found = case.run(compile_function(schedule(case)), packed)
+    expected = 255 * pairs.sum(axis=1)[None, :, None, None]
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
 
 @pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
@@ -179,6 +197,12 @@ def test_the_instruction_of_the_cpu(cpu, name, register):
     case = QuantizedCase(ConvLayer(64, 64, (1, 1)), lanes=cpu_info.lanes("float32"), word=word)
     text = assembly(schedule(case, target), target)
     assert any(name in line and register in line for line in text.splitlines())
+    assert "vpmaddubsw" not in text
+    limited = replace(case, word=4, limited=True)
+    if word == 2:
+        assert "vpmaddubsw" in assembly(schedule(limited, target), target)
+    else:
+        assert Conv2D().apply(limited.build(), target, False) is None
 
 
 @pytest.mark.parametrize("cpu", ["skylake-avx512", "x86-64"])
@@ -199,7 +223,7 @@ def test_blocks_that_are_larger_than_vectors_are_left_to_others():
 
 @given(quantized_cases(), st.booleans())
 def test_kernels_are_written_and_read_back(case, in_bytes):
-    floats = {"dtype": "float32", "out_dtype": None, "addition": None}
+    floats = {"dtype": "float32", "out_dtype": None, "addition": None, "limited": False}
     kernel = case.kernel if in_bytes else replace(case.kernel, **floats)
     assert from_json(to_json(kernel)) == kernel
     assert ("out_dtype" in to_json(kernel)) == in_bytes
