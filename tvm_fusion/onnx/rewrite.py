@@ -69,7 +69,7 @@ from .rewrites.norms.batch_norm import BatchNormRule
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
-from .rewrites.open_sizes import name_limits
+from .rewrites.open_sizes import name_limits, place_numbers
 from .rewrites.open_topk import bound_topk
 from .rewrites.own_ops import name_axis
 from .rewrites.quantized import (
@@ -92,7 +92,7 @@ from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
 from .rewrites.windows.resize_taps import expand_resize
 from .rewrites.windows.roi_align import RoiAlignRule
-from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool
+from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool, expand_space_to_depth
 
 
 def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -149,6 +149,7 @@ EXPANSIONS: dict[str, Rule] = {
     "ScatterND": widen_scattered,
     "Selu": expand_selu,
     "Shrink": expand_shrink,
+    "SpaceToDepth": expand_space_to_depth,
     "Sum": expand_sum,
     "TensorScatter": expand_tensor_scatter,
     "ThresholdedRelu": expand_thresholded_relu,
@@ -171,7 +172,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     write_sides(model)
     model = _simplify(infer_first(model), weights)
     facts = GraphFacts(model, weights)
-    while pad_transposed_convolutions(model, facts):
+    while pad_transposed_convolutions(model, facts) or place_numbers(model, facts):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
     bound_topk(model, facts)
