@@ -104,6 +104,39 @@ def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
         expansion.finish(total)
 
 
+def expand_lrn(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Write one of an even number of channels, or of float64, by its formula."""
+    facts, x, size = expansion.facts, node.input[0], attribute(node, "size")
+    dims, kind = facts.dims(x), facts.dtype(x)
+    if dims is None or dims[1] is None or (size % 2 and kind != onnx.TensorProto.DOUBLE):
+        return
+    pads = np.zeros((2, len(dims)), np.int64)
+    pads[:, 1] = (size - 1) // 2, size // 2
+    padded = expansion.emit(
+        "Pad", expansion.emit("Mul", x, x), expansion.constant("pads", pads.ravel())
+    )
+    axis = expansion.constant("axis", np.array([1]))
+    parts = [
+        expansion.emit(
+            "Slice",
+            padded,
+            *(expansion.constant("at", np.array([i + n])) for n in (0, dims[1])),
+            axis,
+        )
+        for i in range(size)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = expansion.emit("Add", total, part)
+    alpha, beta, bias = (
+        expansion.number(attribute(node, name, default), kind)
+        for name, default in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
+    )
+    share = expansion.emit("Mul", total, expansion.emit("Div", alpha, expansion.number(size, kind)))
+    power = expansion.emit("Pow", expansion.emit("Add", share, bias), beta)
+    expansion.finish(expansion.emit("Div", x, power))
+
+
 EXPANSIONS: dict[str, Rule] = {
     "BitShift": expand_shift,
     "Cast": widen_cast,
@@ -126,6 +159,7 @@ EXPANSIONS: dict[str, Rule] = {
     "HardSigmoid": widen_sum,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
+    "LRN": expand_lrn,
     "LSTM": expand_recurrent,
     "LpPool": expand_p_norm,
     "MatMulInteger": expand_matmul_integer,
