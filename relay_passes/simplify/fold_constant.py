@@ -76,12 +76,11 @@ def _widen(call: relax.Call, x: np.ndarray, scale: np.ndarray, *zero: np.ndarray
 
 
 def _strided_slice(call: relax.Call, x: np.ndarray) -> np.ndarray:
-    names = ("axes", "begin", "end", "strides")
-    given = [[int(number) for number in part.fields] for part in call.args[1:]]
-    axes, begin, end, strides = (dict(zip(names, given, strict=False)).get(name) for name in names)
+    axes, begin, end, *steps = ([int(number) for number in part.fields] for part in call.args[1:])
     places = [slice(None)] * x.ndim
-    for index, axis in enumerate(axes or []):
-        places[axis] = slice(begin[index], end[index], strides[index] if strides else 1)
+    strides = steps[0] if steps else [1] * len(axes)
+    for axis, first, last, step in zip(axes, begin, end, strides, strict=True):
+        places[axis] = slice(first, last, step)
     return x[tuple(places)]
 
 
@@ -180,7 +179,9 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
         return None
     with np.errstate(all="ignore"):
         result = _COMPUTE[str(name)](call, *(array_of(tensor) for tensor in tensors))
-    return None if np.shape(result) != _shape(call) else tensor_constant(result, dtype)
+    if result is None or np.shape(result) != _shape(call):
+        return None
+    return tensor_constant(result, dtype)
 
 
 def fold_shape(graph: Graph, call: relax.Expr) -> Value:

@@ -114,6 +114,7 @@ def test_numbers_are_those_of_tvm(name):
     ("make", "expected"),
     [
         (lambda: op.tan(const(A)), np.tan(A)),
+        (lambda: op.take(const(A[0, 0]), const(5, "int64"), 0, mode="wrap"), A[0, 0, 1]),
         (lambda: op.zeros((2, 3), "float32"), np.zeros((2, 3))),
         (lambda: op.divide(const(7, "int32"), const(2, "int32")), 3),
     ],
