@@ -2,10 +2,12 @@
 """Family of exceptions and warnings that every storey raises.
 
 It lives in the lowest storey so that passes, ops and schedules can raise it too; users import it as
-``tvm_fusion.errors``.
+``tvm_fusion.errors``. Beside it, how exceptions of TVM are told.
 """
 
 from __future__ import annotations
+
+import re
 
 
 class TVMFusionError(Exception):
@@ -70,3 +72,26 @@ class ModelWarning(UserWarning):
 
 class RecordWarning(UserWarning):
     """Tuning records that are skipped: damaged, or of another version of a template."""
+
+
+_PRINTED = (
+    (re.compile(r'ir\.Op\(span=.*?name="(?:relax\.)?([\w.]+)".*?support_level=\d+\)'), r"\1"),
+    (re.compile(r"T\.int64\((-?\d+)\)"), r"\1"),
+    (re.compile(r"R\.shape\((\[[^]]*\])\)"), r"\1"),
+)
+"""What TVM prints in its messages, and what is told instead."""
+
+
+def reason(error: BaseException, longest: int = 500) -> str:
+    """Return an exception of TVM in a line.
+
+    It is without the modules that TVM prints, and with ops by their names.
+    """
+    text = str(error).partition("\nError in pass:")[0]
+    head, _, rest = text.partition("The IR with diagnostic is")
+    text = " ".join(f"{head} {rest.partition('Error message:')[2]}".split())
+    for pattern, told in _PRINTED:
+        text = pattern.sub(told, text)
+    if len(text) > longest:
+        text = f"{text[: longest // 2]} ... {text[-(longest // 2 - 5) :]}"
+    return text or type(error).__name__

@@ -17,7 +17,7 @@ from tvm import s_tir, tirx
 from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
-from .errors import CompilationError, SlowPathWarning, TVMFusionError
+from .errors import CompilationError, SlowPathWarning, TVMFusionError, reason
 
 RULE = "tvm_fusion.rule"
 """Attribute of a scheduled function: the rule that scheduled it."""
@@ -64,9 +64,9 @@ def schedule_function(
 ) -> tirx.PrimFunc:
     """Schedule a function by the first rule that takes it.
 
-    A rule that raises anything but an error of ours is passed over with a
-    :class:`SlowPathWarning`, or, where the environment variable ``TVM_FUSION_STRICT`` is set, stops
-    the compilation.
+    An error of ours passes, with the kernel's name. A rule that raises anything else is passed over
+    with a :class:`SlowPathWarning`, or, where the environment variable ``TVM_FUSION_STRICT`` is
+    set, stops the compilation.
 
     Parameters
     ----------
@@ -94,7 +94,8 @@ def schedule_function(
     for rule in rules:
         try:
             found = rule.apply(func, target, False)
-        except TVMFusionError:
+        except TVMFusionError as error:
+            error.args = (f"{error}, in the kernel {name!r}",)
             raise  # tells the user what to do
         except Exception as error:  # a defect may show as anything
             failed[rule_name(rule)] = _reason(error)
@@ -135,9 +136,7 @@ def _report(name: str, rule: str, error: Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return an exception in one line, without the module that a refused primitive prints."""
-    head, _, rest = str(error).partition("The IR with diagnostic is")
-    words = f"{head} {rest.partition('Error message:')[2]}".split()
+    """Return an exception in one line, with its kind."""
     kind = type(error).__name__
-    text = " ".join(words).removeprefix(f"{kind}: ")
-    return f"{kind}: {text}"[:_LONGEST_REASON] if text else kind
+    text = reason(error, _LONGEST_REASON).removeprefix(f"{kind}: ")
+    return kind if text == kind else f"{kind}: {text}"

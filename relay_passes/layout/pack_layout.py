@@ -185,7 +185,7 @@ class _Packer(relax.PyExprMutator):
             super().visit_var_binding_(binding)
         elif isinstance(result, Packed):
             if not isinstance(result.expr, relax.Var):
-                result = replace(result, expr=self.builder_.emit(result.expr))
+                result = replace(result, expr=self.builder_.emit(result.expr, binding.var.name))
             self._replace(binding, unpack(result.expr, result.channels))
             self.scope.packed[binding.var] = result
         elif isinstance(result, tuple):

@@ -25,7 +25,8 @@ from ..op.widen_weight import NAME as WIDEN_WEIGHT
 from ..op.widen_weight import widened
 from .remove_broadcast import is_broadcast_by_readers
 
-_SHAPE_OPS = ("relax.shape_of", "relax.shape_to_tensor", "relax.tensor_to_shape")
+SHAPES = ("relax.shape_of", "relax.shape_to_tensor")
+_SHAPE_OPS = (*SHAPES, "relax.tensor_to_shape")
 _DTYPES = (*FLOATS, "int8", "int32", "int64", "uint8", "bool")
 
 
@@ -74,6 +75,34 @@ def _widen(call: relax.Call, x: np.ndarray, scale: np.ndarray, *zero: np.ndarray
     return widened(x, scale, zero[0] if zero else None, block, axis)
 
 
+def _strided_slice(call: relax.Call, x: np.ndarray) -> np.ndarray:
+    axes, begin, end, *steps = ([int(number) for number in part.fields] for part in call.args[1:])
+    places = [slice(None)] * x.ndim
+    strides = steps[0] if steps else [1] * len(axes)
+    for axis, first, last, step in zip(axes, begin, end, strides, strict=True):
+        places[axis] = slice(first, last, step)
+    return x[tuple(places)]
+
+
+def _take(call: relax.Call, x: np.ndarray, indices: np.ndarray) -> np.ndarray | None:
+    axis = call.attrs.axis
+    if str(call.attrs.mode) not in ("clip", "fast") or not x.size:
+        return None
+    return np.take(x, indices, None if axis is None else int(axis), mode="clip")
+
+
+def _reduced(reduce: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """A reduction, whose floats are computed in float64."""
+
+    def compute(call: relax.Call, x: np.ndarray) -> np.ndarray:
+        wide = x.astype("float64") if str(call.ty.dtype) in FLOATS else x
+        axes = call.attrs.axis
+        places = None if axes is None or not len(axes) else tuple(int(axis) for axis in axes)
+        return reduce(wide, axis=places, keepdims=bool(call.attrs.keepdims))
+
+    return compute
+
+
 _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.add": lambda call, x, y: x + y,
     "relax.subtract": lambda call, x, y: x - y,
@@ -95,6 +124,32 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "relax.broadcast_to": lambda call, x: np.broadcast_to(x, _shape(call)),
     "relax.permute_dims": _permute,
     "relax.concat": _concat,
+    "relax.abs": lambda call, x: np.abs(x),
+    "relax.ceil": lambda call, x: np.ceil(x),
+    "relax.cos": lambda call, x: np.cos(x),
+    "relax.exp": lambda call, x: np.exp(x),
+    "relax.floor": lambda call, x: np.floor(x),
+    "relax.flip": lambda call, x: np.flip(x, int(call.attrs.axis)),
+    "relax.greater": lambda call, x, y: x > y,
+    "relax.greater_equal": lambda call, x, y: x >= y,
+    "relax.less_equal": lambda call, x, y: x <= y,
+    "relax.log": lambda call, x: np.log(x),
+    "relax.logical_and": lambda call, x, y: np.logical_and(x, y),
+    "relax.logical_not": lambda call, x: np.logical_not(x),
+    "relax.logical_or": lambda call, x, y: np.logical_or(x, y),
+    "relax.max": _reduced(np.max),
+    "relax.mean": _reduced(np.mean),
+    "relax.min": _reduced(np.min),
+    "relax.not_equal": lambda call, x, y: x != y,
+    "relax.sin": lambda call, x: np.sin(x),
+    "relax.stack": lambda call, *parts: np.stack(parts, int(call.attrs.axis or 0)),
+    "relax.strided_slice": _strided_slice,
+    "relax.sum": _reduced(np.sum),
+    "relax.take": _take,
+    "relax.tanh": lambda call, x: np.tanh(x),
+    "relax.tile": lambda call, x: np.tile(x, [int(count) for count in call.attrs.repeats]),
+    "relax.tril": lambda call, x: np.tril(x, int(call.args[1])),
+    "relax.triu": lambda call, x: np.triu(x, int(call.args[1])),
     "relax.less": lambda call, x, y: x < y,
     "relax.equal": lambda call, x, y: x == y,
     "relax.tvm_fusion.checked_indices": _check_indices,
@@ -124,7 +179,21 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
         return None
     with np.errstate(all="ignore"):
         result = _COMPUTE[str(name)](call, *(array_of(tensor) for tensor in tensors))
+    if result is None or np.shape(result) != _shape(call):
+        return None
     return tensor_constant(result, dtype)
+
+
+def fold_shape(graph: Graph, call: relax.Expr) -> Value:
+    """The value of a shape as a tensor, and of a tensor's shape, if they are known."""
+    ty = call.args[0].ty
+    shape = ty if isinstance(ty, relax.ShapeType) else getattr(ty, "shape", None)
+    values = getattr(shape, "values", None)
+    if values is None or not all(isinstance(value, tirx.IntImm) for value in values):
+        return None
+    if op_name(call) == "relax.shape_of":
+        return relax.ShapeExpr(values)
+    return tensor_constant(np.array([int(value) for value in values]), "int64")
 
 
 _QUANTIZING = ("relax.dequantize", "relax.quantize")
@@ -149,7 +218,8 @@ def needs_kernel(call: relax.Expr) -> bool:
 
 
 def _tensors(call: relax.Call) -> list[relax.Expr]:
-    return [arg for arg in _flattened(call) if not isinstance(arg, relax.ShapeExpr)]
+    numbers = (relax.ShapeExpr, tirx.IntImm)
+    return [arg for arg in _flattened(call) if not isinstance(arg, numbers)]
 
 
 def _flattened(call: relax.Call) -> list[relax.Expr]:

@@ -17,6 +17,8 @@ from tvm import relax, tirx
 from tvm.ir.transform import PassContext
 from tvm.target import Target
 
+from schedules.errors import reason
+
 from ..errors import CompilationError
 from ..machine.host import physical_cores
 from .gpu_lowering import NAME as GPU_LOWERING
@@ -139,9 +141,3 @@ def _told(group: _Group, target: Target, error: Exception) -> str:
             return f"the stage 'build' failed on the kernel {var.name_hint!r}: {reason(alone)}"
     names = ", ".join(var.name_hint for var in group)
     return f"the stage 'build' failed on the kernels {names}: {reason(error)}"
-
-
-def reason(error: Exception) -> str:
-    """Return an exception of TVM in a line, without the module that it prints."""
-    told = str(error).partition("\nError in pass:")[0]
-    return " ".join(told.split())[-500:] or type(error).__name__

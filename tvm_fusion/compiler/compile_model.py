@@ -28,6 +28,7 @@ from ..runtime.weights import digest, weight_specs
 from . import pipeline
 from .aliasing import fresh_outputs
 from .compile import Progress
+from .failures import with_nodes
 from .interrupts import interrupts_kept
 from .targets.target import arch_of, device_needs, host_of, is_gpu, required_features, resolve
 from .tuned import choose_records, used_records
@@ -167,7 +168,8 @@ def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
             # By name: that family stands above this one, and needs PyTorch.
             front_end = importlib.import_module("tvm_fusion.torch.exported_program")
             return front_end.import_exported_program(model, shapes)
-        return import_onnx(model, shapes)
+        imported = import_onnx(model, shapes)
+        return replace(imported, mod=with_nodes(imported.mod, imported.nodes))
 
 
 class Teller(Protocol):

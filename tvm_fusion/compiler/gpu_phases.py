@@ -37,6 +37,7 @@ from schedules import gpu
 from schedules.tuning.records import Records
 
 from ..errors import CompilationError
+from .failures import NoteKernels
 from .launches import launches
 
 STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
@@ -99,7 +100,9 @@ def gpu_phases(
             AnnotateGathers(),
             FuseReductions(target),
             FuseReductionProducers(),
+            NoteKernels(),
             transform.FuseOps(),
+            NoteKernels(),
             transform.FuseTIR(),
             # Views, not copies; a scheduled reshape is no longer recognised.
             transform.RewriteDataflowReshape(),

@@ -7,8 +7,8 @@ a pass from an imported module to one that ``tvm.compile`` can generate code for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -58,12 +58,12 @@ from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from ..codegen.nvrtc import tvm_compiler
-from ..errors import CompilationError, TargetError, TVMFusionError
+from ..errors import TargetError
 from ..runtime.host_arrays import ALIGNMENT
 from ..runtime.kernel_call import SoleKernelCall
-from .build_kernels import build_program, reason
+from .build_kernels import build_program
+from .failures import NoteKernels, own_errors, without_nodes
 from .gpu_phases import gpu_phases
-from .interrupts import interrupts_kept
 from .targets.gpu_target import check_machine
 from .targets.target import is_gpu
 
@@ -197,7 +197,9 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             DropPragmaScopes(),
             FusePack(),
             transform.AnnotateTIROpPattern(),
+            NoteKernels(),
             transform.FuseOps(),
+            NoteKernels(),
             transform.FuseTIR(),
             transform.DeadCodeElimination(),
         ],
@@ -296,24 +298,12 @@ def run_phases(
             if progress is not None:
                 progress(name, number, len(plan))
             for one in passes:  # a signal waits for the end of a pass
-                with _own_errors(name):
+                with own_errors(name, mod):
                     mod = one(mod)
             if dump is not None:
                 dump.mkdir(parents=True, exist_ok=True)
                 (dump / f"{number}-{name}.py").write_text(mod.script())
     return mod
-
-
-@contextmanager
-def _own_errors(stage: str) -> Iterator[None]:
-    """Turn exceptions of TVM into our errors; our errors and interrupts pass unchanged."""
-    try:
-        with interrupts_kept():
-            yield
-    except TVMFusionError:
-        raise
-    except Exception as error:  # TVM raises anything from ValueError to tvm.error
-        raise CompilationError(f"the stage {stage!r} failed: {reason(error)}") from error
 
 
 def lower_to_vm(
@@ -344,7 +334,7 @@ def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
     CompilationError
         If TVM fails.
     """
-    with target, _own_errors("build"), _cuda_compiler(target):
+    with target, own_errors("build", mod), _cuda_compiler(target):
         return tvm.compile(mod, target, relax_pipeline=lower_to_vm(target))
 
 
@@ -397,11 +387,12 @@ def build_apart(
     entry, alignment = None, ALIGNMENT
     if on_cpu and not _has_external(mod):  # our own lowering, which relies on no alignment
         entry, alignment = [LiftOutputs()] if is_main else [], 1
-    with target, _own_errors("build"):
+    noted, mod = mod, without_nodes(mod)
+    with target, own_errors("build", noted):
         lower = lower_to_vm(target, functions if cuda_graph else (), entry)
         shared = [ShareKernels()] if on_cpu else []
         mod = tvm.transform.Sequential([lower, LiftWeights(functions), *shared])(mod)
-    with target, _own_errors("build"), _cuda_compiler(target, fast_math):
+    with target, own_errors("build", noted), _cuda_compiler(target, fast_math):
         weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
         executable = _generate(mod.without_attr(WEIGHTS), target, built)
         if not is_main:

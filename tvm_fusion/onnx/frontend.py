@@ -16,8 +16,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+
+from schedules.errors import reason
 
 from ..errors import InvalidModelError, UnsupportedOperatorError
 from ..runtime.host_arrays import ALIGNMENT
@@ -40,6 +43,9 @@ from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
 from .rewrites.size_arithmetic import translate_sizes
 
+NODE_VARIABLE = "node{}_"
+"""Name of the variable of a node by its number."""
+
 
 @dataclass(frozen=True)
 class ImportedModel:
@@ -51,11 +57,14 @@ class ImportedModel:
         Its function ``main`` takes the inputs in order; the weights are constants in it.
     inputs, outputs : tuple of TensorSpec
         Under the names that the ONNX model gives them.
+    nodes : tuple of str
+        Labels of the nodes that variables named by ``NODE_VARIABLE`` stand for.
     """
 
     mod: tvm.IRModule
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    nodes: tuple[str, ...] = ()
 
 
 def import_onnx(
@@ -86,14 +95,16 @@ def import_onnx(
     InvalidModelError
         If it is no ONNX model, is damaged or inconsistent, or if a dimension has no size.
     UnsupportedOperatorError
-        If it holds operators that cannot be imported; the message lists all of them.
+        If it holds operators that cannot be imported; the message lists all of them. Also if TVM's
+        importer fails, whatever the reason.
     """
     try:
         proto, stored = _prepare(model, shapes, weights)
         mod = _translate(proto, stored)
     except UnicodeDecodeError as error:
         raise InvalidModelError(f"the model holds invalid text: {error}") from error
-    return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod))
+    nodes = tuple(f"{node_label(node)} ({node.op_type})" for node in proto.graph.node)
+    return ImportedModel(mod, _input_specs(proto, mod), _output_specs(proto, mod), nodes)
 
 
 def _prepare(
@@ -196,18 +207,41 @@ def _translate(model: onnx.ModelProto, weights: Weights) -> tvm.IRModule:
     importer = _Importer(weights)
     try:
         with warnings_ignored():
-            return importer.from_onnx(model.graph, default_opset(model))
+            mod = importer.from_onnx(model.graph, default_opset(model))
+        return _name_variables(mod, model.graph, importer._nodes)
     except (Exception, _ConversionError) as raised:
         # The importer raises anything from AssertionError to tvm.error.
         importer.end_blocks()
         error = raised.error if isinstance(raised, _ConversionError) else raised
         node = _node_in_traceback(raised)
         where = "the model" if node is None else f"{node_label(node)} ({node.op_type})"
-        reason = " ".join(str(error).split())[:500] or type(error).__name__
-        reason += _advice(model)
-        if isinstance(error, NotImplementedError | tvm.error.OpNotImplemented):
-            raise UnsupportedOperatorError(f"{where} cannot be imported: {reason}") from error
-        raise InvalidModelError(f"{where} cannot be imported: {reason}") from error
+        text = f"{where} cannot be imported: {reason(error)}{_advice(model)}"
+        raise UnsupportedOperatorError(text) from error
+
+
+def _name_variables(
+    mod: tvm.IRModule, graph: onnx.GraphProto, results: Mapping[str, relax.Expr]
+) -> tvm.IRModule:
+    """Name the variables of a program by the nodes that they are results of, or parts of."""
+    numbers = {
+        results[name]: number
+        for number, node in reversed(list(enumerate(graph.node)))
+        for name in node.output
+        if name in results
+    }
+    names: dict[relax.Var, relax.Var] = {}
+    number = None
+    for block in reversed(mod["main"].body.blocks):
+        for binding in reversed(block.bindings):  # parts come before the result
+            value = getattr(binding, "value", binding.var)
+            number = numbers.get(value, numbers.get(binding.var, number))
+            if number is not None:
+                kind = type(binding.var)
+                names[binding.var] = kind(NODE_VARIABLE.format(number), binding.var.ty)
+    renamed = tvm_ffi.structural_map(mod["main"], (relax.Var, lambda var: names.get(var, var)))
+    result = mod.clone()
+    result.update_func(mod.get_global_var("main"), renamed)
+    return result
 
 
 def _advice(model: onnx.ModelProto) -> str:

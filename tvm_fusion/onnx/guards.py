@@ -15,7 +15,6 @@ from .model.graph_edits import attribute, is_default_domain
 from .model.tensor_facts import GraphFacts
 from .operator_checks import refuse_nodes
 from .rewrites.arithmetic.division import division_problem
-from .rewrites.arithmetic.wider_types import norm_problem
 from .rewrites.control_flow.loops import loop_problem
 from .rewrites.control_flow.tensor_lists import LIST_OPERATORS, list_problem
 from .rewrites.determinant import determinant_problem
@@ -139,7 +138,6 @@ _CHECKS: dict[str, Callable[[onnx.NodeProto, GraphFacts], str | None]] = {
     "GRU": recurrent_problem,
     "GridSample": _sampled,
     "If": _branch,
-    "LRN": norm_problem,
     "LSTM": recurrent_problem,
     "Loop": loop_problem,
     "LpPool": p_norm_problem,

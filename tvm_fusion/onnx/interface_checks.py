@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import onnx
 
-from ..errors import InvalidModelError
+from ..errors import InvalidModelError, UnsupportedOperatorError
 from .rewrites.classical.refusals import TEXT_ADVICE
 
 NUMBERS = frozenset(
@@ -25,10 +25,13 @@ def check_interface(model: onnx.ModelProto) -> None:
     # The type of an output that declares none is inferred.
     values += [("output", value) for value in graph.output if value.HasField("type")]
     for role, value in values:
-        kind = value.type.WhichOneof("value") or "of unknown type"
+        kind = value.type.WhichOneof("value")
+        if kind is None:
+            raise InvalidModelError(f"{role} {value.name!r} has no type; expected a tensor")
         if kind != "tensor_type":
-            raise InvalidModelError(
-                f"{role} {value.name!r} is {kind.replace('_', ' ')}; expected a tensor"
+            raise UnsupportedOperatorError(
+                f"{role} {value.name!r} is {kind.replace('_', ' ')}; expected a tensor: export the "
+                "model with one for each tensor in it"
             )
         element = value.type.tensor_type.elem_type
         if element not in NUMBERS:
@@ -36,11 +39,12 @@ def check_interface(model: onnx.ModelProto) -> None:
             known = onnx.TensorProto.DataType.values()
             found = names(element) if element in known else f"unknown type {element}"
             advice = f"; {TEXT_ADVICE}" if element == onnx.TensorProto.STRING else ""
-            raise InvalidModelError(
+            refusal = UnsupportedOperatorError if element in known else InvalidModelError
+            raise refusal(
                 f"{role} {value.name!r} holds elements of {found}; expected one of "
                 f"{', '.join(sorted(names(number) for number in NUMBERS))}{advice}"
             )
     for sparse in graph.sparse_initializer:
-        raise InvalidModelError(
+        raise UnsupportedOperatorError(
             f"initialiser {sparse.values.name!r} is sparse; store it as a dense tensor"
         )

@@ -24,6 +24,18 @@ WRITTEN = frozenset(
 )
 """Operators that the importer lacks, or refuses here, and that rules write by others."""
 
+RANDOM = frozenset(
+    """Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform
+    RandomUniformLike""".split()
+)
+"""Operators whose results differ from call to call, which those of compiled code do not."""
+
+_DRAW_OUTSIDE = (
+    "its numbers are drawn at random; make them an input of the model and draw them by numpy: "
+    "export it with the noise as an argument, or delete this node and list its output as a "
+    "graph input"
+)
+
 DATA_DEPENDENT = frozenset({"AllClassNMS"})
 """Operators of the importer whose result sizes depend on data."""
 
@@ -36,7 +48,7 @@ def check_operators(model: onnx.ModelProto) -> None:
     importable = importable.union(EXPANDED, REPLACED, RECURRENT, OWN_OPS, WRITTEN) - DATA_DEPENDENT
     functions = {(function.domain, function.name) for function in model.functions}
     problems = [
-        (node, classical_refusal(node) or "this operator has no translation")
+        (node, _reason(node))
         for graph in all_graphs(model)
         for node in graph.node
         if (node.domain, node.op_type) not in functions
@@ -44,6 +56,13 @@ def check_operators(model: onnx.ModelProto) -> None:
         and not (is_default_domain(node) and node.op_type in importable)
     ]
     refuse_nodes(model, problems)
+
+
+def _reason(node: onnx.NodeProto) -> str:
+    """Return why a node cannot be imported whatever its inputs are, and how to do without it."""
+    if is_default_domain(node) and node.op_type in RANDOM:
+        return _DRAW_OUTSIDE
+    return classical_refusal(node) or "this operator has no translation"
 
 
 def refuse_nodes(model: onnx.ModelProto, problems: list[Problem]) -> None:

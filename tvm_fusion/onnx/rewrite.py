@@ -69,7 +69,7 @@ from .rewrites.norms.batch_norm import BatchNormRule
 from .rewrites.norms.layer_norm import LayerNormRule
 from .rewrites.norms.lp_norm import replace_lp_norms
 from .rewrites.norms.mean_variance import split_mean_variance
-from .rewrites.open_sizes import name_limits
+from .rewrites.open_sizes import name_limits, place_numbers
 from .rewrites.open_topk import bound_topk
 from .rewrites.own_ops import name_axis
 from .rewrites.quantized import (
@@ -92,7 +92,7 @@ from .rewrites.windows.p_norms import expand_p_norm
 from .rewrites.windows.resize import normalize_resizes
 from .rewrites.windows.resize_taps import expand_resize
 from .rewrites.windows.roi_align import RoiAlignRule
-from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool
+from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool, expand_space_to_depth
 
 
 def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
@@ -102,6 +102,39 @@ def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
         total = expansion.emit("Add", total, term)
     if terms:
         expansion.finish(total)
+
+
+def expand_lrn(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Write one of an even number of channels, or of float64, by its formula."""
+    facts, x, size = expansion.facts, node.input[0], attribute(node, "size")
+    dims, kind = facts.dims(x), facts.dtype(x)
+    if dims is None or dims[1] is None or (size % 2 and kind != onnx.TensorProto.DOUBLE):
+        return
+    pads = np.zeros((2, len(dims)), np.int64)
+    pads[:, 1] = (size - 1) // 2, size // 2
+    padded = expansion.emit(
+        "Pad", expansion.emit("Mul", x, x), expansion.constant("pads", pads.ravel())
+    )
+    axis = expansion.constant("axis", np.array([1]))
+    parts = [
+        expansion.emit(
+            "Slice",
+            padded,
+            *(expansion.constant("at", np.array([i + n])) for n in (0, dims[1])),
+            axis,
+        )
+        for i in range(size)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = expansion.emit("Add", total, part)
+    alpha, beta, bias = (
+        expansion.number(attribute(node, name, default), kind)
+        for name, default in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
+    )
+    share = expansion.emit("Mul", total, expansion.emit("Div", alpha, expansion.number(size, kind)))
+    power = expansion.emit("Pow", expansion.emit("Add", share, bias), beta)
+    expansion.finish(expansion.emit("Div", x, power))
 
 
 EXPANSIONS: dict[str, Rule] = {
@@ -126,6 +159,7 @@ EXPANSIONS: dict[str, Rule] = {
     "HardSigmoid": widen_sum,
     "IsInf": expand_is_inf,
     "IsNaN": expand_is_nan,
+    "LRN": expand_lrn,
     "LSTM": expand_recurrent,
     "LpPool": expand_p_norm,
     "MatMulInteger": expand_matmul_integer,
@@ -149,6 +183,7 @@ EXPANSIONS: dict[str, Rule] = {
     "ScatterND": widen_scattered,
     "Selu": expand_selu,
     "Shrink": expand_shrink,
+    "SpaceToDepth": expand_space_to_depth,
     "Sum": expand_sum,
     "TensorScatter": expand_tensor_scatter,
     "ThresholdedRelu": expand_thresholded_relu,
@@ -171,7 +206,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     write_sides(model)
     model = _simplify(infer_first(model), weights)
     facts = GraphFacts(model, weights)
-    while pad_transposed_convolutions(model, facts):
+    while pad_transposed_convolutions(model, facts) or place_numbers(model, facts):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
     bound_topk(model, facts)

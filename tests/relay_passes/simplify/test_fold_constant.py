@@ -46,6 +46,32 @@ CASES = {
     "relax.concat": lambda: op.concat((const(A), const(A + 1)), axis=1),
     "relax.less": lambda: op.less(const(A), const(B - 4)),
     "relax.equal": lambda: op.equal(const(A), const(np.round(A))),
+    "relax.abs": lambda: op.abs(const(A)),
+    "relax.ceil": lambda: op.ceil(const(A)),
+    "relax.cos": lambda: op.cos(const(A)),
+    "relax.exp": lambda: op.exp(const(A)),
+    "relax.flip": lambda: op.flip(const(A), 1),
+    "relax.floor": lambda: op.floor(const(A)),
+    "relax.greater": lambda: op.greater(const(A), const(B - 4)),
+    "relax.greater_equal": lambda: op.greater_equal(const(A), const(np.round(A))),
+    "relax.less_equal": lambda: op.less_equal(const(A), const(np.round(A))),
+    "relax.log": lambda: op.log(const(B)),
+    "relax.logical_and": lambda: op.logical_and(const(A > 0, "bool"), const(B > 4, "bool")),
+    "relax.logical_not": lambda: op.logical_not(const(A > 0, "bool")),
+    "relax.logical_or": lambda: op.logical_or(const(A > 0, "bool"), const(B > 4, "bool")),
+    "relax.max": lambda: op.max(const(A), [0, -1]),
+    "relax.mean": lambda: op.mean(const(A), [1], keepdims=True),
+    "relax.min": lambda: op.min(const(A)),
+    "relax.not_equal": lambda: op.not_equal(const(A), const(np.round(A))),
+    "relax.sin": lambda: op.sin(const(A)),
+    "relax.stack": lambda: op.stack([const(A), const(A + 1)], axis=1),
+    "relax.strided_slice": lambda: op.strided_slice(const(A), [1, -1], [-2, 3], [9, 0], [1, -2]),
+    "relax.sum": lambda: op.sum(const(PLACES, "int64"), [0]),
+    "relax.take": lambda: op.take(const(A), const(PLACES[1], "int64"), 2, mode="clip"),
+    "relax.tanh": lambda: op.tanh(const(A)),
+    "relax.tile": lambda: op.tile(const(A), (2, 1, 1, 3)),
+    "relax.tril": lambda: op.tril(const(A), -1),
+    "relax.triu": lambda: op.triu(const(A), 1),
     "relax.tvm_fusion.checked_indices": lambda: checked_indices(
         const(PLACES, "int64"), [5, 6, 7], "outside"
     ),
@@ -87,7 +113,8 @@ def test_numbers_are_those_of_tvm(name):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: op.sin(const(A)), np.sin(A)),
+        (lambda: op.tan(const(A)), np.tan(A)),
+        (lambda: op.take(const(A[0, 0]), const(5, "int64"), 0, mode="wrap"), A[0, 0, 1]),
         (lambda: op.zeros((2, 3), "float32"), np.zeros((2, 3))),
         (lambda: op.divide(const(7, "int32"), const(2, "int32")), 3),
     ],
@@ -182,3 +209,39 @@ def test_constant_indices_out_of_bounds(place):
 
 def test_constant_indices_that_no_error_is_for_become_the_nearest():
     assert checked([9, -9], 4, "") == [3, 0]
+
+
+def test_shapes_are_constants(monkeypatch):
+    """Of a tensor whose sizes are known, as TVM's importer asks for them before each scatter."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((2, 3, 4), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            shape = builder.emit(op.shape_to_tensor(builder.emit(op.shape_of(x))))
+            size = builder.emit(op.strided_slice(shape, [0], [1], [2]))
+            places = builder.emit(op.where(const([True], "bool"), size, const([7], "int64")))
+            result = builder.emit_output(relax.Tuple([places, x]))
+        builder.emit_func_output(result)
+    monkeypatch.setattr(relax.transform, "FoldConstant", None)  # not even asked
+    np.testing.assert_array_equal(folded(simplify(builder.get())), [3])
+
+
+def test_open_shapes_stay():
+    builder = relax.BlockBuilder()
+    rows = tvm.tirx.Var("rows", "int64")
+    x = relax.Var("x", relax.TensorType((rows, 3), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(
+                op.shape_to_tensor(builder.emit(op.shape_of(builder.emit(op.nn.relu(x)))))
+            )
+        builder.emit_func_output(result)
+    check_unchanged(builder.get())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_16_bits_are_rounded_once(dtype):
+    """4096 + 1 is 4096 in either type."""
+    values = np.array([4096.0] + [1.0] * 64)
+    mod = constant_function(lambda: op.sum(const(values, dtype)))
+    np.testing.assert_array_equal(folded(simplify(mod)).astype("float64"), 4160)

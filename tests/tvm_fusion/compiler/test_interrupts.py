@@ -19,7 +19,7 @@ from small_onnx import small_model
 
 import tvm_fusion
 from tvm_fusion.compiler.interrupts import interrupts_at_once, interrupts_kept
-from tvm_fusion.errors import InvalidModelError
+from tvm_fusion.errors import UnsupportedOperatorError
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_nothing_is_printed_of_a_node_that_tvm_cannot_import(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2,3,4] x) => (float[a,b,c] y) { y = LSTM(x, x, x) }"""
     )
-    with pytest.raises(InvalidModelError, match="cannot be imported"):
+    with pytest.raises(UnsupportedOperatorError, match="cannot be imported"):
         tvm_fusion.compile(model, threads=1)
     assert capfd.readouterr() == ("", "")
 

@@ -24,7 +24,7 @@ from schedules.cpu.loops.selections import find_nonzero, suppress_boxes
 
 from ..model.graph_edits import attribute
 from ..model.tensor_facts import GraphFacts
-from .expansion import Expansion
+from .expansion import Expansion, expand_nodes
 
 MOST = "most"
 """Attribute for the constant input ``max_output_boxes_per_class``."""
@@ -35,6 +35,23 @@ def translate_nonzero(
 ) -> relax.Expr:
     """Coordinates of the elements that are not 0, [rank, n]."""
     return relax.op.permute_dims(_places(builder, inputs[0]), [1, 0])
+
+
+def place_numbers(model: onnx.ModelProto, facts: GraphFacts) -> bool:
+    """Make vectors of the numbers that a NonZero reads, whose place ONNX Runtime returns.
+
+    Return whether there was one; ONNX infers another shape.
+    """
+
+    def give_axis(node: onnx.NodeProto, expansion: Expansion) -> None:
+        if facts.dims(node.input[0]) == ():
+            one = expansion.constant("one", np.array([1]))
+            vector = expansion.emit("Reshape", node.input[0], one)
+            expansion.finish(expansion.emit("NonZero", vector))
+
+    count = len(model.graph.node)
+    expand_nodes(model, facts, {"NonZero": give_axis})
+    return len(model.graph.node) > count
 
 
 def _places(builder: relax.BlockBuilder, x: relax.Expr) -> relax.Expr:

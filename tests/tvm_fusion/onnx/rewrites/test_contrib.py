@@ -137,7 +137,7 @@ def test_attention(unidirectional: int, mask: str) -> None:
     if mask == "-":
         feeds["past"] = normal(2, 2, 2, 3, 4, seed=6)
     else:
-        feeds["mask"] = np.array([[1, 1, 0, 0], [1, 1, 1, 1]], "int32")
+        feeds["mask"] = np.array([[1, 7, 0, -3], [1, 1, 1, 1]], "int32")
     made = node("Attention", inputs, outputs, num_heads=2, unidirectional=unidirectional)
     check([made], **feeds)
 
@@ -149,7 +149,7 @@ def test_attention_of_three_tensors() -> None:
         "k": normal(2, 5, 8, seed=2),
         "v": normal(2, 5, 4, seed=3),
         "b": normal(20, seed=4),
-        "mask": np.array([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], "int32"),
+        "mask": np.array([[1, 7, 0, -3, 0], [1, 1, 1, 1, 1]], "int32"),
         "bias": normal(2, 2, 3, 5, seed=5),
     }
     check([node("MultiHeadAttention", inputs, "y", num_heads=2)], **feeds)

@@ -322,12 +322,29 @@ def test_caches_with_new_rows(mode: str, starts: list[int]) -> None:
     np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
 
 
-@pytest.mark.parametrize("mode", ["DCR", "CRD"])
-def test_space_to_depth(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["DCR", "CRD", None])
+def test_space_to_depth(mode: str | None) -> None:
+    """ONNX has a body for the operator of opset 28 only, which has a mode."""
     feeds = {"x": normal(2, 3, 4, 6)}
-    model = node_model("SpaceToDepth", feeds, opset=28, mode=mode, blocksize=2)
+    given = {"mode": mode} if mode else {}
+    model = node_model("SpaceToDepth", feeds, opset=28 if mode else 13, blocksize=2, **given)
     (wanted,) = ReferenceEvaluator(model).run(None, feeds)
     np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (4, "float32"), (3, "float64")])
+def test_local_responses(size: int, dtype: str) -> None:
+    """Of an even number of channels one more follows; ONNX Runtime refuses these."""
+    x = normal(2, 6, 3).astype(dtype)
+    given = {"alpha": 0.3, "beta": 0.6, "bias": 1.2}
+    model = node_model("LRN", {"x": x}, opset=13, size=size, **given)
+    (found,) = outputs(model, {"x": x})
+    squares = np.square(x.astype("float64"))
+    before, after = (size - 1) // 2, size // 2
+    sums = [squares[:, max(0, c - before) : c + after + 1].sum(1) for c in range(6)]
+    wanted = x / (1.2 + 0.3 / size * np.stack(sums, 1)) ** 0.6
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_rows_of_masks() -> None:

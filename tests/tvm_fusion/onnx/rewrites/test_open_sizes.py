@@ -209,6 +209,14 @@ def test_an_image_out_of_range_is_the_nearest() -> None:
         np.testing.assert_array_equal(found, compiled(x, region, np.array([nearest])))
 
 
+def test_the_place_of_a_number() -> None:
+    """ONNX infers a shape that ONNX Runtime does not return."""
+    model = parse("float x", "int64[1, n] y", "y = NonZero(x)")
+    compiled = tvm_fusion.compile(model, threads=1)
+    assert compiled(np.float32(0)).shape == (1, 0)
+    np.testing.assert_array_equal(compiled(np.float32(2)), [[0]])
+
+
 @pytest.mark.parametrize(("is_sorted", "dtype"), in_turns([1, 0], ["float32", "int64"]))
 def test_different_elements(dtype: str, is_sorted: int) -> None:
     """Where each occurs first, which one each element is, and how often it occurs."""

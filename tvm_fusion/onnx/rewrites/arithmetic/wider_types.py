@@ -9,7 +9,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ...model.graph_edits import attribute, set_attributes
-from ...model.tensor_facts import INTEGER_TYPES, GraphFacts
+from ...model.tensor_facts import INTEGER_TYPES
 from ..expansion import Expansion, Rule
 from .saturation import saturate
 
@@ -99,13 +99,6 @@ SUMS: dict[str, Rule] = {
 """Operators that accumulate and that become several ops, each of which would round its result.
 
 Those that become one op are left to the pass ``WidenSums``."""
-
-
-def norm_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
-    """Say why the importer cannot normalise a tensor, if so: its constants have float32."""
-    if facts.dtype(node.input[0]) == TensorProto.DOUBLE:
-        return "its input has float64; expected float32 or 16 bits: cast it"
-    return None
 
 
 def widen(node: onnx.NodeProto, expansion: Expansion, wide: int, narrow: Collection[int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from onnx import TensorProto
 
 from .contrib_expansion import ContribExpansion, sizes
 from .pointwise import Refusal
@@ -192,7 +193,8 @@ def _as_rows(parts: ContribExpansion, mask: str, keys: str) -> str:
 
 
 def _added_by_mask(parts: ContribExpansion, mask: str, scores: str) -> str:
-    """0 where the mask is not 0, else the filter value."""
+    """0 where the mask is above 0, else the filter value."""
     filter_value = parts.number_like(parts.get("mask_filter_value", -10000.0), scores)
-    is_kept = parts.emit("Cast", mask, to=9)
+    numbers = parts.emit("Cast", mask, to=TensorProto.INT32)
+    is_kept = parts.emit("Greater", numbers, parts.constant("none", np.array(0, np.int32)))
     return parts.emit("Where", is_kept, parts.number_like(0.0, scores), filter_value)

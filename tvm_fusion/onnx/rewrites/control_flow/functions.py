@@ -25,7 +25,7 @@ EXPANDED = (
     *("AffineGrid", "Attention", "BlackmanWindow", "CausalConvWithState", "Celu", "CenterCropPad"),
     *("HammingWindow", "HannWindow", "LinearAttention"),
     *("NegativeLogLikelihoodLoss", "RotaryEmbedding", "SoftmaxCrossEntropyLoss"),
-    *("SpaceToDepth", "SwiGLU", "Swish"),
+    *("SwiGLU", "Swish"),
 )
 """Operators that the importer lacks, or translates for some shapes only, and that ONNX defines by
 others."""

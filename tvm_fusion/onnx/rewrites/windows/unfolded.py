@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write Col2Im and MaxUnpool, which put the elements of windows back into an image.
+"""Write Col2Im, MaxUnpool and SpaceToDepth, which move the elements of windows.
 
 ::
 
     Col2Im:     y = ConvTranspose(Reshape(x, [batch, channels * window, rows, columns]), identity)
     MaxUnpool:  y = Reshape(ScatterElements(zeros, Reshape(places, [-1]), Reshape(x, [-1])))
+
+    SpaceToDepth:  y = Reshape(Transpose(Reshape(x, [n, c, rows, block, columns, block])))
 """
 
 from __future__ import annotations
@@ -50,6 +52,22 @@ def expand_col2im(node: onnx.NodeProto, expansion: Expansion) -> None:
         output_padding=[(padded[i] - spans[i]) % strides[i] for i in range(rank)],
     )
     expansion.finish(result)
+
+
+def expand_space_to_depth(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Replace a SpaceToDepth of an image whose size is known; ONNX has a body for the newest."""
+    dims, block = expansion.facts.dims(node.input[0]), attribute(node, "blocksize")
+    if dims is None or len(dims) != 4 or None in dims[1:]:
+        return
+    channels, height, width = (dim or 0 for dim in dims[1:])
+    rows, columns = height // block, width // block
+    split = np.array([0, channels, rows, block, columns, block])
+    joined = np.array([0, channels * block**2, rows, columns])
+    is_inner = attribute(node, "mode", "DCR") == "CRD"
+    result = expansion.emit("Reshape", node.input[0], expansion.constant("split", split))
+    order = [0, 1, 3, 5, 2, 4] if is_inner else [0, 3, 5, 1, 2, 4]
+    result = expansion.emit("Transpose", result, perm=order)
+    expansion.finish(expansion.emit("Reshape", result, expansion.constant("joined", joined)))
 
 
 def expand_max_unpool(node: onnx.NodeProto, expansion: Expansion) -> None:
