@@ -23,11 +23,11 @@ def outcome_of(action: Callable[[], str]) -> Found:
 
     Warnings of our own categories are taken as said; any other one is a failure.
     """
-    from tvm_fusion.errors import EagerModeWarning, RecordWarning, TVMFusionError
+    from tvm_fusion.errors import EagerModeWarning, ModelWarning, RecordWarning, TVMFusionError
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for quiet in (RecordWarning, EagerModeWarning, ResourceWarning):
+        for quiet in (RecordWarning, EagerModeWarning, ModelWarning, ResourceWarning):
             warnings.simplefilter("ignore", quiet)
         try:
             return action(), ""
