@@ -160,8 +160,10 @@ FOLDED = tuple(_COMPUTE)
 
 
 def fold_constant(graph: Graph, call: relax.Expr) -> Value:
-    """The value of ``call`` if all its tensors are constants."""
+    """The value of ``call`` if all its tensors are constants, or it asks for a known shape."""
     name = op_name(call)
+    if name in SHAPES:
+        return _fold_shape(call)
     if name == "relax.broadcast_to" and is_broadcast_by_readers(graph, graph.current):
         return None
     tensors = _tensors(call)
@@ -184,7 +186,7 @@ def fold_constant(graph: Graph, call: relax.Expr) -> Value:
     return tensor_constant(result, dtype)
 
 
-def fold_shape(graph: Graph, call: relax.Expr) -> Value:
+def _fold_shape(call: relax.Expr) -> Value:
     """The value of a shape as a tensor, and of a tensor's shape, if they are known."""
     ty = call.args[0].ty
     shape = ty if isinstance(ty, relax.ShapeType) else getattr(ty, "shape", None)

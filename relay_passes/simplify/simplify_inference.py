@@ -26,7 +26,7 @@ from .conv2d.widen_conv1d import BINARY, POINTWISE, widen_conv1d
 from .elementwise.canonicalize_activation import canonicalize_activation
 from .elementwise.canonicalize_clip import canonicalize_clip
 from .elementwise.fold_quantization import fold_quantization
-from .fold_constant import FOLDED, SHAPES, fold_constant, fold_shape, needs_kernel
+from .fold_constant import FOLDED, SHAPES, fold_constant, needs_kernel
 from .remove_broadcast import ELEMENTWISE, remove_broadcast
 from .remove_identity import remove_identity
 from .shapes.canonicalize_shuffle import canonicalize_shuffle
@@ -44,8 +44,7 @@ IDENTITIES = (
 )
 
 RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
-    (fold_constant, FOLDED),
-    (fold_shape, SHAPES),
+    (fold_constant, (*FOLDED, *SHAPES)),
     (remove_identity, IDENTITIES),
     (remove_broadcast, ELEMENTWISE),
     (unstack_reduction, ("relax.sum", "relax.max", "relax.min")),

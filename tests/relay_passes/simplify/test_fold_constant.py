@@ -12,6 +12,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from relay_passes.op.checked_indices import checked_indices
+from relay_passes.op.widen_weight import widen_weight
 from relay_passes.simplify.fold_constant import FOLDED
 from schedules.errors import InvalidModelError
 
@@ -46,6 +47,9 @@ CASES = {
     "relax.concat": lambda: op.concat((const(A), const(A + 1)), axis=1),
     "relax.less": lambda: op.less(const(A), const(B - 4)),
     "relax.equal": lambda: op.equal(const(A), const(np.round(A))),
+    "relax.tvm_fusion.widen_weight": lambda: widen_weight(
+        const(PLACES, "int8"), const(B[:1, 0].reshape(1, 1).repeat(3, 1)), block=2
+    ),
     "relax.abs": lambda: op.abs(const(A)),
     "relax.ceil": lambda: op.ceil(const(A)),
     "relax.cos": lambda: op.cos(const(A)),
