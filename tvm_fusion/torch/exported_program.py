@@ -139,8 +139,10 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     Ops that the exporter cannot or would not translate in full are written out, and what the
     tracer asserts of types is left out.
     """
-    is_ready = not any(map(_needs_decomposition, _nodes(program)))
-    return program if is_ready else program.run_decompositions(dict(_DECOMPOSITIONS))
+    if not any(map(_needs_decomposition, _nodes(program))):
+        return program
+    with warnings_ignored():
+        return program.run_decompositions(dict(_DECOMPOSITIONS))
 
 
 def _nodes(program: ExportedProgram) -> Iterator[fx.Node]:
