@@ -137,6 +137,14 @@ def expand_lrn(node: onnx.NodeProto, expansion: Expansion) -> None:
     expansion.finish(expansion.emit("Div", x, power))
 
 
+def take_as_vector(node: onnx.NodeProto, expansion: Expansion) -> None:
+    """Make a vector of axes, or of a shape, that is a scalar, as ONNX Runtime takes it."""
+    value = expansion.facts.constant(node.input[1]) if len(node.input) > 1 else None
+    if value is not None and not value.ndim:
+        vector = expansion.constant("vector", value.reshape(1))
+        expansion.finish(expansion.emit(node.op_type, node.input[0], vector))
+
+
 EXPANSIONS: dict[str, Rule] = {
     "BitShift": expand_shift,
     "Cast": widen_cast,
@@ -151,6 +159,7 @@ EXPANSIONS: dict[str, Rule] = {
     "Div": expand_division,
     "Dropout": expand_dropout,
     "Elu": expand_elu,
+    "Expand": take_as_vector,
     "EyeLike": expand_eye_like,
     "GRU": expand_recurrent,
     "Gelu": widen_sum,
@@ -190,6 +199,7 @@ EXPANSIONS: dict[str, Rule] = {
     "TopK": always_sort,
     "Trilu": clamp_diagonal,
     "Unique": expand_unique,
+    "Unsqueeze": take_as_vector,
 }
 """Operators whose nodes become several, none of which depends on another of these."""
 

@@ -48,8 +48,8 @@ def tvm_fusion(
 
     Raises
     ------
-    InvalidInputError
-        If an option is unknown.
+    InvalidInputError, OpError, TargetError
+        If an option is unknown, or has a value that it cannot have.
     """
     if mode not in (None, "default"):
         raise InvalidInputError(

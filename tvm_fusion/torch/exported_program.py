@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import torch
+from onnxscript.optimizer import fold_constants
 from torch import fx
 from torch.export import ExportedProgram
 
@@ -43,6 +44,11 @@ _DECOMPOSITIONS = _WRITTEN_OUT | {op: decomposition(op, form) for op, form in FO
 
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
 """Loggers of PyTorch's exporter and of the libraries that it calls."""
+
+_FLOAT, _BFLOAT16 = onnx_ir.DataType.FLOAT, onnx_ir.DataType.BFLOAT16
+
+_SHORT = {torch.float16: onnx_ir.DataType.FLOAT16, torch.bfloat16: _BFLOAT16}
+"""Types of 16 bits, of PyTorch and of ONNX."""
 
 _NORMS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
@@ -139,8 +145,10 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     Ops that the exporter cannot or would not translate in full are written out, and what the
     tracer asserts of types is left out.
     """
-    is_ready = not any(map(_needs_decomposition, _nodes(program)))
-    return program if is_ready else program.run_decompositions(dict(_DECOMPOSITIONS))
+    if not any(map(_needs_decomposition, _nodes(program))):
+        return program
+    with warnings_ignored():
+        return program.run_decompositions(dict(_DECOMPOSITIONS))
 
 
 def _nodes(program: ExportedProgram) -> Iterator[fx.Node]:
@@ -175,10 +183,35 @@ def _to_onnx(program: ExportedProgram) -> tuple[onnx.ModelProto, dict[str, np.nd
 
 def _exported(program: ExportedProgram) -> onnx_ir.Model:
     """The program as ONNX, by PyTorch's exporter."""
+    values = [node.meta.get("val") for node in _nodes(program)]
+    is_short = any(getattr(value, "dtype", None) in _SHORT for value in values)
+    exported = _export(program, is_short)
+    # The exporter's own decompositions may have made ops with arguments that it loses.
+    while any(map(lost_arguments, _nodes(exported.exported_program))):
+        exported = _export(functional(exported.exported_program), is_short)
+    if is_short:
+        _restore_outputs(exported.model, program)
+        with _quiet():
+            fold_constants(exported.model)
+        for node in list(onnx_ir.traversal.RecursiveGraphIterator(exported.model.graph)):
+            _settle_types(node, exported.model.opset_imports[""])
+    return exported.model
+
+
+def _export(program: ExportedProgram, is_short: bool) -> torch.onnx.ONNXProgram:
+    """The exporter's result, of the first opset with pools and norms of bfloat16 if need be.
+
+    The exporter's optimizer folds norms into convolutions of 16-bit types in that type, or in
+    another one.
+    """
     try:
         with _quiet():
             exported = torch.onnx.export(
-                program, dynamo=True, verbose=False, opset_version=_opset(program)
+                program,
+                dynamo=True,
+                verbose=False,
+                optimize=not is_short,
+                opset_version=22 if is_short else None,
             )
     except torch.onnx.errors.OnnxExporterError as error:
         texts = [str(part) for part in _chain(error)]
@@ -189,16 +222,59 @@ def _exported(program: ExportedProgram) -> onnx_ir.Model:
             f"PyTorch cannot export the program to ONNX{named}: {reason}", ops
         ) from error
     assert exported is not None, "an exporter without a file returns its result"
-    # The exporter's own decompositions may have made ops with arguments that it loses.
-    if any(map(lost_arguments, _nodes(exported.exported_program))):
-        return _exported(functional(exported.exported_program))
-    return exported.model
+    return exported
 
 
-def _opset(program: ExportedProgram) -> int | None:
-    """The first opset with pools and norms of bfloat16 where there is any, else the exporter's."""
-    values = (node.meta.get("val") for node in program.graph.nodes)
-    return 22 if any(getattr(value, "dtype", None) == torch.bfloat16 for value in values) else None
+def _restore_outputs(model: onnx_ir.Model, program: ExportedProgram) -> None:
+    """Give the outputs their 16-bit types: the exporter leaves sums of such in float32."""
+    nodes = [value for value in program.graph.output_node().args[0] if isinstance(value, fx.Node)]
+    for node, output in zip(nodes, list(model.graph.outputs), strict=True):
+        kind = _SHORT.get(getattr(node.meta["val"], "dtype", None))
+        if kind is not None and output.dtype == _FLOAT:
+            _narrow(output, kind)
+
+
+def _settle_types(node: onnx_ir.Node, opset: int) -> None:
+    """Compute in float32 what mixes types, as PyTorch may, or has bfloat16 where ONNX lacks it."""
+    if node.domain or not onnx.defs.has(node.op_type):
+        return
+    graph = node.graph
+    assert graph is not None, "it is a node of a model"
+    schema = onnx.defs.get_schema(node.op_type, opset)
+    places = [min(i, len(schema.inputs) - 1) for i in range(len(node.inputs))]
+    takers = [schema.inputs[place] for place in places]
+    for kind in {taker.type_str for taker in takers if taker.is_homogeneous}:
+        allowed = next(taker.types for taker in takers if taker.type_str == kind)
+        given = {
+            i: value
+            for i, value in enumerate(node.inputs)
+            if value is not None and takers[i].type_str == kind
+        }
+        found = {value.dtype for value in given.values()}
+        is_lacking = found == {_BFLOAT16} and "tensor(bfloat16)" not in allowed
+        if not is_lacking and (len(found) < 2 or not found <= {_FLOAT, *_SHORT.values()}):
+            continue
+        for i, value in given.items():
+            if value.dtype != _FLOAT:
+                cast = onnx_ir.node("Cast", [value], {"to": _FLOAT})
+                cast.outputs[0].dtype, cast.outputs[0].shape = _FLOAT, value.shape
+                graph.insert_before(node, cast)
+                node.replace_input_with(i, cast.outputs[0])
+        for value, giver in zip(node.outputs, schema.outputs, strict=False):
+            if giver.type_str == kind and value.dtype in _SHORT.values():
+                _narrow(value, value.dtype)
+
+
+def _narrow(value: onnx_ir.Value, kind: onnx_ir.DataType) -> None:
+    """Let a node compute a value in float32, and a cast make it what it was."""
+    node = value.producer()
+    assert node is not None and node.graph is not None, "it is a node of a model"
+    cast = onnx_ir.node("Cast", [value], {"to": kind})
+    value.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
+    cast.replace_input_with(0, value)
+    cast.outputs[0].dtype, cast.outputs[0].shape = kind, value.shape
+    cast.outputs[0].name, value.name, value.dtype = value.name, f"{value.name}/wide", _FLOAT
+    node.graph.insert_after(node, cast)
 
 
 def _detach_weights(model: onnx_ir.Model) -> dict[str, np.ndarray]:

@@ -287,9 +287,10 @@ def _is_of_mixed_labels(given: Mapping[str, Any]) -> bool:
 
 
 def _is_not_plain(given: Mapping[str, Any]) -> bool:
-    """Return whether an attention has a mask, or what the exporter takes for granted."""
+    """Return whether an attention has a mask or groups, or what the exporter takes for granted."""
     is_masked = given["attn_mask"] is not None or bool(given["dropout_p"])
-    return is_masked or given["query"].dim() != 4 or (given["scale"] or 1) < 0
+    is_odd = given["query"].dim() != 4 or (given["scale"] or 1) < 0
+    return is_masked or given["enable_gqa"] or is_odd
 
 
 _POOL = Form(("divisor_override",), average_pool)
@@ -341,7 +342,9 @@ FORMS: dict[Any, Form] = {
         ("label_smoothing", "target"), cross_entropy, _is_of_mixed_labels
     ),
     _ATEN.scaled_dot_product_attention.default: Form(
-        ("attn_mask", "dropout_p", "scale"), scaled_dot_product_attention, _is_not_plain
+        ("attn_mask", "dropout_p", "scale", "enable_gqa"),
+        scaled_dot_product_attention,
+        _is_not_plain,
     ),
     _QUANTIZED.quantize_per_tensor.default: Form(_LIMITS, quantize, _is_narrowed),
     _QUANTIZED.quantize_per_tensor.tensor: Form(_LIMITS, quantize, _always),

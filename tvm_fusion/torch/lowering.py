@@ -18,7 +18,10 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from ..compiler.compile import compile
 from ..compiler.model_cache import VARIABLE
+from ..compiler.pipeline import Options, phases
+from ..compiler.targets.target import resolve
 from ..errors import EagerModeWarning, InvalidInputError
+from ..runtime.thread_pool import choose_threads
 from ..warning_filters import warnings_ignored
 from . import tensors
 from .exported_program import UnsupportedTorchOpError, changed_in_place, functional
@@ -55,14 +58,25 @@ class Choices:
         Raises
         ------
         InvalidInputError
-            If one is unknown.
+            If one is unknown, or ``check`` or ``threads`` has a value that it cannot have.
+        OpError
+            If a pass does not know the value of its option.
+        TargetError
+            If the target is unknown.
         """
         for name in options or {}:
             if name not in _KNOWN:
                 raise InvalidInputError(
                     f"torch.compile got the option {name!r}; expected one of {', '.join(_KNOWN)}"
                 )
-        return cls({"threads": torch.get_num_threads()} | dict(options or {}))
+        given = {"threads": torch.get_num_threads()} | dict(options or {})
+        check, target = given.get("check", False), given.get("target", "native")
+        if not isinstance(check, bool):
+            raise InvalidInputError(f"the option 'check' is {check!r}; expected True or False")
+        choose_threads(given["threads"], elsewhere=target != "native")
+        passes = {name: given[name] for name in ("fuse", "winograd") if name in given}
+        phases(resolve(target, cores=given["threads"]), Options(**passes))  # makes the passes
+        return cls(given)
 
 
 @functools.cache
@@ -90,10 +104,10 @@ def export(
     UnsupportedTorchOpError
         If PyTorch cannot export it.
     """
-    # Zeros, since a check would call the program on them: they are valid indices.
-    examples = tuple(torch.zeros(value.shape, dtype=value.dtype) for value in arguments)
     try:
         with torch.inference_mode(False), torch.no_grad(), warnings_ignored():
+            # Zeros, since a check would call the program on them: they are valid indices.
+            examples = tuple(torch.zeros(value.shape, dtype=value.dtype) for value in arguments)
             program = torch.export.export(
                 module, examples, dynamic_shapes=open_dimensions, strict=False
             )

@@ -236,6 +236,16 @@ def test_shape_arithmetic_on_a_symbolic_batch() -> None:
     np.testing.assert_array_equal(run_relax(imported, [data])[0], data.reshape(5, 12))
 
 
+def test_axes_and_shapes_may_be_scalars() -> None:
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "axis"], ["apart"]),
+        helper.make_node("Mul", ["apart", "x"], ["y"]),
+        helper.make_node("Expand", ["number", "size"], ["z"]),
+    ]
+    constants = {"axis": np.array(-2), "size": np.array(4), "number": normal(1)}
+    assert_same_as_onnx_runtime(onnx_model(nodes, {"x": (2, 3)}, ["y", "z"], constants))
+
+
 def test_weights_made_by_nodes_are_folded() -> None:
     value = helper.make_tensor("value", TensorProto.FLOAT, [1], [0.25])
     nodes = [

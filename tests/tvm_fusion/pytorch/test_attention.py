@@ -56,6 +56,10 @@ class Attentions(nn.Module):
         yield attend(q, k, v, is_causal=True)
         yield attend(q, k[:, :, :3], v[:, :, :3], is_causal=True)  # more queries than keys
         yield attend(q, k[:, :1], v[:, :1], attn_mask=keys, enable_gqa=True)
+        yield attend(q, k[:, :2], v[:, ::2], attn_mask=floats, enable_gqa=True)
+        yield attend(q, k[:, :2], v[:, :2, :, :5], is_causal=True, enable_gqa=True)
+        yield attend(q, k[:, :1], v[:, ::2], scale=0.2, enable_gqa=True)
+        yield attend(q, k, v, enable_gqa=True)
         yield attend(q[0], k[0], v[0], attn_mask=rows, dropout_p=0.0)
         yield attend(q[0], k[0], v[0], attn_mask=floats[0])
         yield attend(q[0], k[0], v[0], is_causal=True)
@@ -106,18 +110,24 @@ def test_random_dropout_is_refused() -> None:
 
 
 class Layer(nn.Module):
-    """Attention of heads of 32 with the moves around it."""
+    """Attention of 4 heads of 32 to some of them as keys and values, with the moves around it."""
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         heads = x.unflatten(-1, (4, 32)).transpose(1, 2)
-        result = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        keys = heads[:, : self.groups]
+        is_grouped = self.groups < 4
+        result = F.scaled_dot_product_attention(heads, keys, keys, mask, enable_gqa=is_grouped)
         return result.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_attention_with_a_mask_is_one_kernel_of_a_gpu(dtype: torch.dtype) -> None:
-    mask = (torch.rand(2, 1, 64, 64) > 0.3).to(dtype)
-    program = torch.export.export(Layer(), (torch.randn(2, 64, 128), mask))
+@pytest.mark.parametrize(("dtype", "groups"), [(torch.bool, 4), (torch.float32, 4), (None, 2)])
+def test_attention_is_one_kernel_of_a_gpu(dtype: torch.dtype | None, groups: int) -> None:
+    mask = None if dtype is None else (torch.rand(2, 1, 64, 64) > 0.3).to(dtype)
+    program = torch.export.export(Layer(groups), (torch.randn(2, 64, 128), mask))
     target = tvm_fusion.resolve_target("cuda -arch=sm_90")
     mod = optimize(import_model(program, None).mod, target, Options())
     functions = [variable.name_hint for variable in mod.functions]

@@ -208,3 +208,20 @@ def test_unknown_options_are_refused() -> None:
     with pytest.raises(Exception, match="got the option 'thread'; expected one of") as caught:
         fast(torch.zeros(2))
     assert "InvalidInputError" in str(caught.value)  # Dynamo wraps errors of backends
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("check", "no", "InvalidInputError: the option 'check' is 'no'; expected True or False"),
+        ("fuse", "some", "OpError: FuseConv2D: fuse is 'some'; expected one of auto, all, none"),
+        ("target", "z80", "TargetError: unknown target 'z80'"),
+        ("target", ["native"], "TargetError: a target is a str"),
+        ("threads", 0, "InvalidInputError: threads is 0; expected a positive integer"),
+        ("winograd", True, "OpError: FuseConv2D: winograd is True; expected one of auto, always"),
+    ],
+)
+def test_values_that_options_cannot_have_are_refused(name: str, value: Any, message: str) -> None:
+    fast = torch.compile(nn.ReLU(), backend=tvm_fusion, options={name: value})
+    with torch.no_grad(), pytest.raises(Exception, match=message):
+        fast(torch.zeros(2))

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BatchNormalization in training mode, by the statistics of its input.
+"""BatchNormalization in training mode, by the statistics of its input, and of mixed types.
 
 ::
 
     c = x - mean(x);    v = mean(c * c);    y = c / sqrt(v + epsilon) * scale + bias
     running_mean = momentum * input_mean + (1 - momentum) * mean(x);    running_var likewise
 
-in float32 if the data has 16 bits. Weights that are standardised so become constants.
+in float32 if the data has 16 bits. Weights that are standardised so become constants. A node in
+inference mode is computed in float32 if it has data of bfloat16 and statistics of another type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,10 +32,13 @@ class BatchNormRule:
     opset: int
 
     def __call__(self, node: onnx.NodeProto, expansion: Expansion) -> None:
-        """Write a node in training mode by others, once its rank and types are known."""
+        """Write a node by others, once its rank and types are known."""
         facts = expansion.facts
         dims, kinds = facts.dims(node.input[0]), [facts.dtype(name) for name in node.input]
-        if not attribute(node, "training_mode", 0) or dims is None or not all(kinds):
+        if not attribute(node, "training_mode", 0):
+            self._widen(node, expansion, kinds)
+            return
+        if dims is None or not all(kinds):
             return
         wide = TensorProto.FLOAT if kinds[0] in HALVES else kinds[0]
         x, scale, bias, mean, variance = (
@@ -63,6 +69,15 @@ class BatchNormRule:
             for name, kind in zip(results, [kinds[0], *kinds[3:]], strict=False)
         ]
         expansion.finish(*typed)
+
+    def _widen(self, node: onnx.NodeProto, expansion: Expansion, kinds: Sequence[Any]) -> None:
+        """Compute in float32 on data of bfloat16 by statistics of another type."""
+        if kinds[0] != TensorProto.BFLOAT16 or len(set(kinds)) == 1:
+            return
+        wide = (expansion.emit("Cast", name, to=TensorProto.FLOAT) for name in node.input)
+        epsilon = attribute(node, "epsilon", 1e-5)
+        result = expansion.emit("BatchNormalization", *wide, epsilon=epsilon)
+        expansion.finish(expansion.emit("Cast", result, to=kinds[0]))
 
     def _mean(self, expansion: Expansion, x: str, rank: int) -> str:
         """Mean of each channel, its axes kept."""
