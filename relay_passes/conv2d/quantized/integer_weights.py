@@ -48,7 +48,13 @@ def integer_weights(weight: np.ndarray) -> IntegerWeights | None:
         left = np.setdiff1d(left, found, assume_unique=True)
         if not left.size:
             break
-    return None if left.size else IntegerWeights(integers.reshape(weight.shape), scales)
+    if left.size:
+        return None
+    # As small as they can be: products of small ones fit in 16 bits.
+    while (even := (integers % 2 == 0).all(axis=1) & integers.any(axis=1)).any():
+        integers[even] //= 2
+        scales[even] *= 2
+    return IntegerWeights(integers.reshape(weight.shape), scales)
 
 
 def _scales(largest: np.ndarray) -> Iterator[np.ndarray]:

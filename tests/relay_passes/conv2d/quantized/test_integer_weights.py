@@ -51,3 +51,13 @@ def test_rows_of_zeros_and_of_no_elements():
 def test_other_weights_are_refused(row):
     row = np.asarray(row, "float64")
     assert integer_weights(np.stack([row, np.ones_like(row)])) is None
+
+
+def test_integers_are_as_small_as_they_can_be():
+    """Of 7 bits, whose least is as far from the largest scale as one of 8 bits."""
+    integers = np.array([[-64, 63, 1, 0], [64, -63, 5, 7], [0, 0, 0, 0], [4, -8, 12, 0]])
+    found = integer_weights(integers * 0.25)
+    assert found is not None
+    np.testing.assert_array_equal(found.integers[:2], integers[:2])
+    np.testing.assert_array_equal(found.integers[2:], [[0, 0, 0, 0], [1, -2, 3, 0]])
+    np.testing.assert_array_equal(found.scales[:, None] * found.integers, integers * 0.25)
