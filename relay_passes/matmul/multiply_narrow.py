@@ -28,10 +28,8 @@ from schedules.cpu.loops.matmul.narrow_matrix import (
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import Value, is_claimed, op_name
 from ..core.pass_target import pass_target
+from ..op.widen_weight import LEAST_ELEMENTS
 from ..op.widen_weight import NAME as WIDEN_WEIGHT
-
-LEAST_ELEMENTS = 4096
-"""Elements of a matrix below which its floats are as good."""
 
 MOST_ROWS = 16
 """Rows of a product up to which a matrix of 16 bits stays so: more are bound by arithmetic, and
@@ -169,6 +167,8 @@ class _Rewriter(PyExprMutator):
         value = self._bound(weight)
         turned = op_name(value) == "relax.permute_dims"
         if turned:
+            if value.attrs.axes is not None and [*map(int, value.attrs.axes)] != [1, 0]:
+                return None
             value = self._bound(value.args[0])
         is_asked = op_name(value) == "relax.astype"
         source = value.args[0] if is_asked else value

@@ -11,13 +11,10 @@ from tvm.ir import GenericConst
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import Value
 from ..core.graph import Graph, function_graphs
-from ..op.widen_weight import widen_weight
+from ..op.widen_weight import LEAST_ELEMENTS, widen_weight
 
 BLOCKS = {8: 128, 4: 32}
 """Rows that share a scale, by the bits of an integer."""
-
-LEAST_ELEMENTS = 4096
-"""Elements of a matrix below which its bytes do not matter."""
 
 LEAST_COLUMNS = 16
 """Columns below which a matrix may not fill a vector."""

@@ -25,6 +25,9 @@ NAME = "relax.tvm_fusion.widen_weight"
 ZEROS = ("int8", "float32")
 """Types of zero points."""
 
+LEAST_ELEMENTS = 4096
+"""Elements of a matrix below which its bytes do not matter, and it may as well be of floats."""
+
 
 def widen_weight(
     integers: relax.Expr,

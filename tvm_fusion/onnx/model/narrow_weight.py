@@ -10,10 +10,7 @@ import numpy as np
 from tvm import relax
 
 from relay_passes.core.constants import tensor_constant
-from relay_passes.op.widen_weight import widen_weight, widened
-
-LEAST_ELEMENTS = 4096
-"""Elements of a matrix below which it becomes floats at once."""
+from relay_passes.op.widen_weight import LEAST_ELEMENTS, widen_weight, widened
 
 _BITS: dict[np.dtype, int] = {
     **dict.fromkeys(map(np.dtype, (np.int8, np.uint8)), 8),
