@@ -238,6 +238,7 @@ def test_a_module_in_which_nobody_looked_for_pairs_has_no_records() -> None:
 def test_the_package_shows_its_names() -> None:
     assert set(tvm_fusion.__all__) == {
         "Arena",
+        "Comparison",
         "CompiledModel",
         "EngineSpec",
         "Latency",
@@ -246,9 +247,11 @@ def test_the_package_shows_its_names() -> None:
         "RaceResult",
         "SpecializedModel",
         "TaskState",
+        "TensorErrors",
         "TuneResult",
         "__version__",
         "aligned_empty",
+        "compare",
         "compile",
         "errors",
         "explain",
