@@ -7,8 +7,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx_reference import run_onnx
+from tvm import tirx
 
 import tvm_fusion
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.onnx.frontend import import_onnx
 
 MODEL = """<ir_version: 8, opset_import: ["": 17]>
 g (float[b, s, 12] x) => (float[n, 4] y, float[m, 12] z)
@@ -79,3 +83,10 @@ def test_sizes_as_numbers_are_those_of_onnx_runtime(text: str) -> None:
         for one, other in zip(found, run_onnx(model, {"x": x}), strict=True):
             assert one.dtype == other.dtype and one.shape == other.shape
             np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_gpus_have_kernels_for_sizes_as_numbers() -> None:
+    mod = import_onnx(onnx.parser.parse_model(NUMBERS), {"s": "s"}).mod
+    mod = pipeline.optimize(mod, resolve("cuda -arch=sm_80"))
+    kernels = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
+    assert kernels and all("threadIdx.x" in func.script() for func in kernels)
