@@ -36,7 +36,9 @@ class ElementFunction:
 
     @classmethod
     def read(cls, func: tirx.PrimFunc) -> ElementFunction | None:
-        """Read a function; None if it has another form."""
+        """Read a function; None if it has another form, or takes numbers."""
+        if not all(isinstance(param.ty, tirx.buffer.BufferType) for param in func.params):
+            return None
         sch = s_tir.Schedule(tvm.IRModule({"main": func}))
         try:
             *inner, last = sch.get_child_blocks(sch.get_sblock("root"))
@@ -46,7 +48,7 @@ class ElementFunction:
             return None
         block = sch.get(last)
         variables = tuple(iter_var.var for iter_var in block.iter_vars)
-        *params, output = [param for param in func.params if isinstance(param, tirx.Buffer)]
+        *params, output = func.params
         store = block.body
         if isinstance(store, tirx.BufferStore) and not store.indices:
             return cls._read_scalar(block, tuple(params), output)

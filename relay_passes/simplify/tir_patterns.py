@@ -60,13 +60,14 @@ def padding_of(graph: Graph, call: relax.Expr) -> tuple[relax.Expr, Padding] | N
 
 
 def _prim_func(graph: Graph, call: relax.Expr) -> tirx.PrimFunc | None:
-    """The function of a ``call_tir`` with one result."""
+    """The function of a ``call_tir`` with one result, of at least one tensor."""
     if op_name(call) != "relax.call_tir" or len(call.args) != 2:
         return None
     if not isinstance(call.args[1], relax.Tuple) or not isinstance(call.ty, relax.TensorType):
         return None
     func = graph.mod[call.args[0]]
-    if not isinstance(func, tirx.PrimFunc) or len(func.params) != len(call.args[1].fields) + 1:
+    count = len(call.args[1].fields)
+    if not isinstance(func, tirx.PrimFunc) or not count or len(func.params) != count + 1:
         return None
     return func if _is_buffer(func.params[0]) and _is_buffer(func.params[-1]) else None
 

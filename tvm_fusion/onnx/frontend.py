@@ -41,7 +41,7 @@ from .rewrites.contrib.expand import expand_contrib, is_classical
 from .rewrites.indexing.gather import translate_gather
 from .rewrites.own_ops import OWN_OPS
 from .rewrites.recurrent import RECURRENCE, translate_recurrence
-from .rewrites.size_arithmetic import translate_sizes
+from .rewrites.size_arithmetic import TAKES_SHAPES, as_tensor, as_tensors, translate_sizes
 
 NODE_VARIABLE = "node{}_"
 """Name of the variable of a node by its number."""
@@ -155,7 +155,28 @@ class _Importer(ONNXGraphImporter):
             assert isinstance(value, NarrowWeight), "others became constants"
             self._nodes[name] = self.bb.emit(value.expression())
         self._weights.clear()
-        super()._construct_nodes(graph)
+        for node in graph.node:
+            self._construct_node(node)
+        for value in graph.output:
+            self._nodes[value.name] = as_tensor(self.bb, self._nodes[value.name])
+
+    def _construct_node(self, node: onnx.NodeProto) -> None:
+        """Translate one node, also if it has shapes as inputs where TVM refuses them."""
+        inputs = [self._nodes.get(name) for name in node.input]
+        shapes = {
+            name: value
+            for name, value in zip(node.input, inputs, strict=True)
+            if isinstance(value, relax.ShapeExpr) and node.op_type not in TAKES_SHAPES
+        }
+        if shapes:
+            attributes = self._parse_attr(node.attribute)
+            sizes = translate_sizes(self.bb, node.op_type, inputs, attributes)
+            if sizes is not None:
+                self._nodes[node.output[0]] = self.bb.normalize(sizes)
+                return
+        self._nodes.update({name: as_tensor(self.bb, value) for name, value in shapes.items()})
+        super()._construct_nodes(onnx.GraphProto(node=[node]))
+        self._nodes.update(shapes)
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         """Accept all: ``check_operators`` has looked at the model, and rewrites add our own."""
@@ -164,9 +185,10 @@ class _Importer(ONNXGraphImporter):
         self, op_name: str, inputs: list[relax.Expr], attrs: dict, opset: int
     ) -> relax.Expr:
         try:
-            sizes = translate_sizes(op_name, inputs, attrs)
+            sizes = translate_sizes(self.bb, op_name, inputs, attrs)
             if sizes is not None:
                 return self.bb.normalize(sizes)
+            inputs[:] = as_tensors(self.bb, op_name, inputs)
             if op_name == "Gather":
                 found = translate_gather(self.bb, inputs, attrs.get("axis", 0))
                 if found is not None:

@@ -291,7 +291,10 @@ def _detach_weights(model: onnx_ir.Model) -> dict[str, np.ndarray]:
 
 
 def _open_dimensions(model: onnx.ModelProto, shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """``shapes``, and every symbolic dimension that it does not bind under its own name."""
+    """``shapes``, and every symbolic dimension that it does not bind under its own name.
+
+    The exporter writes a symbol that was found to be a number as the text of that.
+    """
     names = {
         dim.dim_param
         for value in model.graph.input
@@ -299,7 +302,8 @@ def _open_dimensions(model: onnx.ModelProto, shapes: Mapping[str, Any]) -> dict[
         for dim in value.type.tensor_type.shape.dim
         if dim.dim_param
     }
-    return {name: name for name in sorted(names)} | dict(shapes)
+    sizes = {name: int(name) if name.isdecimal() else name for name in sorted(names)}
+    return sizes | dict(shapes)
 
 
 @contextmanager

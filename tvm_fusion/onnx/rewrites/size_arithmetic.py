@@ -8,6 +8,7 @@
 
 TVM's importer has expressions for single sizes and shapes for vectors of them; of the nodes that
 take both it translates some only. Here these are computed by numpy, whose elements are expressions.
+For all other nodes sizes become tensors.
 """
 
 from __future__ import annotations
@@ -17,17 +18,37 @@ from typing import Any
 
 import numpy as np
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.sym import Analyzer
+
+TAKES_SHAPES = frozenset(
+    """Cast CastLike Concat ConstantOfShape Expand Gather Reshape Resize Shape Slice Squeeze
+    Where""".split()
+)
+"""Operators that TVM's importer translates with shapes as inputs."""
+
+_TAKES_SIZES = TAKES_SHAPES - {"Where"} | {"Range"}
+"""Operators that it translates with single sizes."""
+
+_COMPUTES_SIZES = frozenset("Add Div Mod Mul Pow Sub".split())
+"""Operators whose results it computes if all inputs are single sizes and constants."""
+
+_MOST = 16
+"""Sizes of a shape; longer vectors are numbers of another meaning, and tensors."""
+
+_LIMIT = 2**31
+"""No size is as large."""
 
 
 def translate_sizes(
-    op: str, inputs: Sequence[Any], attributes: dict[str, Any]
+    builder: relax.BlockBuilder, op: str, inputs: Sequence[Any], attributes: dict[str, Any]
 ) -> relax.Expr | None:
     """Result of a node whose inputs are sizes and constants.
 
     Parameters
     ----------
+    builder : relax.BlockBuilder
+        Of the function that the node is part of.
     op : str
         The node's operator.
     inputs : sequence
@@ -38,20 +59,112 @@ def translate_sizes(
     Returns
     -------
     relax.Expr or None
-        A single size as an expression, several as a shape; None if an input is a tensor of the
-        model, all are constant, or the operator is left to TVM's importer.
+        A single size as an expression, several as a shape, a matrix or a range as a tensor, a
+        comparison as a constant; None if an input is a tensor of the model, all are constant, or
+        the operator is left to TVM's importer.
     """
-    function = _OPERATORS.get(op)
-    values = [_values(each) for each in inputs if each is not None]
-    is_open = any(value is not None and value.dtype == object for value in values)
-    if function is None or not is_open or any(value is None for value in values):
+    found = [_values(each) for each in inputs if each is not None]
+    values = [value for value in found if value is not None]
+    if len(values) < len(found) or not any(value.dtype == object for value in values):
         return None
-    result = function(attributes, *values)
-    if result is None or result.ndim > 1:
+    if op == "Equal":
+        return _equal(*values)
+    if op == "Range":
+        return _range(builder, *(value.item() for value in values))
+    function = _OPERATORS.get(op)
+    result = function and function(attributes, *values)
+    if result is None or result.size > _MOST:
         return None
     simplify = Analyzer().simplify
     sizes = [simplify(_as_int64(size)) for size in result.ravel()]
+    if result.ndim > 1:
+        return _tensor(builder, sizes, result.shape)
     return relax.prim_value(sizes[0]) if result.ndim == 0 else relax.ShapeExpr(sizes)
+
+
+def _range(builder: relax.BlockBuilder, start: Any, limit: Any, step: Any) -> relax.Expr | None:
+    """The integers from ``start`` on, whose count is an expression of the sizes."""
+    start, limit, step = map(_as_int64, (start, limit, step))
+    if not isinstance(step, tirx.IntImm) or not step.value:
+        return None
+    count = tirx.floordiv(limit - start + step - (1 if step.value > 0 else -1), step)
+    count = _analyzer(count).simplify(tirx.max(count, tirx.const(0, "int64")))
+
+    def elements(first: Any, count: Any) -> te.Tensor:
+        return te.compute((count,), lambda place: first + place * step, name="range")
+
+    return builder.emit_te(elements, start, count, primfunc_name_hint="range")
+
+
+def _equal(left: np.ndarray, right: np.ndarray) -> relax.Expr | None:
+    """Whether sizes are equal, if that is so, or is not so, whatever they are."""
+    result = []
+    pairs = np.broadcast(left, right)
+    for one, other in pairs:
+        difference = Analyzer().simplify(_as_int64(one) - _as_int64(other))
+        bound = _analyzer(difference).const_int_bound(difference)
+        if bound.min_value <= 0 <= bound.max_value and bound.min_value < bound.max_value:
+            return None
+        result.append(bound.min_value == bound.max_value == 0)
+    return relax.const(np.array(result, bool).reshape(pairs.shape))
+
+
+def _analyzer(expr: Any) -> Analyzer:
+    """An analyzer that knows that sizes are not negative."""
+    analyzer = Analyzer()
+    for size in tirx.analysis.undefined_vars(expr):
+        analyzer.bind(size, tvm.ir.Range(0, _LIMIT))
+    return analyzer
+
+
+def as_tensors(builder: relax.BlockBuilder, op: str, inputs: Sequence[Any]) -> list[Any]:
+    """Inputs of a node with tensors in place of sizes, unless TVM's importer takes these."""
+    if op in _COMPUTES_SIZES and all(map(_is_single, inputs)):
+        return list(inputs)
+    return [
+        each if each is None or op in _kept(each) else as_tensor(builder, each) for each in inputs
+    ]
+
+
+def as_tensor(builder: relax.BlockBuilder, expr: Any) -> Any:
+    """A size or a shape as a tensor; all else as it is."""
+    if isinstance(expr, relax.ShapeExpr):
+        return _tensor(builder, list(expr.values), (len(expr.values),))
+    if tvm.ir.is_prim_expr(expr):
+        return _tensor(builder, [expr], ())
+    return expr
+
+
+def _kept(expr: Any) -> frozenset[str]:
+    """Operators that TVM's importer translates with such an input."""
+    return TAKES_SHAPES if isinstance(expr, relax.ShapeExpr) else _TAKES_SIZES
+
+
+def _is_single(expr: Any) -> bool:
+    """Return whether an input is a single size or a constant of one element."""
+    if isinstance(expr, tvm.ir.GenericConst):
+        return expr.value.numpy().size == 1
+    return tvm.ir.is_prim_expr(expr)
+
+
+def _tensor(builder: relax.BlockBuilder, sizes: list[Any], shape: Sequence[int]) -> relax.Expr:
+    """Expressions as a tensor that a kernel fills."""
+    if not sizes:
+        return relax.const(np.empty(shape, np.int64))
+
+    def filled(*sizes: Any) -> te.Tensor:
+        def element(*places: Any) -> Any:
+            place = 0
+            for index, extent in zip(places, shape, strict=True):
+                place = place * extent + index
+            result = sizes[-1]
+            for number, size in enumerate(sizes[:-1]):
+                result = tirx.Select(place == number, size, result)
+            return result
+
+        return te.compute(shape, element, name="sizes")
+
+    return builder.emit_te(filled, *sizes, primfunc_name_hint="sizes")
 
 
 def _values(expr: Any) -> np.ndarray | None:
@@ -111,6 +224,10 @@ def _gather(attributes: dict[str, Any], data: np.ndarray, indices: np.ndarray) -
     return None if indices.dtype == object else _objects_of(data[indices])
 
 
+def _negative(attributes: dict[str, Any], data: np.ndarray) -> np.ndarray:
+    return _objects_of(-data)
+
+
 def _concat(attributes: dict[str, Any], *parts: np.ndarray) -> np.ndarray:
     return np.concatenate([part.astype(object) for part in parts])
 
@@ -120,7 +237,10 @@ _OPERATORS: dict[str, Callable[..., np.ndarray | None]] = {
     "Concat": _concat,
     "Div": _binary(_divide),
     "Gather": _gather,
+    "Max": _binary(lambda left, right: tirx.max(_as_int64(left), _as_int64(right))),
+    "Min": _binary(lambda left, right: tirx.min(_as_int64(left), _as_int64(right))),
     "Mul": _binary(lambda left, right: left * right),
+    "Neg": _negative,
     "Reshape": _reshape,
     "Squeeze": _squeeze,
     "Sub": _binary(lambda left, right: left - right),
