@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real architectures of PyTorch, torchvision and transformers, exported to ONNX and checked.
+"""Real architectures of PyTorch, torchvision, timm and transformers, exported to ONNX and checked.
 
     python examples/torch_zoo.py                      # all of them against ONNX Runtime
     python examples/torch_zoo.py swin_t llama -o DIR  # some, and keep the ONNX files
@@ -82,6 +82,22 @@ def _vision(name: str, small: int = 64, size: int = 224, **options: Any) -> Buil
         module = models.get_model(name, weights=None, **options)
         pixels = size if full else small
         return Sample(module, {"image": torch.randn(1, 3, pixels, pixels)})
+
+    return build
+
+
+def _timm(name: str, small: str | None = None, pixels: int = 64, **options: Any) -> Build:
+    """A classifier of timm; a small one takes ``options``, by another function if ``small``."""
+
+    def build(full: bool) -> Sample:
+        import_torchvision()  # before timm, which imports it, too
+        from timm import models
+
+        module = getattr(models, name if full or small is None else small)(
+            **({} if full else {"num_classes": 10, **options})
+        )
+        size = module.default_cfg["input_size"][-1] if full else pixels
+        return Sample(module, {"image": torch.randn(1, 3, size, size)})
 
     return build
 
@@ -178,6 +194,23 @@ def _text(
     return build
 
 
+def _causal(
+    name: str,
+    small: dict[str, Any] | None = None,
+    large: dict[str, Any] | None = None,
+    **always: Any,
+) -> Build:
+    """A language model whose configuration has the field names of Llama's."""
+    return _text(
+        f"{name}ForCausalLM",
+        f"{name}Config",
+        {**_GROUPED, **(small or {})},
+        {**_FOUR_LAYERS, **(large or {})},
+        use_cache=False,
+        **always,
+    )
+
+
 def _pixels(
     model: str, config: str, small: dict[str, Any], size: int = 32, key: str = "pixel_values"
 ) -> Build:
@@ -198,8 +231,7 @@ def _pixels(
 def _gpt2_with_past(full: bool) -> Sample:
     """One step of decoding: keys and values of the tokens before come in and go out."""
     transformers = import_transformers()
-    small = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    config = transformers.GPT2Config(**({} if full else small))
+    config = transformers.GPT2Config(**({} if full else _GPT))
     layers, heads = config.n_layer, config.n_head
     shape = (1, heads, 9, config.n_embd // heads)
     past = {f"past.{i}": torch.randn(shape) for i in range(2 * layers)}
@@ -238,21 +270,23 @@ def _encoder_decoder(
 
 def _whisper_encoder(full: bool) -> Sample:
     transformers = import_transformers()
-    small = {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 64,
-        "max_source_positions": 50,
-        "decoder_layers": 1,
-        "decoder_attention_heads": 4,
-        "vocab_size": 100,
-        "pad_token_id": 0,
-    }
-    options = {} if full else small
+    options = {} if full else _WHISPER
     module = transformers.WhisperModel(transformers.WhisperConfig(**options)).encoder
     frames = torch.randn(1, 80, 3000 if full else 100)
     return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"frames": frames})
+
+
+def _whisper(full: bool) -> Sample:
+    """Encoder and decoder: sound and the tokens so far."""
+    transformers = import_transformers()
+    module = transformers.WhisperModel(transformers.WhisperConfig(**({} if full else _WHISPER)))
+
+    def call(m: Any, frames: Tensor, ids: Tensor) -> Tensor:
+        return m(frames, decoder_input_ids=ids, use_cache=False, return_dict=False)[0]
+
+    frames = torch.randn(1, 80, 3000 if full else 100)
+    ids = torch.randint(3, 100, (1, 5))
+    return Sample(_Call(module, call), {"frames": frames, "decoder_input_ids": ids})
 
 
 def _clip(full: bool) -> Sample:
@@ -279,20 +313,19 @@ def _clip_text(full: bool) -> Sample:
     return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"input_ids": ids})
 
 
-def _wav2vec2(full: bool) -> Sample:
-    transformers = import_transformers()
-    small = {
-        **_SMALL,
-        **_FEED,
-        "conv_dim": (16, 16, 16),
-        "conv_kernel": (10, 3, 2),
-        "conv_stride": (5, 2, 2),
-        "num_conv_pos_embeddings": 16,
-        "num_conv_pos_embedding_groups": 4,
-    }
-    module = transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**({} if full else small)))
-    sound = torch.randn(1, 16000 if full else 800)
-    return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"sound": sound})
+def _values(
+    model: str, config: str, small: dict[str, Any], shapes: Sequence[Sequence[int]]
+) -> Build:
+    """A transformer of one array; the first and second of two shapes are small and full."""
+
+    def build(full: bool) -> Sample:
+        transformers = import_transformers()
+        options = {} if full else small
+        module = getattr(transformers, model)(getattr(transformers, config)(**options))
+        values = torch.randn(*shapes[int(full)])
+        return Sample(_Call(module, lambda m, x: m(x, return_dict=False)[0]), {"values": values})
+
+    return build
 
 
 def _own(make: Callable[[bool], nn.Module], **shapes: Sequence[Sequence[int]]) -> Build:
@@ -340,6 +373,40 @@ _FOUR_LAYERS = {
     "vocab_size": 32_000,
 }
 _VIT = {**_SMALL, **_FEED, "image_size": 32, "patch_size": 8}
+_GPT = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4}
+_GPT_BASE = {"n_embd": 768, "n_layer": 4, "n_head": 12}
+_T5 = {
+    "vocab_size": 100,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+}
+_WHISPER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "max_source_positions": 50,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "vocab_size": 100,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
+_WAVES = {
+    **_SMALL,
+    **_FEED,
+    "conv_dim": (16, 16, 16),
+    "conv_kernel": (10, 3, 2),
+    "conv_stride": (5, 2, 2),
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+}
+_SOUND = (1, 800), (1, 16000)
+_ONES, _WIDTHS = (1, 1, 1, 1), (16, 32, 48, 64)
 
 FAMILIES: dict[str, dict[str, Build]] = {
     "classification": {
@@ -367,6 +434,53 @@ FAMILIES: dict[str, dict[str, Build]] = {
         "r3d_18": lambda full: Sample(
             import_torchvision().models.get_model("r3d_18", weights=None),
             {"clip": torch.randn(1, 3, 8, 112, 112) if full else torch.randn(1, 3, 4, 32, 32)},
+        ),
+    },
+    "timm": {
+        "convnextv2": _timm("convnextv2_atto", depths=_ONES, dims=_WIDTHS),
+        "mobilenetv4": _timm("mobilenetv4_conv_small_050"),
+        "levit": _timm(
+            "levit_128s",
+            img_size=64,
+            embed_dim=(32, 48, 64),
+            depth=(1, 1, 1),
+            num_heads=(2, 3, 4),
+            key_dim=16,
+        ),
+        "poolformer": _timm("poolformerv2_s12", "MetaFormer", depths=_ONES, dims=_WIDTHS),
+        "coatnet": _timm(
+            "coatnet_pico_rw_224",
+            img_size=64,
+            depths=_ONES,
+            embed_dim=(32, 32, 64, 64),
+            stem_width=(16, 32),
+        ),
+        "ghostnet": _timm("ghostnet_050"),
+        "res2net": _timm("res2net50_26w_4s", layers=_ONES),
+        "cait": _timm("cait_xxs24_224", pixels=32, img_size=32, depth=2, embed_dim=32, num_heads=4),
+        "edgenext": _timm("edgenext_xx_small", depths=(1, 2, 2, 2)),
+        "mixer": _timm("mixer_s32_224", "MlpMixer", img_size=64, num_blocks=2, embed_dim=32),
+        "repvgg": _timm("repvgg_a0"),
+        "rexnet": _timm("rexnet_100"),
+        "tiny_vit": _timm(
+            "tiny_vit_5m_224", depths=_ONES, embed_dims=_WIDTHS, num_heads=(1, 2, 3, 4)
+        ),
+        "xcit": _timm("xcit_nano_12_p16_224", img_size=64, depth=2, embed_dim=32),
+        "pvt_v2": _timm("pvt_v2_b0", depths=_ONES, embed_dims=(16, 32, 40, 64)),
+        "convit": _timm(
+            "convit_tiny", pixels=32, img_size=32, depth=3, local_up_to_layer=2, embed_dim=32
+        ),
+        "focalnet": _timm("focalnet_tiny_srf", "FocalNet", depths=_ONES, embed_dim=16),
+        "sequencer": _timm(
+            "sequencer2d_s",
+            img_size=64,
+            layers=_ONES,
+            embed_dims=(32, 32, 32, 32),
+            hidden_sizes=(8, 8, 8, 8),
+        ),
+        "mambaout": _timm("mambaout_femto", depths=_ONES, dims=_WIDTHS),
+        "eva02": _timm(
+            "eva02_tiny_patch14_224", pixels=56, img_size=56, depth=2, embed_dim=48, num_heads=3
         ),
     },
     "detection": {
@@ -397,36 +511,148 @@ FAMILIES: dict[str, dict[str, Build]] = {
             "DistilBertConfig",
             {"vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
         ),
-        "gpt2": _text(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4},
-            use_cache=False,
-        ),
+        "gpt2": _text("GPT2LMHeadModel", "GPT2Config", _GPT, use_cache=False),
         "gpt2_with_past": _gpt2_with_past,
-        "llama": _text("LlamaForCausalLM", "LlamaConfig", _GROUPED, _FOUR_LAYERS, use_cache=False),
-        "mistral": _text(
-            "MistralForCausalLM", "MistralConfig", _GROUPED, _FOUR_LAYERS, use_cache=False
+        "llama": _causal("Llama"),
+        "mistral": _causal("Mistral"),
+        "qwen2": _causal("Qwen2"),
+        "gemma": _causal("Gemma", {"head_dim": 8}, {"head_dim": 64}),
+        "gemma2": _causal(
+            "Gemma2",
+            {
+                "head_dim": 8,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            {"head_dim": 64},
         ),
-        "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _FOUR_LAYERS, use_cache=False),
-        "gemma": _text(
-            "GemmaForCausalLM",
-            "GemmaConfig",
-            {**_GROUPED, "head_dim": 8},
-            {**_FOUR_LAYERS, "head_dim": 64},
-            use_cache=False,
+        "qwen3": _causal("Qwen3", {"head_dim": 8}, {"head_dim": 64}),
+        "phi": _causal("Phi"),
+        "stablelm": _causal("StableLm"),
+        "olmo2": _causal("Olmo2", {"pad_token_id": 0}),
+        "gpt_neox": _causal("GPTNeoX"),
+        "falcon": _causal("Falcon"),
+        "mixtral": _causal(
+            "Mixtral", {"num_local_experts": 4}, experts_implementation="batched_mm"
         ),
-        "t5": _encoder_decoder(
-            "T5ForConditionalGeneration",
-            "T5Config",
+        "gpt_neo": _text(
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
             {
                 "vocab_size": 100,
-                "d_model": 32,
-                "d_kv": 8,
-                "d_ff": 64,
+                "hidden_size": 32,
                 "num_layers": 2,
                 "num_heads": 4,
+                "window_size": 4,
+                "attention_types": [[["global", "local"], 1]],
             },
+            {
+                "hidden_size": 768,
+                "num_layers": 4,
+                "num_heads": 12,
+                "attention_types": [[["global", "local"], 2]],
+            },
+            use_cache=False,
+        ),
+        "codegen": _text(
+            "CodeGenForCausalLM",
+            "CodeGenConfig",
+            {**_GPT, "rotary_dim": 4},
+            _GPT_BASE,
+            use_cache=False,
+        ),
+        "opt": _text(
+            "OPTForCausalLM",
+            "OPTConfig",
+            {**_SMALL, "ffn_dim": 64, "max_position_embeddings": 40, "word_embed_proj_dim": 32},
+            use_cache=False,
+        ),
+        "bloom": _text(
+            "BloomForCausalLM",
+            "BloomConfig",
+            {"vocab_size": 100, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+            {"hidden_size": 768, "n_layer": 4, "n_head": 12},
+            use_cache=False,
+        ),
+        "mamba": _text(
+            "MambaForCausalLM",
+            "MambaConfig",
+            {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+            {"num_hidden_layers": 4},
+            use_cache=False,
+        ),
+        "rwkv": _text(
+            "RwkvForCausalLM",
+            "RwkvConfig",
+            {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 16},
+            {"hidden_size": 768, "num_hidden_layers": 4},
+            use_cache=False,
+        ),
+        "fnet": _text(
+            "FNetModel",
+            "FNetConfig",
+            {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, **_FEED},
+        ),
+        "mpnet": _text("MPNetModel", "MPNetConfig", _BERT),
+        "roformer": _text("RoFormerModel", "RoFormerConfig", {**_BERT, "embedding_size": 32}),
+        "funnel": _text(
+            "FunnelModel",
+            "FunnelConfig",
+            {
+                "vocab_size": 100,
+                "block_sizes": [1, 1],
+                "num_decoder_layers": 1,
+                "d_model": 32,
+                "n_head": 4,
+                "d_head": 8,
+                "d_inner": 64,
+            },
+        ),
+        "squeezebert": _text(
+            "SqueezeBertModel",
+            "SqueezeBertConfig",
+            {
+                **_BERT,
+                "embedding_size": 32,
+                **{f"{key}_groups": 2 for key in ("q", "k", "v", "intermediate", "output")},
+            },
+        ),
+        "deberta": _text(
+            "DebertaModel",
+            "DebertaConfig",
+            _BERT,
+            relative_attention=True,
+            pos_att_type=["c2p", "p2c"],
+            position_biased_input=False,
+        ),
+        "convbert": _text(
+            "ConvBertModel",
+            "ConvBertConfig",
+            {**_BERT, "embedding_size": 32, "conv_kernel_size": 3},
+        ),
+        "mobilebert": _text(
+            "MobileBertModel",
+            "MobileBertConfig",
+            {**_BERT, "embedding_size": 16, "intra_bottleneck_size": 16},
+        ),
+        "nystromformer": _text(
+            "NystromformerModel",
+            "NystromformerConfig",
+            {**_BERT, "num_landmarks": 7, "segment_means_seq_len": 7, "conv_kernel_size": 5},
+        ),
+        "modernbert": _text(
+            "ModernBertModel",
+            "ModernBertConfig",
+            {
+                **_BERT,
+                "local_attention": 4,
+                **{f"{key}_token_id": 0 for key in ("pad", "bos", "eos", "cls", "sep")},
+            },
+        ),
+        "t5": _encoder_decoder("T5ForConditionalGeneration", "T5Config", _T5),
+        "umt5": _encoder_decoder("UMT5ForConditionalGeneration", "UMT5Config", _T5),
+        "longt5": _encoder_decoder(
+            "LongT5ForConditionalGeneration", "LongT5Config", {**_T5, "local_radius": 3}
         ),
         "bart": _encoder_decoder(
             "BartModel",
@@ -483,10 +709,31 @@ FAMILIES: dict[str, dict[str, Build]] = {
             64,
         ),
         "mobilevit": _pixels("MobileViTModel", "MobileViTConfig", {"image_size": 64}, 64),
+        "siglip": _pixels("SiglipVisionModel", "SiglipVisionConfig", _VIT),
+        "yolos": _pixels(
+            "YolosForObjectDetection",
+            "YolosConfig",
+            {**_VIT, "image_size": [32, 32], "num_detection_tokens": 5},
+        ),
+        "videomae": _values(
+            "VideoMAEModel",
+            "VideoMAEConfig",
+            {**_VIT, "num_frames": 4},
+            ((1, 4, 3, 32, 32), (1, 16, 3, 224, 224)),
+        ),
     },
     "speech": {
         "whisper_encoder": _whisper_encoder,
-        "wav2vec2": _wav2vec2,
+        "wav2vec2": _values("Wav2Vec2Model", "Wav2Vec2Config", _WAVES, _SOUND),
+        "hubert": _values("HubertModel", "HubertConfig", _WAVES, _SOUND),
+        "wavlm": _values("WavLMModel", "WavLMConfig", _WAVES, _SOUND),
+        "audio_spectrogram": _values(
+            "ASTModel",
+            "ASTConfig",
+            {**_VIT, "patch_size": 16, "max_length": 64, "num_mel_bins": 32},
+            ((1, 64, 32), (1, 1024, 128)),
+        ),
+        "whisper": _whisper,
         "conformer": _own(
             lambda full: torch_nets.Conformer(256 if full else 48),
             frames=((2, 21, 40), (1, 400, 40)),
@@ -498,6 +745,24 @@ FAMILIES: dict[str, dict[str, Build]] = {
         "speech_gru": _own(
             lambda full: torch_nets.SpeechLSTM(nn.GRU, 256 if full else 48),
             frames=((2, 21, 40), (1, 400, 40)),
+        ),
+    },
+    "series": {
+        "patchtst": _values(
+            "PatchTSTForPrediction",
+            "PatchTSTConfig",
+            {
+                "num_input_channels": 3,
+                "context_length": 32,
+                "patch_length": 8,
+                "patch_stride": 8,
+                "d_model": 32,
+                "num_attention_heads": 4,
+                "ffn_dim": 64,
+                "num_hidden_layers": 2,
+                "prediction_length": 8,
+            },
+            ((2, 32, 3), (2, 32, 1)),
         ),
     },
     "diffusion and ranking": {

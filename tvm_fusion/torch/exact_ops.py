@@ -7,6 +7,7 @@
     remainder:    the exporter rounds the quotient: 2.1 % 0.7 = -6e-8 instead of 0.7
     a // b:       likewise: 2.1 // 0.7 = 3 instead of 2
     bucketize:    NaN lies behind all boundaries; and searchsorted, which the exporter lacks
+    1.0 - i:      the exporter cannot subtract integers from a float
 """
 
 from __future__ import annotations
@@ -106,8 +107,17 @@ def searchsorted(
     return (~is_behind).sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
 
 
+def _subtract_from(x: Tensor, number: Any, alpha: Any = 1) -> Any:
+    """A number of a wider kind than the tensor, less the tensor."""
+    result = torch.result_type(x, number)
+    if result == x.dtype:
+        return NotImplemented
+    return torch.full((), number, dtype=result) - alpha * x.to(result)
+
+
 EXACT_OPS: dict[Any, Callable[..., Any]] = {
     _ATEN.atan2.default: atan2,
+    _ATEN.rsub.Scalar: _subtract_from,
     **dict.fromkeys((_ATEN.bucketize.Tensor, _ATEN.bucketize.Scalar), bucketize),
     **dict.fromkeys((_ATEN.searchsorted.Tensor, _ATEN.searchsorted.Scalar), searchsorted),
     **dict.fromkeys(
