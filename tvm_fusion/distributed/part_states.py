@@ -14,6 +14,7 @@ others               as their name says; of logic a bool
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -84,7 +85,9 @@ class StateKernel:
         return [field.reshape(-1) for field in found]
 
 
-@lru_cache(maxsize=64)
+_compiling = threading.Lock()
+
+
 def state_kernel(
     operator: str,
     shape: tuple[int, ...],
@@ -93,8 +96,15 @@ def state_kernel(
     target: str,
     threads: int,
 ) -> StateKernel:
-    """A :class:`StateKernel`, compiled at the first call for its arguments."""
-    return StateKernel(operator, shape, dtype, axes, target, threads)
+    """A :class:`StateKernel`, compiled at the first call for its arguments, by one thread at once.
+
+    TVM's builders of functions share one stack in a process.
+    """
+    with _compiling:
+        return _known_kernel(operator, shape, dtype, axes, target, threads)
+
+
+_known_kernel = lru_cache(maxsize=64)(StateKernel)
 
 
 def _module(specs: Sequence[TensorSpec], operator: str, axes: tuple[int, ...]) -> IRModule:
