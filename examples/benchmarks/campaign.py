@@ -105,21 +105,20 @@ def run_races(
     return {name: results[name] for name in models if name in results}
 
 
-def two_engines(results: Results, title: str, models: str, *headings: str) -> Table:
-    """Return an empty table of models: latencies of two engines, their ratio, other figures."""
+def engines_table(results: Results, title: str, models: str, *headings: str) -> Table:
+    """Return an empty table of models: a column an engine, ratios to peers, other figures."""
     first = next(iter(results.values()))["engines"]
-    table = Table(title=f"{title}, medians in ms")
+    table = Table(title=title)
     table.add_column(models)
-    for engine in first:
-        table.add_column(engine["title"], justify="right")
-    for heading in (f"ratio to {first[1]['title']}", *headings):
+    ratios = [f"ratio to {engine['title']}" for engine in first[1:]]
+    for heading in (*(engine["title"] for engine in first), *ratios, *headings):
         table.add_column(heading, justify="right")
     return table
 
 
 def peer_table(results: Results, title: str, models: str) -> Table:
     """Return a table with one row a model: latencies of two engines, their ratio, and the error."""
-    table = two_engines(results, title, models, "relative error")
+    table = engines_table(results, f"{title}, medians in ms", models, "relative error")
     for name, result in results.items():
         ours, peer = result["engines"]
         table.add_row(

@@ -22,7 +22,7 @@ from tvm_fusion.bench.race import EngineSpec, Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
-from examples.benchmarks.campaign import Results, finish, parser, run_races  # noqa: E402
+from examples.benchmarks.campaign import Results, engines_table, finish, parser, run_races  # noqa: E402
 from examples.decoders import STEPS, in_few_bits  # noqa: E402
 
 PLAN = Plan(rounds=15, runs=10, turn_seconds=0.5)
@@ -48,15 +48,8 @@ MODELS = {
 
 def tokens_table(results: Results) -> Table:
     """One row a form: tokens a second, ratios, and peaks of memory."""
-    engines = next(iter(results.values()))["engines"]
-    table = Table(title="Decoders, tokens a second, by medians")
-    table.add_column("model")
-    for engine in engines:
-        table.add_column(engine["title"], justify="right")
-    for engine in engines[1:]:
-        table.add_column(f"ratio to {engine['title']}", justify="right")
-    for heading in ("peak MiB, each", "compile s", "relative error"):
-        table.add_column(heading, justify="right")
+    headings = ("peak MiB, each", "compile s", "relative error")
+    table = engines_table(results, "Decoders, tokens a second, by medians", "model", *headings)
     for name, result in results.items():
         ours, *peers = result["engines"]
         table.add_row(

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.campaign import (  # noqa: E402
     Results,
+    engines_table,
     finish,
     geometric_mean,
     parser,
@@ -37,14 +38,8 @@ def networks_table(results: Results) -> Table:
     some = next(iter(results.values()))
     first = some["engines"]
     shape = "x".join(map(str, some["inputs"][0][1]))
-    table = Table(title=f"Networks, input {shape}, medians in ms")
-    table.add_column("network")
-    for engine in first:
-        table.add_column(engine["title"], justify="right")
-    for engine in first[1:]:
-        table.add_column(f"ratio to {engine['title']}", justify="right")
-    for heading in ("peak MiB, each", "pairs fused", "compile s", "relative error"):
-        table.add_column(heading, justify="right")
+    headings = ("peak MiB, each", "pairs fused", "compile s", "relative error")
+    table = engines_table(results, f"Networks, input {shape}, medians in ms", "network", *headings)
     for name, result in results.items():
         ours, *peers = result["engines"]
         table.add_row(

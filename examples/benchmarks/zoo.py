@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.campaign import (  # noqa: E402
     Results,
+    engines_table,
     finish,
     geometric_mean,
     parser,
     run_races,
-    two_engines,
 )
 from examples.torch_zoo import FAMILIES, TORCH_ZOO, export  # noqa: E402
 
@@ -63,7 +63,7 @@ def ratio(result: dict[str, Any]) -> float:
 def zoo_table(results: Results) -> Table:
     """One row a model, a section a family: latencies, and how many times as fast tvm-fusion is."""
     headings = "compile s", "relative error"
-    table = two_engines(results, "Exported architectures", "model", *headings)
+    table = engines_table(results, "Exported architectures, medians in ms", "model", *headings)
     for family, names in FAMILIES.items():
         found = {name: results[name] for name in names if name in results}
         if not found:

@@ -129,6 +129,15 @@ def as_mapping(
     return mapping
 
 
+inputs_option = click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    type=NamedFile(),
+    callback=as_mapping,
+    help="Array of an input, from a .npy file; other inputs get random values.",
+)
+
 model_argument = click.argument("model", type=ModelFile(), metavar="MODEL")
 
 _COMPILE_OPTIONS = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What options that cost precision do to outputs and layers."""
+"""Errors of outputs and layers by options that cost precision."""
 
 from __future__ import annotations
 

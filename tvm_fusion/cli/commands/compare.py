@@ -10,9 +10,8 @@ import click
 
 from ..checks import refuse_absent_gpu
 from ..options import (
-    NamedFile,
-    as_mapping,
     compile_options,
+    inputs_option,
     json_option,
     model_argument,
     precision_option,
@@ -25,14 +24,7 @@ from ..progress import progress_bar
 
 @click.command("compare")
 @model_argument
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    type=NamedFile(),
-    callback=as_mapping,
-    help="Array of an input, from a .npy file, for one run; other inputs get random values.",
-)
+@inputs_option
 @click.option(
     "--layers", is_flag=True, help="Compare the results of each convolution and product, too."
 )
@@ -41,7 +33,7 @@ from ..progress import progress_bar
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="Number of random inputs.",
+    help="Number of random inputs; with --input there is one run.",
 )
 @compile_options
 @weights_option

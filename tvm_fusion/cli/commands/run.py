@@ -11,10 +11,9 @@ import click
 from ...runtime.thread_pool import choose_threads
 from ..checks import is_compiled, refuse_absent_gpu, refuse_given, refuse_model_file
 from ..options import (
-    NamedFile,
     OutputFile,
-    as_mapping,
     compile_options,
+    inputs_option,
     json_option,
     model_argument,
     records_option,
@@ -29,14 +28,7 @@ if TYPE_CHECKING:
 
 @click.command("run")
 @model_argument
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    type=NamedFile(),
-    callback=as_mapping,
-    help="Array of an input, from a .npy file; other inputs get random values.",
-)
+@inputs_option
 @click.option(
     "--output",
     type=OutputFile(),

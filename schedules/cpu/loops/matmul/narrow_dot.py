@@ -357,8 +357,6 @@ class _Writer:
         number = T.Cast(f"{FLOAT}x{lanes}", total)
         if given.zero is None:
             return number - T.broadcast(x_total * tirx.const(OFFSET, FLOAT), lanes)
-        zero = given.zero[self._places.of_group(tile, group, vector)]
-        if str(given.zero.dtype) != FLOAT:
-            zero = T.Cast(f"{FLOAT}x{lanes}", T.Cast(f"int32x{lanes}", zero))
+        zero = self._places.zeros(given.zero, tile, group, vector)
         zero = zero + T.broadcast(tirx.const(OFFSET, FLOAT), lanes)
         return number - zero * T.broadcast(x_total, lanes)

@@ -269,10 +269,7 @@ class _Writer:
         number = T.Cast(real, integers)
         if self.zero is None:
             return number
-        zero = self.zero[self.places.of_group(tile, group, vector)]
-        if str(self.zero.dtype) != FLOAT:
-            zero = T.Cast(real, T.Cast(wide, zero))
-        return number - zero
+        return number - self.places.zeros(self.zero, tile, group, vector)
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,15 @@ class Places:
         line = tile * long(self.matrix.groups) + group
         return self.vector(line * long(self.matrix.tile), vector)
 
+    def zeros(
+        self, points: tirx.Buffer, tile: tirx.Expr, group: tirx.Expr, vector: int
+    ) -> tirx.Expr:
+        """Zero points as floats."""
+        found = points[self.of_group(tile, group, vector)]
+        if str(points.dtype) == FLOAT:
+            return found
+        return T.Cast(f"{FLOAT}x{self.lanes}", T.Cast(f"int32x{self.lanes}", found))
+
     def result(self, row: tirx.Expr, tile: tirx.Expr, vector: int) -> tirx.Expr:
         """Results of a row; the last tile overlaps the one before where it would leave the row."""
         last = self.matrix.columns - self.matrix.tile
