@@ -13,7 +13,14 @@ from tvm.target import Target, TargetKind, codegen, list_tags
 from schedules.cost.machine import Machine
 
 from ...errors import TargetError
-from ...machine.host import canonical_arch, host_arch, host_cpu, physical_cores, probe_features
+from ...machine.host import (
+    canonical_arch,
+    host_arch,
+    host_cpu,
+    host_features,
+    physical_cores,
+    probe_features,
+)
 from ...machine.triples import CROSS_TRIPLES, arch_of_triple
 from ...runtime.device import DeviceNeeds
 from .gpu_target import GPU_KINDS, refuse_other_kind, spell_out_gpu, take_machine
@@ -25,6 +32,9 @@ from .target_names import (
     triple_for,
     unknown_name,
 )
+
+
+_COMMON_HOST = "x86-64-v3"
 
 
 def resolve(
@@ -45,8 +55,9 @@ def resolve(
         - ``"opencl"``, with options such as ``"opencl -max_num_threads=128"``;
         - a TVM target as JSON, a mapping, a tag (``"nvidia/nvidia-a100"``) or an object.
 
-        The host of a GPU is a CPU, written in the same ways (``-host=x86-64-v3``); ``"native"`` by
-        default.
+        The host of a GPU is a CPU, written in the same ways (``-host=native``). By default it is
+        one that others are like, so that a file runs on them, too: ``"x86-64-v3"``, or the least
+        CPU of this machine's architecture where this machine is less than that, or no x86-64.
     cores : int, optional
         Cores to compile for where the target has none; by default those of this machine.
     machine : Machine, optional
@@ -88,7 +99,7 @@ def resolve(
 def _resolve_gpu(
     config: dict[str, Any], target: Any, cores: int | None, machine: Machine | None
 ) -> Target:
-    host = resolve(config.pop("host", "native"), cores)
+    host = resolve(config.pop("host", None) or _common_host(), cores)
     if is_gpu(host):
         raise TargetError(f"the host of a GPU is a CPU; got {host.kind.name!r}")
     unknown = sorted(set(config) - set(_option_types(config["kind"])))
@@ -98,6 +109,13 @@ def _resolve_gpu(
         take_machine(config, machine)
     spell_out_gpu(config)
     return Target(_make(config, target), host)
+
+
+def _common_host() -> str:
+    """The host of a GPU for all machines like this one: it runs the program, but no kernel."""
+    if host_arch() != arch_of(common := resolve(_COMMON_HOST)):
+        return host_arch()
+    return _COMMON_HOST if host_features().issuperset(required_features(common)) else host_arch()
 
 
 def names_gpu(target: str | Mapping[str, Any] | Target) -> bool:

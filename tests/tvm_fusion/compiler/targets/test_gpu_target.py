@@ -12,7 +12,7 @@ from tvm.target import Target
 from schedules.cost.machine import load_machine
 from schedules.errors import PredictionError
 from schedules.gpu.core.machine import GPUInfo
-from tvm_fusion.compiler.targets import gpu_target
+from tvm_fusion.compiler.targets import gpu_target, target
 from tvm_fusion.compiler.targets.target import (
     arch_of,
     device_needs,
@@ -44,8 +44,8 @@ def test_spellings_of_one_target_are_equal(spelling: Any) -> None:
     assert str(resolve(expected)) == str(resolve(Target(expected))) == expected
 
 
-def test_everything_is_spelled_out_and_the_host_is_this_machine() -> None:
-    resolved = resolve("cuda -arch=sm_86", cores=3)
+def test_everything_is_spelled_out_and_a_host_may_be_this_machine() -> None:
+    resolved = resolve("cuda -arch=sm_86 -host=native", cores=3)
     told = {name: resolved.attrs[name] for name in ("arch", "thread_warp_size")}
     assert told == {"arch": "sm_86", "thread_warp_size": 32}
     assert device_needs(resolved) == DeviceNeeds("cuda", "sm_86", 1024, 49152)
@@ -54,6 +54,26 @@ def test_everything_is_spelled_out_and_the_host_is_this_machine() -> None:
     assert arch_of(resolved) == host.host_arch()
     assert required_features(resolved) == required_features(native)
     assert is_gpu(resolved) and not is_gpu(native) and device_needs(native) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "absent", "expected"),
+    [
+        ("x86_64", [], "x86-64-v3"),
+        ("x86_64", ["fma"], "x86_64"),
+        ("aarch64", [], "aarch64"),
+    ],
+)
+def test_the_host_is_one_that_others_are_like(
+    arch: str, absent: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No feature of this very machine, so that the file runs on others."""
+    has = {name for name in required_features(resolve("x86-64-v3")) if name not in absent}
+    monkeypatch.setattr(target, "host_arch", lambda: arch)
+    monkeypatch.setattr(target, "host_features", lambda: has | {"avx512f"})
+    resolved = resolve("cuda -arch=sm_90", cores=3)
+    assert str(host_of(resolved)) == str(resolve(expected, cores=3))
+    assert "avx512f" not in required_features(resolved)
 
 
 def test_tags_keep_what_they_say() -> None:
