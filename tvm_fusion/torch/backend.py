@@ -31,7 +31,7 @@ def tvm_fusion(
     """Compile a graph of Dynamo.
 
     Ops that cannot be compiled run in eager mode, and so does all of a graph that is to be
-    differentiated or has tensors elsewhere than on the CPU; a warning says so, once.
+    differentiated or has tensors elsewhere than on the CPU; a warning says so, once for each model.
 
     Parameters
     ----------

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -79,10 +82,28 @@ class Choices:
         return cls(given)
 
 
-@functools.cache
+_GIVEN: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Warnings that were given, by the calls of ``torch.compile``."""
+
+
 def warn_once(text: str) -> None:
-    """Give a warning, once in a process."""
-    warnings.warn(text, EagerModeWarning, stacklevel=3)
+    """Give a warning about the line that calls the model, once for each ``torch.compile``."""
+    frame: FrameType | None = sys._getframe(1)
+    caller = None
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and "self" in frame.f_locals:
+            caller, given = frame, _GIVEN.setdefault(frame.f_locals["self"], set())
+        frame = frame.f_back
+    if caller is None:  # a graph that is compiled outside of a call
+        warnings.warn(text, EagerModeWarning, stacklevel=3)
+        return
+    if text in given:
+        return
+    given.add(text)
+    while caller.f_back and caller.f_globals.get("__name__", "").startswith("torch."):
+        caller = caller.f_back
+    # Without a registry, in which the same text about the same line would be given only once.
+    warnings.warn_explicit(text, EagerModeWarning, caller.f_code.co_filename, caller.f_lineno)
 
 
 def export(

@@ -39,7 +39,6 @@ def kept_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(lowering, "compile", keep)
     torch._dynamo.reset()
-    lowering.warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", EagerModeWarning)
         yield made
