@@ -52,6 +52,16 @@ class Targets(click.ParamType):
         return names
 
 
+class Names(click.ParamType):
+    """Names of tensors, separated by commas."""
+
+    name = "NAME[,...]"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[str]:
+        """Split the names."""
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
 class ModelFile(click.Path):
     """A file with a model; ``-`` is standard input, which is kept in a file during the command."""
 
@@ -227,8 +237,8 @@ targets_option = click.option(
     default="native",
     show_default=True,
     help="CPU or GPU to compile for: native, x86-64-v3, cuda (the GPU of this machine), "
-    "'cuda -arch=sm_90', opencl, or a target of TVM. With several CPUs, such as "
-    "x86-64-v3,x86-64-v4, the file holds code for each, and runs that for the best one.",
+    "'cuda -arch=sm_90', opencl, or a target of TVM. Several are separated by commas: a file for "
+    "x86-64-v3,x86-64-v4 holds code for each of these CPUs, and runs that for the best one.",
 )
 
 network_option = click.option(

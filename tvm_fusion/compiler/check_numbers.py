@@ -81,7 +81,7 @@ def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> 
     EngineError
         If there is nothing to compare with.
     InvalidInputError
-        If sizes of the inputs are not known.
+        If sizes of the inputs are not known, or an output is none that the model declares.
     TargetError
         If this machine cannot run the compiled model.
     """
@@ -90,7 +90,9 @@ def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> 
         family = importlib.import_module("tvm_fusion.torch.tensors")
         reference = family.reference(model, compiled.inputs, _SEED)
     else:
-        reference = _onnx_reference(model, compiled.inputs)
+        reference = _onnx_reference(
+            model, compiled.inputs, [spec.name for spec in compiled.outputs]
+        )
     dtypes = reference.dtypes | ({coarsest} if coarsest else set())
     tolerance = max(TOLERANCES[dtype] for dtype in {"float64"} | dtypes & TOLERANCES.keys())
     for inputs, wanted in reference.trials:
@@ -125,7 +127,7 @@ def _compare(
     )
 
 
-def _onnx_reference(model: Any, inputs: Sequence[TensorSpec]) -> Reference:
+def _onnx_reference(model: Any, inputs: Sequence[TensorSpec], outputs: Sequence[str]) -> Reference:
     """Outputs of ONNX Runtime on random inputs."""
     try:
         runtime = importlib.import_module("onnxruntime")
@@ -137,6 +139,11 @@ def _onnx_reference(model: Any, inputs: Sequence[TensorSpec]) -> Reference:
     refuse_open_shapes(inputs, InvalidInputError, OPEN_SHAPE)
     data = read_model(model)
     graph = parse_model(data).graph
+    for name in sorted({*outputs} - {value.name for value in graph.output}):
+        raise InvalidInputError(
+            f"check=True compares outputs that the model declares, and {name!r} is none: leave out "
+            "one of check= and outputs="
+        )
     names = (onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer)
     dtypes = {_DTYPES.get(name, name.lower()) for name in names} | {spec.dtype for spec in inputs}
 
@@ -147,14 +154,14 @@ def _onnx_reference(model: Any, inputs: Sequence[TensorSpec]) -> Reference:
         try:
             feed = random_inputs(inputs, _SEED, normal=True)
             session = runtime.InferenceSession(source, settings, ["CPUExecutionProvider"])
-            outputs = session.run(None, feed)
+            wanted = session.run(outputs, feed)
         except Exception as error:  # ONNX Runtime has no common class
             reason = str(error).strip().splitlines()[0]
             raise EngineError(
                 f"check=True: ONNX Runtime does not run the model, so that there is nothing to "
                 f"compare with: {reason}"
             ) from error
-        yield list(feed.values()), outputs
+        yield list(feed.values()), wanted
 
     return Reference("ONNX Runtime", dtypes, trials())
 

@@ -41,6 +41,7 @@ def compile(
     ranks: int | None = None,
     check: bool = False,
     cache: bool | str | os.PathLike[str] | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> CompiledModel:
     """Compile an ONNX model, or an exported program of PyTorch, for a CPU or a GPU.
 
@@ -127,6 +128,10 @@ def compile(
         ``$XDG_CACHE_HOME/tvm-fusion/models``, or a folder. By default it is what the environment
         variable ``TVM_FUSION_CACHE`` says: a folder, 1 or 0, which is the default. 4 GiB are kept,
         those that were used last. ``ranks`` and functions as options are not cached.
+    outputs : sequence of str, optional
+        Names of results of an ONNX model's nodes, in the order in which they are returned, instead
+        of the outputs that it declares. Nodes that only others need are left out: the scores in
+        front of a ZipMap, or the features of a network without its head.
 
     Returns
     -------
@@ -148,7 +153,8 @@ def compile(
         CUDA, float16 on a CPU or narrow weights on a GPU; or if the machine is another device than
         the target. If one of several targets is a GPU, or they come with ``machine`` or ``ranks``.
     InvalidInputError
-        If ``threads`` is not possible. With ``check``, if sizes of inputs are not known.
+        If ``threads`` is not possible, or ``outputs`` are not names of results. With ``check``, if
+        sizes of inputs are not known, or an output is none that the model declares.
     TuningError
         If there are no such records.
     PredictionError
@@ -168,6 +174,7 @@ def compile(
         "weights": weights,
         "cuda_graph": cuda_graph,
         "machine": machine,
+        "outputs": outputs,
     }
     if ranks is not None:
         if check:

@@ -47,6 +47,7 @@ def compile_model(
     *,
     records: str | os.PathLike[str] | None,
     machine: str | os.PathLike[str] | None,
+    outputs: Sequence[str] | None,
     **options: Any,
 ) -> CompiledModel:
     """Compile for one process as :func:`tvm_fusion.compile` does, without a cache or a check.
@@ -62,7 +63,8 @@ def compile_model(
         pipeline.Options(records=choose_records(records, each), machine=measured, **options)
         for each in resolved
     ]
-    programs = _compile(model, shapes, list(zip(resolved, chosen, strict=True)), progress)
+    targets = list(zip(resolved, chosen, strict=True))
+    programs = _compile(model, shapes, outputs, targets, progress)
     if len(programs) == 1:
         return CompiledModel(programs[0].executable, programs[0].about, count, programs[0].weights)
     first, *others = (program.about for program in programs)
@@ -108,16 +110,16 @@ def compile_for_ranks(
     precision: str,
     weights: str | None,
     cuda_graph: bool,
+    outputs: Sequence[str] | None,
     **options: Any,
 ) -> Any:
     """Compile for ranks; options without effect there are refused."""
     # By name: that family stands above this one.
     family = importlib.import_module("tvm_fusion.distributed.network.compile_network")
     family.refuse_gpu_options(fast_math, precision, cuda_graph)
-    if weights is not None:
-        raise TargetError(f"weights={weights!r} has no effect with ranks: leave it out")
-    if machine is not None:
-        raise TargetError(f"machine={machine!r} has no effect with ranks: leave it out")
+    for name, value in (("weights", weights), ("machine", machine), ("outputs", outputs)):
+        if value is not None:
+            raise TargetError(f"{name}={value!r} has no effect with ranks: leave it out")
     return family.compile_network(
         model, ranks, target, shapes, threads=threads, progress=progress, **options
     )
@@ -134,6 +136,7 @@ def external_files(model: Any) -> list[str]:
 def _compile(
     model: Any,
     shapes: Mapping[str, Any] | None,
+    outputs: Sequence[str] | None,
     targets: Sequence[tuple[tvm.target.Target, pipeline.Options]],
     progress: Progress | None,
 ) -> list[Program]:
@@ -141,7 +144,7 @@ def _compile(
     stages = sum(len(pipeline.phases(*pair)) + 1 + _is_cuda(pair[0]) for pair in targets)
     tell = announcer(progress, stages + 1)
     tell("import")
-    imported = import_model(model, shapes)
+    imported = import_model(model, shapes, outputs)
     known: dict[bytes, Any] = {}
     programs = []
     for target, options in targets:
@@ -161,14 +164,20 @@ def _compile(
     return programs
 
 
-def import_model(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
+def import_model(
+    model: Any, shapes: Mapping[str, Any] | None, outputs: Sequence[str] | None = None
+) -> ImportedModel:
     """Import a model with the front end of its type."""
     with interrupts_kept():
         if type(model).__module__.startswith("torch.export"):
+            if outputs is not None:
+                raise InvalidInputError(
+                    "outputs= is for ONNX models: export a module that returns what is wanted"
+                )
             # By name: that family stands above this one, and needs PyTorch.
             front_end = importlib.import_module("tvm_fusion.torch.exported_program")
             return front_end.import_exported_program(model, shapes)
-        imported = import_onnx(model, shapes)
+        imported = import_onnx(model, shapes, outputs=outputs)
         return replace(imported, mod=with_nodes(imported.mod, imported.nodes))
 
 

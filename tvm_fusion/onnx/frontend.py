@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ..errors import InvalidModelError, UnsupportedOperatorError
 from ..runtime.host_arrays import ALIGNMENT
 from ..runtime.tensor_spec import TensorSpec
 from ..warning_filters import warnings_ignored
-from .interface_checks import check_interface
+from .interface_checks import check_interface, choose_outputs
 from .model.graph_edits import default_opset, node_label
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
 from .model.narrow_weight import NarrowWeight
@@ -71,6 +71,7 @@ def import_onnx(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     shapes: Shapes | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> ImportedModel:
     """Import an ONNX model.
 
@@ -85,6 +86,8 @@ def import_onnx(
     weights : mapping, optional
         Values of inputs that are not inputs of the result, but weights. They are used in place, not
         copied, where they are contiguous, writable and aligned.
+    outputs : sequence of str, optional
+        Names of results of nodes that are returned instead of the model's own outputs.
 
     Returns
     -------
@@ -97,9 +100,11 @@ def import_onnx(
     UnsupportedOperatorError
         If it holds operators that cannot be imported; the message lists all of them. Also if TVM's
         importer fails, whatever the reason.
+    InvalidInputError
+        If ``outputs`` has a name that is no result, or one twice.
     """
     try:
-        proto, stored = _prepare(model, shapes, weights)
+        proto, stored = _prepare(model, shapes, weights, outputs)
         mod = _translate(proto, stored)
     except UnicodeDecodeError as error:
         raise InvalidModelError(f"the model holds invalid text: {error}") from error
@@ -111,11 +116,14 @@ def _prepare(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     shapes: Shapes | None,
     given: Mapping[str, np.ndarray] | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> tuple[onnx.ModelProto, Weights]:
     """Load, check, bind and rewrite; return the graph and the large weights, which it reads."""
     proto = parse_model(read_model(model))
     path = Path(model) if isinstance(model, str | os.PathLike) else None
     check_opset(proto)
+    if outputs is not None:
+        choose_outputs(proto, outputs)
     check_operators(proto)
     check_external_data(proto, path)
     drop_initializers_from_inputs(proto)

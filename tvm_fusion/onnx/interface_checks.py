@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that the inputs and outputs of a model are dense tensors of numbers."""
+"""Choice of a model's outputs, and the check that its interface is dense tensors of numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx
 
-from ..errors import InvalidModelError, UnsupportedOperatorError
+from ..errors import InvalidInputError, InvalidModelError, UnsupportedOperatorError
+from .model.graph_edits import attribute, drop_unread_nodes, used_names
+from .model.node_order import sort_nodes
+from .rewrites.classical.carriers import ML_DOMAIN
 from .rewrites.classical.refusals import TEXT_ADVICE
 
 NUMBERS = frozenset(
@@ -48,3 +53,45 @@ def check_interface(model: onnx.ModelProto) -> None:
         raise UnsupportedOperatorError(
             f"initialiser {sparse.values.name!r} is sparse; store it as a dense tensor"
         )
+
+
+def choose_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
+    """Let a model return the tensors of these names, in this order.
+
+    Raises
+    ------
+    InvalidInputError
+        If there are none, or one comes twice or is no tensor of the main graph.
+    """
+    graph = model.graph
+    known = {value.name: value for value in graph.output}
+    computed = {name for node in graph.node for name in node.output if name}
+    if isinstance(names, str) or not names or len(set(names)) < len(names):
+        raise InvalidInputError(f"outputs is {names!r:.80}; expected a list of different names")
+    for name in names:
+        if name not in computed:
+            raise InvalidInputError(
+                f"outputs has {name!r:.80}, which no node computes; expected names of results, as "
+                f"{', '.join(map(repr, known))}"
+            )
+    sort_nodes(graph)
+    # The type of an output that declares none is inferred.
+    values = [known.get(name) or onnx.ValueInfoProto(name=name) for name in names]
+    del graph.output[:]
+    graph.output.extend(values)
+    drop_unread_nodes(model)
+    _number_unread_labels(model)
+
+
+def _number_unread_labels(model: onnx.ModelProto) -> None:
+    """Replace labels that are text by their places in classifiers of which only scores are read."""
+    read = used_names(model)
+    for node in model.graph.node:
+        labels = attribute(node, "classlabels_strings")
+        if node.domain == ML_DOMAIN and labels and node.output[0] not in read:
+            is_tree = node.op_type == "TreeEnsembleClassifier"
+            numbers = "classlabels_int64s" if is_tree else "classlabels_ints"
+            kept = [entry for entry in node.attribute if entry.name != "classlabels_strings"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+            node.attribute.append(onnx.helper.make_attribute(numbers, range(len(labels))))

@@ -14,6 +14,7 @@ from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
 from schedules.cpu.core.machine_costs import measured_family
 
 from ..compiler.targets.target import resolve
+from ..compiler.targets.target_names import arch_of_cpu, triple_for
 from ..errors import PredictionError
 from ..machine.host import host_cpu
 from ..machine.host_info import cpu_name
@@ -45,13 +46,14 @@ def calibrated() -> list[Path]:
 
 
 def find_machine(name: str | os.PathLike[str], threads: int | None = None) -> Machine:
-    """Read a machine: ``native``, the name of a known one, or a file.
+    """Read a machine: ``native``, the name of a known one or of any CPU, or a file.
 
     Parameters
     ----------
     name : str or path
         ``native`` is this CPU: its newest calibration, else the data of its family, else those of
-        the most similar one, which the machine's ``note`` says.
+        the most similar one, which the machine's ``note`` says; so are other CPUs of which there
+        are no data.
     threads : int, optional
         Threads of a CPU; by default those of the file, of ``native`` one a physical core.
 
@@ -60,7 +62,7 @@ def find_machine(name: str | os.PathLike[str], threads: int | None = None) -> Ma
     PredictionError
         If there is no such machine.
     """
-    machine = _native(threads) if name == NATIVE else load_machine(name)
+    machine = _native(threads) if name == NATIVE else _other(name, threads)
     if machine.kind != "cpu":
         if threads is not None:
             raise PredictionError(f"machine {machine.name!r} is a GPU; threads are for CPUs")
@@ -75,6 +77,19 @@ def _with_spread(machine: Machine) -> Machine:
     return replace(machine, figures={**spread, **machine.figures})
 
 
+def _other(name: str | os.PathLike[str], threads: int | None) -> Machine:
+    """A machine that there are data of, else a CPU that the compiler knows, estimated."""
+    try:
+        return load_machine(name)
+    except PredictionError as error:
+        if not isinstance(name, str) or os.path.isfile(name):  # noqa: PTH113  see load_machine
+            raise
+        if arch_of_cpu(name) is None:
+            raise PredictionError(f"{error}, or a CPU such as sapphirerapids") from None
+        cpu = CPUInfo.from_target(resolve(name, choose_threads(threads, elsewhere=True)))
+        return _similar(cpu, name)
+
+
 def _native(threads: int | None) -> Machine:
     count = choose_threads(threads)
     if files := calibrated():
@@ -82,13 +97,18 @@ def _native(threads: int | None) -> Machine:
         newest = max(files, key=lambda path: path.stat().st_mtime)
         return _with_threads(load_machine(exact if exact in files else newest), count)
     cpu = CPUInfo.from_target(resolve(NATIVE, count))
+    return _similar(cpu, f"{cpu_name()} ({cpu.family})")
+
+
+def _similar(cpu: CPUInfo, title: str) -> Machine:
+    """A CPU by the data of its family, else by those of the most similar one."""
     known = load_machine(measured_family(cpu.family, cpu.vector_bits))
-    machine = _with_threads(known, count)
-    return machine if known.name == cpu.family else _estimated(cpu, machine)
+    machine = _with_threads(known, cpu.num_cores)
+    return machine if known.name == cpu.family else _estimated(cpu, machine, title)
 
 
-def _estimated(cpu: CPUInfo, known: Machine) -> Machine:
-    """The native CPU by the figures of another one with as many threads, but for its caches."""
+def _estimated(cpu: CPUInfo, known: Machine, title: str) -> Machine:
+    """A CPU by the figures of another one with as many threads, but for its caches."""
     figures = {
         name: Figure(figure.value, f"estimated, of {known.name}: {figure.origin}")
         for name, figure in known.figures.items()
@@ -101,7 +121,7 @@ def _estimated(cpu: CPUInfo, known: Machine) -> Machine:
         "capacity.L3": (cpu.l3_bytes, _SYSTEM),
     }
     figures |= {name: Figure(float(value), origin) for name, (value, origin) in own.items()}
-    title = f"{cpu_name()} ({cpu.family}), estimated from {known.title}"
+    title = f"{title}, estimated from {known.title}"
     return Machine(cpu.family, "cpu", title, figures, estimate_note(cpu.family, known.name))
 
 
@@ -132,7 +152,10 @@ def cpu_target(machine: Machine) -> Target:
     threads = int(machine["multiprocessors"])
     if machine.name == host_cpu():
         return resolve(NATIVE, cores=threads)
-    return resolve({"kind": "llvm", "mcpu": machine.name, "num-cores": threads})
+    config = {"kind": "llvm", "mcpu": machine.name, "num-cores": threads}
+    if (arch := arch_of_cpu(machine.name)) is not None:
+        config["mtriple"] = triple_for(arch)
+    return resolve(config)
 
 
 def gpu_target(machine: Machine) -> Target:

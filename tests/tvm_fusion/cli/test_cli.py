@@ -93,6 +93,10 @@ def test_version(run: Run) -> None:
         (["compile", "{model}", "--fuse", "some"], "'some' is not one of"),
         (["compile", "{model}", "--winograd", "some"], "'some' is not one of"),
         (["compile", "{model}", "--threads", "0"], "0 is not in the range"),
+        (
+            ["compile", "{model}", "--outputs", "x", "--ranks", "2"],
+            "--outputs has no effect: it is",
+        ),
         (["compile", "{model}", "--shape", "image"], "'image' is not like input=1,3,224,224"),
         (["compile", "{model}", "--shape", "image=1,x"], "is not like"),
         (["compile", "{model}", "--shape", "image=1,0"], "is not like"),
@@ -142,7 +146,8 @@ def test_compile_writes_beside_the_user_by_default(
     run: Run, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = run("compile", model_path, "--json", "--fuse", "none", "--threads", 1)
+    given = ("--fuse", "none", "--threads", 1, "--outputs", "scores")
+    code, out, _ = run("compile", model_path, "--json", *given)
     result = json.loads(out)
     assert code == 0 and result["output"] == "small.so" and Path("small.so").is_file()
     assert (result["fused"], result["pairs"]) == (0, 2)
@@ -321,6 +326,17 @@ def test_explain_lists_the_kernels_of_a_gpu(run: Run, model_path: Path) -> None:
     code, out, _ = run(*command)
     assert code == 0 and f"{report['launches']} kernels a call" in out
     assert all(use["name"] in out for use in report["functions"])
+
+
+def test_explain_tells_several_targets_one_by_one(run: Run, model_path: Path) -> None:
+    command = ("explain", model_path, "--target", "x86-64-v3,opencl")
+    code, out, _ = run(*command, "--json")
+    cpu, gpu = json.loads(out)
+    assert code == 0 and "x86-64-v3" in cpu["target"] and gpu["launches"] >= 2
+    code, out, _ = run(*command)
+    assert code == 0 and out.index("x86-64-v3") < out.index("pairs fused") < out.index("opencl\n")
+    code, _, err = run("simulate", model_path, "--target", "x86-64-v3,x86-64-v4")
+    assert code == 1 and "expected one target" in err
 
 
 NO_GPU = "no NVIDIA driver"

@@ -11,6 +11,7 @@ import click
 
 from ..checks import refuse_absent_folder, refuse_given, refuse_model_file
 from ..options import (
+    Names,
     OutputFile,
     exchange_option,
     json_option,
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
 @network_option
 @targets_option
 @model_options
+@click.option(
+    "--outputs",
+    type=Names(),
+    help="Results of nodes to return, instead of the model's own outputs.",
+)
 @records_option
 @machine_option
 @click.option(
@@ -124,11 +130,12 @@ def _compiled(
         return compile_model(model, **options)
     for_gpus = ("fast_math", "cuda_graph", "precision")
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
-    refuse_given(["machine", "weights"], "it is for one process")
+    for_one = ("machine", "weights", "outputs")
+    refuse_given(for_one, "it is for one process")
     from ...distributed.network.compile_network import compile_network
     from ...distributed.network_figures import read_figures
 
-    for name in (*for_gpus, "machine", "weights"):
+    for name in (*for_gpus, *for_one):
         del options[name]
     figures, _ = read_figures(network)
     with progress_bar(clock=True) as progress:

@@ -11,14 +11,15 @@ import click
 
 from ..checks import names_gpu, refuse_given
 from ..options import (
-    compile_options,
     exchange_option,
     json_option,
     machine_option,
     model_argument,
+    model_options,
     network_option,
     precision_option,
     records_option,
+    targets_option,
 )
 from ..output import show, show_table
 
@@ -38,7 +39,8 @@ from ..output import show, show_table
 )
 @exchange_option
 @network_option
-@compile_options
+@targets_option
+@model_options
 @precision_option
 @records_option
 @machine_option
@@ -58,7 +60,7 @@ def explain_command(
     separate kernels and by a fused one, the FLOPs a byte (arithmetic intensity) of both, the
     decision, and the reason. For a GPU, every function, the rule that scheduled it, and the kernels
     that it launches. For both, the kernels that are left to a general rule or on which a rule
-    failed, and why; --json names the rules of all kernels.
+    failed, and why; --json names the rules of all kernels. Several targets are told one by one.
     """
     if ranks is not None:
         refuse_given(["resources", "precision"], "it is for GPUs")
@@ -74,19 +76,35 @@ def explain_command(
         show({"ranks": ranks, "segments": shown}, segments_table(segments), as_json)
         return
     refuse_given(["exchange", "network"], "it is for --ranks")
-    if names_gpu(options["target"]):
+    targets = options.pop("target")
+    several = targets if isinstance(targets, list) else [targets]
+    reports, tables = zip(
+        *(_explained(model, resources, target=target, **options) for target in several), strict=True
+    )
+    if len(several) == 1:
+        show_table(reports[0], tables[0], as_json)
+        return
+    from rich.console import Group
+
+    headed = [part for pair in zip(several, tables, strict=True) for part in pair]
+    show_table(reports, Group(*headed), as_json)
+
+
+def _explained(
+    model: Path, resources: bool, target: str, precision: str, **options: Any
+) -> tuple[Any, Any]:
+    """The report of one target, and its table."""
+    if names_gpu(target):
         from ...compiler.explain.explain_gpu import explain_kernels, explain_kernels_table
 
         refuse_given(["winograd", "records"], "it applies to CPUs only")
-        names = ("target", "shapes", "fuse", "precision", "machine")
-        kept = {name: options[name] for name in names}
+        names = ("shapes", "fuse", "machine")
+        kept = {name: options[name] for name in names} | {"target": target, "precision": precision}
         report = explain_kernels(model, resources=resources, **kept)
-        show_table(report, explain_kernels_table(report, model.name), as_json)
-        return
+        return report, explain_kernels_table(report, model.name)
     refuse_given(["resources"], "it is for --target cuda")
     refuse_given(["precision"], "it is for GPUs")
-    del options["precision"]
     from ...compiler.explain.explain import explain, explain_table
 
-    report = explain(model, **options)
-    show_table(report, explain_table(report, model.name), as_json)
+    found = explain(model, target=target, **options)
+    return found, explain_table(found, model.name)

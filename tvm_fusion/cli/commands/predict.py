@@ -36,8 +36,8 @@ from ..progress import progress_bar
     "machines",
     multiple=True,
     metavar="NAME|FILE",
-    help="Machine to predict for: native, a known one such as v100, or a file of `calibrate`. "
-    "May be repeated. Default: native.",
+    help="Machine to predict for: native, a known one such as v100, a file of `calibrate`, or any "
+    "CPU, by the figures of the most similar one. May be repeated. Default: native.",
 )
 @click.option(
     "--engine",

@@ -27,11 +27,15 @@ from .gpu_target import GPU_KINDS, refuse_other_kind, spell_out_gpu, take_machin
 from .target_names import (
     BASELINE,
     CODEGEN_FEATURES,
+    arch_of_cpu,
     known_cpus,
     known_features,
     triple_for,
     unknown_name,
 )
+
+_SEVERAL = re.compile(r"[^\s{,]+(,[^\s{,]+)+")
+"""Names separated by commas."""
 
 
 _COMMON_HOST = "x86-64-v3"
@@ -169,6 +173,11 @@ def _read_config(target: Any) -> dict[str, Any]:
         if "tag" in target and "kind" not in target:
             return _from_target(_make(dict(target), target))
         return {str(key): _plain(value) for key, value in target.items()}
+    if isinstance(target, list | tuple) or _SEVERAL.fullmatch(str(target).strip()):
+        raise TargetError(
+            f"expected one target, got {target!r:.80}: tvm_fusion.compile and the commands compile "
+            "and explain take several"
+        )
     if not isinstance(target, str):
         raise TargetError(
             f"a target is a str, a mapping or a tvm.target.Target; got {type(target).__name__}"
@@ -243,13 +252,11 @@ def _from_name(name: str) -> dict[str, Any]:
     arch = canonical_arch(name)
     if arch in BASELINE:
         return {"kind": "llvm", "mtriple": triple_for(arch), "mcpu": BASELINE[arch]}
-    arches = sorted(CROSS_TRIPLES, key=lambda arch: arch != host_arch())
-    for arch in arches:
-        if name in known_cpus(arch):
-            return {"kind": "llvm", "mtriple": triple_for(arch), "mcpu": name}
+    if (found := arch_of_cpu(name)) is not None:
+        return {"kind": "llvm", "mtriple": triple_for(found), "mcpu": name}
     if re.fullmatch(r"sm_\d+[a-z]?", name):
         raise TargetError(f"target {name!r} is not a CPU; did you mean 'cuda -arch={name}'?")
-    known = [name for arch in arches for name in known_cpus(arch)]
+    known = [name for arch in CROSS_TRIPLES for name in known_cpus(arch)]
     known += ["native", *BASELINE, *Target.list_kinds()]
     raise unknown_name("target", name, known, "'native', 'x86-64-v3' or 'llvm -mcpu=...'")
 

@@ -50,6 +50,12 @@ def known_cpus(arch: str) -> frozenset[str]:
     )
 
 
+def arch_of_cpu(name: str) -> str | None:
+    """The architecture of a CPU that LLVM knows, this machine's first; None if there is none."""
+    arches = sorted(CROSS_TRIPLES, key=lambda arch: arch != host_arch())
+    return next((arch for arch in arches if name in known_cpus(arch)), None)
+
+
 @lru_cache(maxsize=2)
 def known_features(arch: str) -> frozenset[str]:
     """Every feature that LLVM knows for the architecture from a CPU or from this machine."""

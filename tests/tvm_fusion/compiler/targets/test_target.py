@@ -144,6 +144,8 @@ OTHER_KIND = "is not supported: this version compiles for CPUs, CUDA and OpenCL"
         ({"kind": "llvm", "num-cores": "4"}, "is not valid: Option 'num-cores'"),
         ({"tag": "no/such/tag"}, "is not valid: .*Unknown target tag"),
         (None, "a target is a str, a mapping or a tvm.target.Target; got NoneType"),
+        ("x86-64-v3,x86-64-v4", "expected one target, got 'x86-64-v3,x86-64-v4'.*explain take"),
+        (["x86-64-v3"], r"expected one target, got \['x86-64-v3'\]"),
         (3, "got int"),
     ],
 )

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from classical_models import DOMAIN, check, model_of, node
+from classical_models import DOMAIN, check, model_of, node, reference
 from onnx import TensorProto, helper, numpy_helper
 from onnx_cases import normal
 
 import tvm_fusion
-from tvm_fusion.errors import UnsupportedOperatorError
+from tvm_fusion.errors import InvalidInputError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -255,7 +255,7 @@ def _single(op_type: str, **attributes: Any) -> onnx.ModelProto:
         ),
         ("SVMRegressor", {"n_supports": 2}, "its 2 support vectors do not fit its features"),
         ("SVMClassifier", {"vectors_per_class": [1, 1]}, "do not fit its features"),
-        ("ZipMap", {}, r"options=\{id\(model\): \{'zipmap': False\}\}"),
+        ("ZipMap", {}, r"outputs=\[\.\.\., 'x'\].*options=\{id\(model\): \{'zipmap': False\}\}"),
         ("DictVectorizer", {}, "maps cannot be compiled"),
         ("CategoryMapper", {}, "encode it as integers before the model"),
         ("LabelEncoder", {"keys_strings": ["a"], "values_int64s": [1]}, "encode it as integers"),
@@ -269,6 +269,48 @@ def _single(op_type: str, **attributes: Any) -> onnx.ModelProto:
 def test_refusals(op_type: str, attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedOperatorError, match=f"'{op_type}_y': .*{message}"):
         import_onnx(_single(op_type, **attributes))
+
+
+def test_scores_in_front_of_maps_and_beside_labels_of_text() -> None:
+    x = normal(5, 3)
+    weights: dict[str, Any] = {"coefficients": normal(9).tolist(), "intercepts": [0.5, 0.0, -0.5]}
+    trees: dict[str, Any] = {
+        "nodes_treeids": [0, 0, 0],
+        "nodes_nodeids": [0, 1, 2],
+        "nodes_featureids": [1, 0, 0],
+        "nodes_modes": ["BRANCH_LEQ", "LEAF", "LEAF"],
+        "nodes_values": [0.5, 0.0, 0.0],
+        "nodes_truenodeids": [1, 0, 0],
+        "nodes_falsenodeids": [2, 0, 0],
+        "class_treeids": [0, 0],
+        "class_nodeids": [1, 2],
+        "class_ids": [0, 2],
+        "class_weights": [0.25, 1.0],
+    }
+    labels = ["setosa", "versicolor", "virginica"]
+    nodes = [
+        node("LinearClassifier", "x", "label s", classlabels_strings=labels, **weights),
+        node("TreeEnsembleClassifier", "x", "label2 t", classlabels_strings=labels, **trees),
+        node("Normalizer", "s", "share", norm="L1"),
+        node("ZipMap", "share", "maps", classlabels_strings=labels),
+    ]
+    model = model_of(nodes, {"x": x})
+    with pytest.raises(UnsupportedOperatorError, match=r"outputs=\[\.\.\., 'share'\]"):
+        tvm_fusion.compile(model)
+    found = tvm_fusion.compile(model, outputs=["t", "share"])(x)
+    numbers = {"classlabels_ints": [0, 1, 2]}
+    same = [
+        node("LinearClassifier", "x", "label s", **numbers, **weights),
+        node("TreeEnsembleClassifier", "x", "n t", classlabels_int64s=[0, 1, 2], **trees),
+        node("Normalizer", "s", "share", norm="L1"),
+    ]
+    types = {"label": INT64, "n": INT64}
+    _, _, t, share = reference(model_of(same, {"x": x}, types), {"x": x})
+    np.testing.assert_allclose(found[0], t, rtol=1e-6)
+    np.testing.assert_allclose(found[1], share, rtol=1e-5)
+    for wrong in ([], ["t", "t"], ["x"], ["absent"], "t"):
+        with pytest.raises(InvalidInputError, match="outputs (is|has)"):
+            tvm_fusion.compile(model, outputs=wrong)
 
 
 def test_text_as_input() -> None:

@@ -15,14 +15,16 @@ _OPERATORS = {
     "CategoryMapper": _TEXT,
     "DictVectorizer": "maps cannot be compiled; give the model an array of features",
     "ZipMap": (
-        "maps cannot be compiled; convert the model with options={id(model): {'zipmap': False}} "
-        "(skl2onnx), or with zipmap=False (onnxmltools)"
+        "maps cannot be compiled; return the array that it reads, by outputs=[..., {0!r}] "
+        "(--outputs), or convert the model with options={{id(model): {{'zipmap': False}}}} "
+        "(skl2onnx) or zipmap=False (onnxmltools)"
     ),
 }
 
 _LABELS = (
-    "its labels are text; convert the model with options={id(model): {'nocl': True, 'zipmap': "
-    "False}} (skl2onnx) to get their places among the classes, or train it with integers as labels"
+    "its labels are text; leave them out by outputs= (--outputs), convert the model with "
+    "options={id(model): {'nocl': True, 'zipmap': False}} (skl2onnx) to get their places among the "
+    "classes, or train it with integers as labels"
 )
 
 _TEXTS = {
@@ -42,7 +44,7 @@ def classical_refusal(node: onnx.NodeProto) -> str | None:
     if node.domain != ML_DOMAIN:
         return None
     if node.op_type in _OPERATORS:
-        return _OPERATORS[node.op_type]
+        return _OPERATORS[node.op_type].format(next(iter(node.input), ""))
     for name, reason in _TEXTS.items():
         if attribute(node, name):
             return reason
