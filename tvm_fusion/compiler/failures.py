@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from schedules.errors import reason
 
 from ..errors import CompilationError, TVMFusionError
-from ..onnx.frontend import NODE_VARIABLE
+from ..onnx.translate import NODE_VARIABLE
 from .interrupts import interrupts_kept
 
 NODES = "tvm_fusion.nodes"

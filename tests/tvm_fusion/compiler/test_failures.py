@@ -122,7 +122,7 @@ def test_the_importer_tells_of_ops_by_their_names(monkeypatch: pytest.MonkeyPatc
     def fail(*_: object) -> relax.Expr:
         raise error
 
-    monkeypatch.setattr("tvm_fusion.onnx.frontend.translate_sizes", fail)
+    monkeypatch.setattr("tvm_fusion.onnx.translate.translate_sizes", fail)
     node = onnx.helper.make_node("Add", ["x", "c"], ["y"], name="sum")
     model = onnx_model([node], {"x": (2, 3)}, ["y"], {"c": normal(3)})
     message = r"^node 'sum' \(Add\) cannot be imported: In add, the shape is \[2, 3\] and 4$"

@@ -113,7 +113,7 @@ def test_outputs_that_are_not_what_onnx_infers(
         TensorProto.INT64 if "int64" in found else TensorProto.FLOAT
     )
     translated = import_onnx(other).mod
-    monkeypatch.setattr(frontend, "_translate", lambda proto, weights: translated)
+    monkeypatch.setattr(frontend, "translate", lambda proto, weights: translated)
     message = rf"output 'y' is imported as {found}; ONNX infers float32 of shape \(2, 3\)"
     with pytest.raises(UnsupportedOperatorError, match=message):
         import_onnx(one_node("Relu", (2, 3)))

@@ -25,15 +25,18 @@ from .classical.linear import PAIRWISE_COUPLING, translate_pairwise_coupling
 from .classical.trees import TREES, translate_trees
 from .determinant import translate_determinant
 from .expansion import Expansion
+from .indexing.gather import translate_gather
 from .indexing.indices import CHECKED_INDICES, translate_checked_indices
 from .indexing.wide_concat import WIDE_CONCAT, translate_wide_concat
 from .open_sizes import translate_compress, translate_nonzero, translate_suppression
 from .open_topk import SORT_FIRST, translate_sort_first
+from .recurrent import RECURRENCE, translate_recurrence
 from .windows.deform_conv import translate_deform_conv
 from .windows.max_places import MAX_PLACES, translate_max_places
 from .windows.roi_align import translate_max_roi_pool, translate_roi_align
 
-Translation = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any]], relax.Expr]
+Translation = Callable[[relax.BlockBuilder, Sequence[Any], dict[str, Any]], "relax.Expr | None"]
+"""Expression of a node by its inputs and attributes; None leaves the node to TVM's converter."""
 
 
 def translate_bit_cast(
@@ -85,6 +88,7 @@ OWN_OPS: dict[str, Translation] = {
     "CumProd": translate_cumulative_product,
     "Det": translate_determinant,
     "DeformConv": translate_deform_conv,
+    "Gather": translate_gather,
     "MaxRoiPool": translate_max_roi_pool,
     "NonMaxSuppression": translate_suppression,
     "NonZero": translate_nonzero,
@@ -92,6 +96,7 @@ OWN_OPS: dict[str, Translation] = {
     CHECKED_INDICES: translate_checked_indices,
     MAX_PLACES: translate_max_places,
     PAIRWISE_COUPLING: translate_pairwise_coupling,
+    RECURRENCE: translate_recurrence,
     ROUND: translate_round,
     SATURATE: translate_saturate,
     SORT_FIRST: translate_sort_first,

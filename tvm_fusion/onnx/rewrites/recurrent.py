@@ -313,7 +313,9 @@ class _Layer:
         return self._reshape(self._vector(self._row(name, number), 3), blocks, 3 * LANES)
 
 
-def translate_recurrence(inputs: Sequence[Any], attributes: dict[str, Any]) -> relax.Expr:
+def translate_recurrence(
+    builder: relax.BlockBuilder, inputs: Sequence[Any], attributes: dict[str, Any]
+) -> relax.Expr:
     """The op of a :data:`RECURRENCE`."""
     steps, batch, _ = (int(extent) for extent in inputs[0].ty.shape)
     names = [name.decode() for name in attributes["activations"]]
@@ -329,4 +331,4 @@ def translate_recurrence(inputs: Sequence[Any], attributes: dict[str, Any]) -> r
         **{flag: bool(attributes[flag]) for flag in flags},
         dtype=str(inputs[0].ty.dtype),
     )
-    return recurrence(list(inputs), cell)
+    return builder.emit(recurrence(list(inputs), cell))

@@ -13,7 +13,7 @@ from relay_passes.op.checked_indices import is_checked
 
 
 def translate_gather(
-    builder: relax.BlockBuilder, inputs: Sequence[Any], axis: int
+    builder: relax.BlockBuilder, inputs: Sequence[Any], attributes: dict[str, Any]
 ) -> relax.Expr | None:
     """``take`` of a tensor along an axis, or a kernel if its extent is symbolic; None for shapes.
 
@@ -24,14 +24,14 @@ def translate_gather(
     inputs : sequence
         Data, and int32 or int64 indices from 0 to ``extent - 1``; where the extent is a number,
         others are taken modulo the extent unless they are constant or were checked.
-    axis : int
-        The axis.
+    attributes : dict
+        ``axis``, by default 0.
 
     Returns
     -------
     relax.Expr or None
     """
-    data, indices = inputs
+    (data, indices), axis = inputs, attributes.get("axis", 0)
     if not all(isinstance(each.ty, relax.TensorType) for each in inputs):
         return None  # a shape
     are_constant = [isinstance(each, GenericConst) for each in inputs]
