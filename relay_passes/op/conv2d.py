@@ -12,6 +12,11 @@ Packed, with lanes ``x`` from ``out_layout`` ``NCHW{x}c``: ``data``, ``residual`
 ``[N, blocks, H, W, x]`` (``data`` may stay NCHW, as for an input image), ``bias`` is
 ``[blocks, x]``, the weight is as in ``schedules/compute/conv2d.py``, and ``in_channels`` and
 ``out_channels`` are given. Batch, height and width may be symbolic.
+
+On CPUs ``data``, ``weight`` and ``residual`` may be of bfloat16 with a ``bias`` of float32. Then
+products are exact, sums, bias, residual and activation of float32, and ``out_dtype`` is
+``bfloat16``, to which the result is rounded (halves to even), or ``float32``. Packed, such a dense
+layer has a weight in words of two channels, and an input image is in ``NCHW4c``.
 """
 
 from __future__ import annotations
@@ -68,8 +73,9 @@ def conv2d(
     in_channels, out_channels : int | None
         True channel counts; given exactly where ``out_layout`` is packed.
     out_dtype : str | None
-        ``uint8`` where the activation is ``round_clip``, for the distances to its lower bound; the
-        type of ``data`` if None.
+        ``uint8`` where the activation is ``round_clip``, for the distances to its lower bound;
+        ``bfloat16`` or ``float32`` for operands of bfloat16 with a bias of float32; the type of
+        ``data`` if None.
 
     Returns
     -------

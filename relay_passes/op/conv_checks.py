@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schedules.errors import OpError
-from schedules.workload.conv2d import ConvLayer
+from schedules.workload.conv2d import WORDS, ConvLayer
 
 
 def check_layer(layer: ConvLayer, suffix: str, op: str) -> None:
@@ -42,12 +42,21 @@ def check_packable(layer: ConvLayer, lanes: int, plain_data: bool, suffix: str, 
         )
 
 
-def packed_weight_shape(layer: ConvLayer, lanes: int, plain_data: bool) -> tuple[int, ...]:
-    """Shape of the packed weight of ``layer``; ``plain_data`` for a first layer on NCHW data."""
+def packed_weight_shape(
+    layer: ConvLayer, lanes: int, plain_data: bool, data_lanes: int | None = None
+) -> tuple[int, ...]:
+    """Shape of the packed weight of ``layer``.
+
+    ``plain_data`` for a first layer on NCHW data; with ``data_lanes`` in words of two channels.
+    """
     out_blocks = -(-layer.out_channels // lanes)
     if layer.is_depthwise:
         return (out_blocks, *layer.kernel, lanes)
     per_group = layer.in_channels // layer.groups
+    if data_lanes is not None:
+        word = WORDS["bfloat16"]
+        words = (data_lanes // word, lanes, word)
+        return (out_blocks, -(-per_group // data_lanes), *layer.kernel, *words)
     if layer.group_lanes(lanes):
         return (out_blocks, 1, *layer.kernel, per_group, lanes)
     if plain_data:
@@ -64,10 +73,11 @@ def check_parameters(
     plain_data: bool,
     suffix: str,
     op: str,
+    data_lanes: int | None = None,
 ) -> None:
     """Reject a weight or bias whose shape does not match ``layer``."""
     if lanes:
-        expected_weight = packed_weight_shape(layer, lanes, plain_data)
+        expected_weight = packed_weight_shape(layer, lanes, plain_data, data_lanes)
         expected_bias: tuple[int, ...] = (-(-layer.out_channels // lanes), lanes)
     else:
         per_group = layer.in_channels // layer.groups

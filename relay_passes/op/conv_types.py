@@ -19,13 +19,15 @@ from tvm.ir import Op
 from tvm.sym import Analyzer
 
 from schedules.errors import OpError
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, WORDS, Conv2DKernel, ConvLayer
 from schedules.workload.reduce import constant
 
 from .conv_checks import check_layer, check_packable, check_parameters, check_sizes
 from .round_clip import check_bytes
 
 FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
+_ONE_LAYER = 4
+"""Most operands of one layer."""
 _BLOCKED = re.compile(r"NCHW([1-9][0-9]*)c")
 
 
@@ -78,7 +80,7 @@ def lanes_of(layout: str, op: str) -> int:
 def packed_lanes(data_layout: str, out_layout: str, op: str) -> int:
     """Lanes of a packed call, 0 for a plain one; rejects layouts that do not fit together."""
     data_lanes, out_lanes = lanes_of(data_layout, op), lanes_of(out_layout, op)
-    if data_lanes not in (0, out_lanes):
+    if data_lanes not in (0, out_lanes) and not (out_lanes and data_lanes == WORD_BYTES):
         raise OpError(
             f"{op}: data_layout {data_layout!r} with out_layout {out_layout!r}; expected equal "
             "layouts, or 'NCHW' data with a packed output: pack the data or unpack the output"
@@ -121,9 +123,12 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
         raise OpError(
             f"{op.name}: data has rank {len(data.shape.values)}; expected {rank} ({layouts[0]})"
         )
-    check_dtypes(call, [op.operand_name(index) for index in range(len(call.args))], op.name)
+    names = [op.operand_name(index) for index in range(len(call.args))]
+    sums = check_dtypes(call, names, op.name)
+    _check_word_layout(int(call.attrs["groups" + op.suffixes[0]]), layouts, sums, op.name)
     layers = tuple(_read_layer(call, op, index, lanes) for index in range(len(op.suffixes)))
-    check_channels(data.shape.values, layers, lanes if rank == 5 else 0, op.name)
+    data_lanes = lanes_of(layouts[0], op.name)
+    check_channels(data.shape.values, layers, data_lanes, op.name)
     batch, height, width = (constant(data.shape.values[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes(layers, height, width, op.name)
@@ -133,11 +138,32 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     if str(data.dtype) != dtype:
         _check_bytes_in(layers, op.name)
         kernel = replace(kernel, data_dtype=str(data.dtype))
-    if "out_dtype" not in call.attrs.keys():
-        return kernel
-    out_dtype = str(call.attrs["out_dtype"])
-    check_bytes(layers[-1].activation, out_dtype, op.name)
-    return replace(kernel, out_dtype=out_dtype)
+    out_dtype = str(call.attrs["out_dtype"]) if "out_dtype" in call.attrs.keys() else None
+    if sums is not None:
+        word = WORDS[dtype] if lanes and layers[0].groups == 1 else 1
+        kernel = replace(kernel, sums=sums, word=word, out_dtype=out_dtype or dtype)
+        if kernel.out_dtype not in (dtype, sums):
+            raise OpError(f"{op.name}: out_dtype is {out_dtype!r}; expected {dtype!r} or {sums!r}")
+    elif out_dtype is not None:
+        check_bytes(layers[-1].activation, out_dtype, op.name)
+        kernel = replace(kernel, out_dtype=out_dtype)
+    return kernel
+
+
+def _check_word_layout(groups: int, layouts: tuple[str, str], sums: str | None, op: str) -> None:
+    """Reject packed layouts that only bfloat16 with sums of float32 has, and those it lacks."""
+    data_lanes, lanes = (lanes_of(layout, op) for layout in layouts)
+    if data_lanes == lanes and (sums is None or lanes % WORDS["bfloat16"] == 0):
+        return
+    if sums is None and data_lanes == 0:
+        return
+    if sums is not None and data_lanes == WORD_BYTES and groups == 1:
+        return
+    raise OpError(
+        f"{op}: data_layout {layouts[0]!r} with out_layout {layouts[1]!r}; expected equal layouts "
+        f"of even blocks, or data in 'NCHW{WORD_BYTES}c', for a dense layer of bfloat16 with a "
+        "bias of float32, and else equal layouts, or 'NCHW' data with a packed output"
+    )
 
 
 def _check_bytes_in(layers: Sequence[ConvLayer], op: str) -> None:
@@ -179,15 +205,16 @@ def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLay
     suffix = op.suffixes[index]
     weight = constant_shape(call.args[1 + 2 * index], "weight" + suffix, op.name)
     bias = constant_shape(call.args[2 + 2 * index], "bias" + suffix, op.name)
-    if len(weight) not in ((4, 6) if lanes else (4,)):
+    has_words = _sums_of(call) is not None and int(call.attrs["groups" + suffix]) == 1
+    if len(weight) not in ((4, 7 if has_words else 6) if lanes else (4,)):
         raise OpError(
             f"{op.name}: weight{suffix} has rank {len(weight)}; expected "
-            + ("4 (depthwise) or 6" if lanes else "4 (OIHW)")
+            + (f"4 (depthwise) or {7 if has_words else 6}" if lanes else "4 (OIHW)")
         )
     plain_data = lanes > 0 and index == 0 and call.attrs["data_layout"] == "NCHW"
     if lanes:
         in_channels, out_channels = _true_channels(call.attrs, op, index)
-        kernel = weight[2:4] if len(weight) == 6 else weight[1:3]
+        kernel = weight[1:3] if len(weight) == 4 else weight[2:4]
     else:
         groups = int(call.attrs["groups" + suffix])
         in_channels, out_channels, kernel = weight[1] * groups, weight[0], weight[2:4]
@@ -197,7 +224,8 @@ def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLay
     check_layer(layer, suffix, op.name)
     if lanes:
         check_packable(layer, lanes, plain_data, suffix, op.name)
-    check_parameters(layer, weight, bias, lanes, plain_data, suffix, op.name)
+    data_lanes = lanes_of(str(call.attrs["data_layout"]), op.name) if has_words else None
+    check_parameters(layer, weight, bias, lanes, plain_data, suffix, op.name, data_lanes)
     return layer
 
 
@@ -211,10 +239,17 @@ def _true_channels(attrs: Any, op: ConvOp, index: int) -> tuple[int, int]:
     return int(attrs[names[0]]), int(attrs[names[1]])
 
 
-def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> None:
+def _sums_of(call: relax.Call) -> str | None:
+    """Type of the bias, where data is of bfloat16 and that is another type."""
+    dtypes = [str(call.args[index].ty.dtype) for index in (0, 2)]
+    return "float32" if dtypes == ["bfloat16", "float32"] else None
+
+
+def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> str | None:
     """Reject operands, called ``names``, that are not of one floating-point type.
 
-    Data may be bytes among operands of float32.
+    Data may be bytes among operands of float32. A single layer of bfloat16 may have a bias of
+    float32, the type of its sums, which is returned.
     """
     dtypes = [
         str(tensor_type(argument, name, op).dtype)
@@ -222,11 +257,15 @@ def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> None:
     ]
     if dtypes[0] == "uint8" and dtypes[1] == "float32":
         dtypes = dtypes[1:]
+    sums = _sums_of(call) if len(call.args) <= _ONE_LAYER else None
+    if sums is not None and {*dtypes[:2], *dtypes[3:]} == {"bfloat16"}:
+        return sums
     if dtypes[0] not in FLOAT_DTYPES or len(set(dtypes)) > 1:
         raise OpError(
             f"{op}: operands have element types {', '.join(dtypes)}; expected one of "
             f"{', '.join(FLOAT_DTYPES)} for all: cast them with relax.astype"
         )
+    return None
 
 
 def check_channels(

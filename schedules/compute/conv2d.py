@@ -17,6 +17,11 @@ weight     ``[O, I / g, kh, kw]``    dense ``[B(O), B(I), kh, kw, x, x]`` (in, o
 bias       ``[O]``                   ``[B(O), x]``
 ========== ========================= =============================================
 
+Convolutions of bfloat16 with biases of float32 sum up, add and activate in float32. In NCHW[x]c
+their dense weights are ``[B(O), B(I), kh, kw, x / 2, x, 2]``: words of two input channels, output
+lanes, the channels of a word; first layers read ``[N, ceil(C / 4), H, W, 4]``, with weights
+``[B(O), ceil(I / 4), kh, kw, 2, x, 2]``.
+
 Block names are fixed, because schedule rules find their stages by them: ``pad1``, ``conv1``,
 ``layer1`` (bias, residual, activation), and the same with 2 for the second layer.
 """
@@ -27,7 +32,10 @@ import math
 
 from tvm import DataType, te, tirx
 
+from ..tir.bfloat16 import round_to_bits
 from ..workload.conv2d import Activation, ByteAddition, ConvLayer
+
+_WORDS_RANK = 7
 
 
 def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
@@ -88,10 +96,18 @@ def activate_to_bytes(value: tirx.Expr, activation: Activation, dtype: str) -> t
 def finished(
     value: tirx.Expr, activation: Activation, dtype: str, out_dtype: str | None
 ) -> tirx.Expr:
-    """Apply ``activation`` to numbers of ``dtype``, as elements of an output of ``out_dtype``."""
+    """Apply ``activation`` to numbers of ``dtype``, as elements of an output of ``out_dtype``.
+
+    Those of bfloat16 in a vector are their bits.
+    """
     if out_dtype == "uint8":
         return activate_to_bytes(value, activation, dtype)
-    return activate(value, activation, dtype)
+    value = activate(value, activation, dtype)
+    if out_dtype != "bfloat16":
+        return value
+    bits = round_to_bits(value)
+    is_vector = DataType(str(value.ty.dtype)).lanes > 1
+    return bits if is_vector else tirx.reinterpret("bfloat16", bits)
 
 
 def add_bytes(
@@ -139,7 +155,8 @@ def conv2d(
     data_layout, out_layout : str
         ``NCHW`` or ``NCHW{x}c``.
     out_dtype : str | None
-        ``uint8`` for the distances of the rounded output to its lower bound.
+        ``uint8`` for the distances of the rounded output to its lower bound; ``bfloat16`` or
+        ``float32`` where sums are of another type than the data; else None.
 
     Returns
     -------
@@ -181,21 +198,24 @@ def _layer(
     suffix: str,
     out_dtype: str | None = None,
 ) -> te.Tensor:
+    image, sums = padded(data, layer, suffix), str(bias.dtype)
     if out_layout == "NCHW":
-        conv = _conv_plain(padded(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_plain(image, weight, layer, suffix, sums)
     elif data_layout == "NCHW":
-        conv = _conv_first(padded(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_first(image, weight, layer, suffix)
     elif layer.is_depthwise:
-        conv = _conv_depthwise(padded(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_depthwise(image, weight, layer, suffix, sums)
+    elif len(weight.shape) == _WORDS_RANK:
+        conv = _conv_words(image, weight, layer, suffix, sums)
     elif layer.group_lanes(int(weight.shape[-1])):
-        conv = _conv_narrow(padded(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_narrow(image, weight, layer, suffix, sums)
     else:
-        conv = _conv_packed(padded(data, layer, suffix), weight, layer, suffix)
+        conv = _conv_packed(image, weight, layer, suffix, sums)
 
     def finish(*index: tirx.Var) -> tirx.Expr:
         value = conv(*index) + (bias(index[1]) if len(index) == 4 else bias(index[1], index[4]))
         if residual is not None:
-            value = value + residual(*index)
+            value = value + residual(*index).astype(bias.dtype)
         return finished(value, layer.activation, bias.dtype, out_dtype)
 
     return te.compute(conv.shape, finish, name=f"layer{suffix}")
@@ -245,7 +265,9 @@ def source_pixel(
     )
 
 
-def _conv_plain(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+def _conv_plain(
+    data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str, sums: str
+) -> te.Tensor:
     kh, kw = taps(layer)
     group_in = layer.in_channels // layer.groups
     group_out = layer.out_channels // layer.groups
@@ -254,8 +276,8 @@ def _conv_plain(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: st
     def value(n, o, h, w):
         channel = ic if layer.groups == 1 else (o // group_out) * group_in + ic
         return te.sum(
-            data(n, channel, *source_pixel(layer, h, w, kh, kw)).astype(weight.dtype)
-            * weight(o, ic, kh, kw),
+            data(n, channel, *source_pixel(layer, h, w, kh, kw)).astype(sums)
+            * weight(o, ic, kh, kw).astype(sums),
             axis=[ic, kh, kw],
         )
 
@@ -277,35 +299,59 @@ def _conv_first(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: st
     )
 
 
-def _conv_depthwise(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+def _conv_depthwise(
+    data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str, sums: str
+) -> te.Tensor:
     kh, kw = taps(layer)
     shape = [data.shape[0], data.shape[1], *out_space(data, layer), data.shape[4]]
     return te.compute(
         shape,
         lambda n, cb, h, w, ci: te.sum(
-            data(n, cb, *source_pixel(layer, h, w, kh, kw), ci).astype(weight.dtype)
-            * weight(cb, kh, kw, ci),
+            data(n, cb, *source_pixel(layer, h, w, kh, kw), ci).astype(sums)
+            * weight(cb, kh, kw, ci).astype(sums),
             axis=[kh, kw],
         ),
         name=f"conv{suffix}",
     )
 
 
-def _conv_narrow(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+def _conv_narrow(
+    data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str, sums: str
+) -> te.Tensor:
     kh, kw = taps(layer)
     width = int(weight.shape[4])
     ic = te.reduce_axis((0, width), name="ic")
 
     def value(n, cb, h, w, oi):
         lane = oi // width * width + ic
-        source = data(n, cb, *source_pixel(layer, h, w, kh, kw), lane)
-        return te.sum(source * weight(cb, 0, kh, kw, oi ^ lane, lane), axis=[ic, kh, kw])
+        source = data(n, cb, *source_pixel(layer, h, w, kh, kw), lane).astype(sums)
+        factor = weight(cb, 0, kh, kw, oi ^ lane, lane).astype(sums)
+        return te.sum(source * factor, axis=[ic, kh, kw])
 
     shape = [data.shape[0], data.shape[1], *out_space(data, layer), data.shape[4]]
     return te.compute(shape, value, name=f"conv{suffix}")
 
 
-def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
+def _conv_words(
+    data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str, sums: str
+) -> te.Tensor:
+    kh, kw = taps(layer)
+    lanes, word = int(data.shape[4]), int(weight.shape[6])
+    ic = te.reduce_axis((0, int(data.shape[1]) * lanes), name="ic")
+    shape = [data.shape[0], weight.shape[0], *out_space(data, layer), weight.shape[5]]
+
+    def value(n, ob, h, w, oi):
+        block, lane = ic // lanes, ic % lanes
+        source = data(n, block, *source_pixel(layer, h, w, kh, kw), lane).astype(sums)
+        factor = weight(ob, block, kh, kw, lane // word, oi, lane % word).astype(sums)
+        return te.sum(source * factor, axis=[ic, kh, kw])
+
+    return te.compute(shape, value, name=f"conv{suffix}")
+
+
+def _conv_packed(
+    data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str, sums: str
+) -> te.Tensor:
     kh, kw = taps(layer)
     parts, step, lanes = (int(weight.shape[axis]) for axis in (1, 4, 5))
     group_in, group_out = layer.in_channels // layer.groups, layer.out_channels // layer.groups
@@ -322,8 +368,8 @@ def _conv_packed(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: s
             channel = group * group_in + icb * step + ici
             block, lane = channel // lanes, channel % lanes
         return te.sum(
-            data(n, block, *source_pixel(layer, h, w, kh, kw), lane)
-            * weight(ob, icb, kh, kw, ici, oi),
+            data(n, block, *source_pixel(layer, h, w, kh, kw), lane).astype(sums)
+            * weight(ob, icb, kh, kw, ici, oi).astype(sums),
             axis=[icb, kh, kw, ici],
         )
 

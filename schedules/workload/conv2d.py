@@ -17,8 +17,11 @@ from ..errors import OpError
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 WORD_BYTES = 4
 """Bytes of a word: neighbouring channels whose products one instruction adds up."""
-WORDS = {"uint8": WORD_BYTES, "int8": WORD_BYTES, "int16": WORD_BYTES // 2}
-"""Channels in a word by their type: bytes, or the same numbers in 16 bits."""
+WORDS = {
+    **{"uint8": WORD_BYTES, "int8": WORD_BYTES},
+    **{"int16": WORD_BYTES // 2, "bfloat16": WORD_BYTES // 2},
+}
+"""Channels in a word by their type: bytes, the same numbers in 16 bits, or bfloat16."""
 ACTIVATIONS = (
     *("none", "relu", "relu6", "clip", "sigmoid", "hardswish", "silu", "gelu"),
     "round_clip",
@@ -343,11 +346,14 @@ class Conv2DKernel:
         Element type of the output, if not ``dtype``. ``uint8`` stands for rounded numbers from
         which the activation's lower bound is subtracted.
     word : int
-        Channels of bytes whose products one instruction adds up; see :data:`WORDS`.
+        Channels whose products one instruction adds up; see :data:`WORDS`. 1 for convolutions of
+        bfloat16 with ``sums`` whose weights are not in words, as of depthwise layers.
     limited : bool
         Whether the weights are such that two neighbouring products of bytes fit in 16 bits.
     addition : ByteAddition | None
         What a convolution of bytes does with its residual, which is of ``uint8``.
+    sums : str | None
+        Element type of sums and biases, if not ``dtype``: ``float32`` of bfloat16.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -366,19 +372,25 @@ class Conv2DKernel:
     word: int = WORD_BYTES
     addition: ByteAddition | None = None
     limited: bool = False
+    sums: str | None = None
 
     @property
     def is_quantized(self) -> bool:
         """Return whether bytes are multiplied."""
         return self.dtype == "uint8"
 
+    @property
+    def has_words(self) -> bool:
+        """Return whether channels are multiplied in words: bytes, or pairs of bfloat16."""
+        return self.is_quantized or (self.sums is not None and self.word > 1)
+
     def in_words(self) -> Conv2DKernel:
         """The convolution of floats that moves as many bytes by as many instructions.
 
-        That of words of channels of bytes, with images of one pixel as one row; a convolution of
-        floats is its own.
+        That of words of channels, with images of one pixel as one row; a convolution of floats of
+        its own lanes is its own.
         """
-        if not self.is_quantized:
+        if not self.has_words:
             return self
         (layer,) = self.layers
         words = replace(layer, in_channels=-(-layer.in_channels // self.word))
@@ -388,9 +400,9 @@ class Conv2DKernel:
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether bytes of several images of one pixel are multiplied: rows of a matrix."""
+        """Return whether words of several images of one pixel are multiplied: rows of a matrix."""
         single = self.height == self.width == 1 and self.layers[0].is_pointwise
-        return self.is_quantized and single and (self.batch or 0) > 1
+        return self.has_words and single and (self.batch or 0) > 1
 
     @property
     def is_static(self) -> bool:
@@ -422,7 +434,7 @@ def describe(kernel: Conv2DKernel) -> str:
     """Return the layers and the size of the image in a few words."""
     layers = " + ".join(map(str, kernel.layers))
     by = f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
-    of = " of bytes" if kernel.is_quantized else ""
+    of = " of bytes" if kernel.is_quantized else f" of {kernel.dtype}" if kernel.sums else ""
     return f"{layers}{of} on {kernel.height}x{kernel.width}{by}"
 
 
@@ -430,7 +442,7 @@ def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
     defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
-    for name, default in (defaults | {"limited": False}).items():
+    for name, default in (defaults | {"limited": False, "sums": None}).items():
         if fields[name] == default:
             del fields[name]
     return json.dumps(fields, sort_keys=True)

@@ -12,7 +12,7 @@ from relay_passes.op.fused_conv2d import FUSED_CONV2D
 from relay_passes.op.pack import pack
 from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from relay_passes.op.round_clip import BYTE
-from schedules.workload.conv2d import BOUNDED, WORD_BYTES, Activation, ConvLayer
+from schedules.workload.conv2d import BOUNDED, WORD_BYTES, WORDS, Activation, ConvLayer
 
 from .packing_state import Packed, Result, Rule, Scope, Takes, is_single_pixel
 from .weight_packing import fits_pairs, weight_form
@@ -42,6 +42,8 @@ def read_convolution(call: relax.Call, block: int, takes: Takes) -> tuple[ConvLa
         return None
     if name != QUANTIZED_CONV2D.name:
         kernel = read_kernel(call, _OPS[name])
+        if kernel.sums is not None and block % WORDS[kernel.dtype]:
+            return None
     elif block % WORD_BYTES:
         return None
     else:
@@ -55,7 +57,7 @@ def is_cut(layer: ConvLayer, block: int) -> bool:
     return layer.groups > 1 and not layer.is_depthwise and any(count % block for count in own)
 
 
-def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
+def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
     """Rewrite one call; its weights become packed parameters.
 
     A first layer of fewer channels than lanes reads NCHW data, because its blocks would be mostly
@@ -65,6 +67,8 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     layers = read_convolution(call, scope.block, scope.takes)
     if layers is None:
         return None
+    if call.op.name == CONV2D.name and read_kernel(call, CONV2D).sums is not None:
+        return pack_words(scope, binding, layers[0])
     op = _OPS[call.op.name]
     data, residual = call.args[0], call.args[op.operands :]
     few = layers[0].in_channels < scope.block and layers[0].groups == 1
@@ -83,6 +87,47 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Packed | None:
         layers[-1].out_channels,
         BYTE if "out_dtype" in attrs else _bound_after(layers[-1].activation, bound),
     )
+
+
+def pack_words(scope: Scope, binding: relax.VarBinding, layer: ConvLayer) -> Result:
+    """Rewrite one call of bfloat16 with sums of float32; dense weights get words of two channels.
+
+    Images of few channels are packed in blocks of four.
+    """
+    call = binding.value
+    attrs = dict(call.attrs.items()) | _layout_attrs(CONV2D, (layer,), scope.layout, False)
+    dense, suffix = layer.groups == 1, ""
+    if dense and layer.in_channels < scope.block and scope.lookup(call.args[0]) is None:
+        suffix = "_first"
+        attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
+        data = scope.emit(pack(scope.visit(call.args[0]), WORD_BYTES))
+    else:
+        data = _in_blocks(scope, call.args[0])
+    form = f"words{suffix}" if dense else str(weight_form(layer, scope.block, False))
+    operands = [data, scope.parameter(call.args[1], form), scope.parameter(call.args[2], "bias")]
+    found = [scope.lookup(residual) for residual in call.args[3:]]
+    operands += [_in_blocks(scope, residual) for residual in call.args[3:]]
+    bound = _bound_after(layer.activation, sum(each.bound for each in found if each is not None))
+    return _unblocked(scope, binding, relax.Call(call.op, operands, attrs), layer, bound)
+
+
+def _in_blocks(scope: Scope, data: relax.Expr) -> relax.Expr:
+    """A tensor in blocks; those of a single pixel lie where its channels do."""
+    channels = int(data.ty.shape.values[1])
+    if scope.lookup(data) is not None or not is_single_pixel(data) or channels % scope.block:
+        return scope.pack(data).expr
+    shape = [data.ty.shape.values[0], channels // scope.block, 1, 1, scope.block]
+    return scope.emit(relax.op.reshape(scope.visit(data), shape))
+
+
+def _unblocked(
+    scope: Scope, binding: relax.VarBinding, packed: relax.Call, layer: ConvLayer, bound: float
+) -> Result:
+    """The result of a packed convolution; of a single pixel at once in NCHW, if that is enough."""
+    is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0
+    if is_row and binding.var not in scope.uses.wanted:
+        return relax.op.reshape(scope.emit(packed), binding.var.ty.shape)
+    return Packed(packed, layer.out_channels, bound)
 
 
 def _layout_attrs(
@@ -115,8 +160,6 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     if layers is None:
         return None
     (layer,), data = layers, call.args[0]
-    # Blocks of a single pixel lie where its channels do.
-    is_row = is_single_pixel(data) and layer.in_channels % scope.block == 0
     attrs = dict(call.attrs.items())
     attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
     suffix = ""
@@ -124,12 +167,8 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         suffix = "_first"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]
-    elif scope.lookup(data) is None and is_row:
-        blocks = layer.in_channels // scope.block
-        shape = [data.ty.shape.values[0], blocks, 1, 1, scope.block]
-        operands = [scope.emit(relax.op.reshape(scope.visit(data), shape))]
     else:
-        operands = [scope.pack(data).expr]
+        operands = [_in_blocks(scope, data)]
     weight = scope.parameter(call.args[1], "quantized" + suffix)
     if scope.pairs and isinstance(weight, GenericConst) and fits_pairs(weight.value.numpy()):
         attrs["limited"] = True
@@ -137,13 +176,9 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         weight = scope.parameter(call.args[1], "pairs" + suffix)
     operands += [weight, *(scope.parameter(each, "bias") for each in call.args[2:4])]
     operands += [scope.pack(residual).expr for residual in call.args[4:]]
-    packed = relax.Call(call.op, operands, attrs)
-    is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0
-    if is_row and binding.var not in scope.uses.wanted:
-        return relax.op.reshape(scope.emit(packed), binding.var.ty.shape)
     in_bytes = attrs["out_dtype"] == "uint8"
     bound = BYTE if in_bytes else _bound_after(layer.activation, 0.0)
-    return Packed(packed, layer.out_channels, bound)
+    return _unblocked(scope, binding, relax.Call(call.op, operands, attrs), layer, bound)
 
 
 CONVOLUTION_RULES: dict[str, Rule] = {

@@ -10,6 +10,7 @@ from typing import TypeAlias
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
+from relay_passes.core.constants import array_of, tensor_constant
 from relay_passes.op.pack import pack
 from schedules.workload.conv2d import Conv2DKernel
 
@@ -123,9 +124,9 @@ class Scope:
         if not isinstance(expr, GenericConst):
             return self.emit(pack_expr(self.visit(expr), form, self.block))
         if (expr, form) not in self.parameters:
-            array = pack_array(expr.value.numpy(), form, self.block)
+            array = pack_array(array_of(expr), form, self.block)
             dtype = element_type(form, str(expr.ty.dtype))
-            self.parameters[expr, form] = relax.const(array, dtype)
+            self.parameters[expr, form] = tensor_constant(array, dtype)
         return self.parameters[expr, form]
 
     def is_safe(self, channels: int, bound: float) -> bool:

@@ -17,6 +17,9 @@ first
 pairs      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of int16
 pairs_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of int16, for data in words
 first                                   of four
+words      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of bfloat16
+words_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of bfloat16, for data in
+first                                   blocks of four
 bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
@@ -41,7 +44,7 @@ from schedules.workload.conv2d import WORD_BYTES, WORDS, ConvLayer
 
 FORMS = (
     *("dense", "first", "depthwise", "grouped", "narrow", "quantized", "quantized_first"),
-    *("pairs", "pairs_first", "bias", "data"),
+    *("pairs", "pairs_first", "words", "words_first", "bias", "data"),
 )
 
 
@@ -95,9 +98,9 @@ class Packing:
             rows = rows.reshape(width, blocks[0], block).swapaxes(0, 1)
             split = (blocks[0], 1, width, block, *extents[2:])
             return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
-        if form.startswith(("quantized", "pairs")):
+        if form.startswith(("quantized", "pairs", "words")):
             lanes = WORD_BYTES if form.endswith("_first") else block
-            word = WORDS[element_type(form, "int8")]
+            word = WORDS["bfloat16" if form.startswith("words") else element_type(form, "int8")]
             count = channel_blocks(extents[1], lanes)
             padding = (tail[0], count * lanes - extents[1], 0, 0)
             split = (blocks[0], block, count, lanes // word, word, *extents[2:])

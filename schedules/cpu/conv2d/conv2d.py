@@ -24,6 +24,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.errors import OpError
+from schedules.tir.bfloat16 import widen_bits
 from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import (
     WORD_BYTES,
@@ -86,7 +87,7 @@ class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):
         if position == 0:
             if array.ndim == 5:
                 _keep(array, (1, 4), workload.layers[0].in_channels)
-        elif number < len(workload.layers) and not workload.is_quantized:
+        elif number < len(workload.layers) and not workload.has_words:
             layer, first = workload.layers[number], int(workload.winograd > 0)
             last = array.ndim - 1
             _keep(array, (0 if is_bias else first, last), layer.out_channels)
@@ -201,6 +202,8 @@ def operands(
     """The operands of a function with parameters data, weight, bias[, residual], output."""
     if kernel.is_quantized:
         return _quantized_operands(builder, kernel, image)
+    if kernel.sums is not None:
+        return _half_operands(builder, kernel, image)
     layer = kernel.layers[position]
     weight = builder.buffers[1 + 2 * position]
     return LayerOperands(
@@ -233,7 +236,7 @@ def _quantized_operands(
     weight = builder.buffers[1]
     return LayerOperands(
         layer=kernel.in_words().layers[0],
-        source=_in_words(data, builder.words(0)) if kernel.word == WORD_BYTES else data,
+        source=_in_words(data, builder.words(0), WORD_BYTES) if kernel.word == WORD_BYTES else data,
         output=output,
         weight=builder.words(1),
         bias=builder.flat[2],
@@ -250,16 +253,46 @@ def _quantized_operands(
     )
 
 
-def _in_words(data: FeatureMap, words: tirx.Buffer) -> FeatureMap:
-    """Bytes as words of four."""
+def _half_operands(builder: KernelBuilder, kernel: Conv2DKernel, image: Index) -> LayerOperands:
+    """The operands of a function with parameters data, weight, bias[, residual], output.
+
+    Those of bfloat16 are read and written as bits, dense data and weights as words of two.
+    """
+    places = (0, -1, -2) if kernel.residual else (0, -1)
+    maps = [
+        replace(builder.feature_map(place, image), buffer=builder.bits(place)) for place in places
+    ]
+    if kernel.is_matrix:
+        maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
+    data, output, *residual = maps
+    layer, weight = kernel.in_words().layers[0], builder.buffers[1]
+    return LayerOperands(
+        layer=layer,
+        source=_in_words(data, builder.words(0), kernel.word) if kernel.has_words else data,
+        output=output,
+        weight=builder.words(1) if kernel.has_words else builder.bits(1),
+        bias=builder.flat[2],
+        residual=residual[0] if residual else None,
+        lanes=int(builder.buffers[2].shape[1]),
+        in_blocks=1 if layer.is_depthwise else int(weight.shape[1]),
+        out_blocks=int(weight.shape[0]),
+        dtype=str(kernel.sums),
+        out_dtype=kernel.out_dtype,
+        word=kernel.word,
+        pairs=kernel.has_words,
+    )
+
+
+def _in_words(data: FeatureMap, words: tirx.Buffer, word: int) -> FeatureMap:
+    """Channels in words of so many."""
     return replace(
         data,
         buffer=words,
-        offset=tirx.floordiv(data.offset, WORD_BYTES),
-        block_stride=data.block_stride // WORD_BYTES,
-        row_stride=data.row_stride // WORD_BYTES,
-        lanes=data.lanes // WORD_BYTES,
-        pixel_stride=data.step // WORD_BYTES,
+        offset=tirx.floordiv(data.offset, word),
+        block_stride=data.block_stride // word,
+        row_stride=data.row_stride // word,
+        lanes=data.lanes // word,
+        pixel_stride=data.step // word,
     )
 
 
@@ -328,7 +361,7 @@ def _nest(
 ) -> None:
     """Both orders of block tiles and pixels over one group of units."""
     flat = is_flat(ops)
-    if ops.scale is not None and ops.word != WORD_BYTES:
+    if ops.pairs or (ops.scale is not None and ops.word != WORD_BYTES):
         with T.sblock("widened"):
             T.reads()
             T.writes()
@@ -339,7 +372,7 @@ def _nest(
 
 
 def _widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperands:
-    """Copy the bytes that a group of units reads to 16 bits each, in words of two.
+    """Copy what a group of units reads: bytes to words of two in 16 bits, bfloat16 to float32.
 
     Each is multiplied by many weights, so that widening it once costs little.
     """
@@ -353,9 +386,10 @@ def _widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperan
         first_row, stop = source_span(units, ops.layer, source.height, axis=0)
         first, last = first_row * width, stop * width
         most = width * min(source.height, (knobs.unit_group - 1) * ops.layer.strides[0] + reach)
-    words = source.lanes // ops.word
+    words, each = (source.lanes, ops.word) if ops.pairs else (source.lanes // ops.word, 1)
+    dtype = ops.dtype if ops.pairs else "int32"
     stored = FeatureMap(
-        buffer=T.sblock_alloc_buffer((ops.in_blocks * most * words,), "int32"),
+        buffer=T.sblock_alloc_buffer((ops.in_blocks * most * words * each,), dtype),
         offset=-first * words,
         block_stride=most * words,
         row_stride=width * words,
@@ -366,9 +400,13 @@ def _widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperan
     )
     with loop(0, ops.in_blocks) as block, T.serial(0, last - first) as pixel:
         at = source.offset + block * source.block_stride + (first + pixel) * source.step
-        wide = T.Cast(f"int16x{source.lanes}", source.buffer[T.ramp(at, 1, source.lanes)])
-        place = T.ramp(block * stored.block_stride + pixel * words, 1, words)
-        T.buffer_store(stored.buffer, T.reinterpret(f"int32x{words}", wide), [place])
+        found = source.buffer[T.ramp(at, 1, source.lanes)]
+        if ops.pairs:
+            wide = widen_bits(T.reinterpret(f"uint16x{words * each}", found))
+        else:
+            wide = T.reinterpret(f"int32x{words}", T.Cast(f"int16x{source.lanes}", found))
+        place = T.ramp((block * stored.block_stride + pixel * words) * each, 1, words * each)
+        T.buffer_store(stored.buffer, wide, [place])
     return replace(ops, source=stored)
 
 

@@ -61,7 +61,8 @@ def _template(
             if pieces > 1:
                 end: tirx.Expr = last * lanes
                 stop = tirx.Select(last == groups, tirx.const(pixels, end.ty.dtype), end)
-            plain, packed = builder.flat if packing else reversed(builder.flat)
+            both = builder.bits(0), builder.bits(1)
+            plain, packed = both if packing else reversed(both)
 
             def move(block: Index, used: int) -> None:
                 planes = Planes(plain, (image * channels + block * lanes) * pixels + start, pixels)

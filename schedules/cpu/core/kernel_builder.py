@@ -103,10 +103,17 @@ class KernelBuilder:
         return T.decl_buffer((size,), buffer.dtype, data=buffer.data)
 
     def words(self, position: int) -> tirx.Buffer:
-        """The integers of a parameter as words of int32; valid inside :meth:`body`."""
+        """The elements of a parameter as words of int32; valid inside :meth:`body`."""
         flat = self.flat[position]
         each = WORDS[str(flat.dtype)]
         return T.decl_buffer((flat.shape[0] // each,), "int32", data=flat.data)
+
+    def bits(self, position: int) -> tirx.Buffer:
+        """A parameter, those of bfloat16 as their bits in uint16; valid inside :meth:`body`."""
+        flat = self.flat[position]
+        if str(flat.dtype) != "bfloat16":
+            return flat
+        return T.decl_buffer((flat.shape[0],), "uint16", data=flat.data)
 
     def feature_map(self, position: int, image: Index) -> FeatureMap:
         """The parameter at ``position`` as the feature map of one image of the batch.

@@ -36,6 +36,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
 
 from schedules.compute.conv2d import add_bytes, finished
+from schedules.tir.bfloat16 import widen_bits
 from schedules.workload.conv2d import WORD_BYTES, Activation, ByteAddition, ConvLayer
 
 from .prefetch import line_elements, prefetch
@@ -156,7 +157,7 @@ class LayerOperands:
     out_blocks : int
         Blocks of the output.
     dtype : str
-        Element type of the accumulators.
+        Element type of the accumulators. Buffers of bfloat16 hold the bits, as uint16.
     met : int
         Groups that the output blocks of the tile belong to.
     scale : tirx.Buffer | None
@@ -166,6 +167,9 @@ class LayerOperands:
         Element type of the output, if not ``dtype``.
     word : int
         Channels of a word: four in bytes, or two in 16 bits.
+    pairs : bool
+        Whether the weights are int32 words of two bfloat16, and the source those channels in
+        float32: twice as many elements as its strides say.
     limited : bool
         Whether two neighbouring products of bytes fit in 16 bits.
     addition : ByteAddition | None
@@ -188,6 +192,7 @@ class LayerOperands:
     word: int = WORD_BYTES
     addition: ByteAddition | None = None
     limited: bool = False
+    pairs: bool = False
 
     @property
     def group_lanes(self) -> int:
@@ -350,9 +355,7 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
             # Pixels innermost: LLVM keeps them in registers, and one vector of weights.
             for j, p in itertools.product(range(width), range(low, high)):
                 pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
-                if str(ops.source.buffer.dtype) != ops.dtype:
-                    pixel = T.Cast(ops.vector, pixel)
-                product = pixel * _load(ops.weight, weight + j * lanes, lanes)
+                product = _floats(pixel) * _floats(_load(ops.weight, weight + j * lanes, lanes))
                 total = sums[p * width + j]
                 _store(total, _load(total, 0, lanes) + product, 0, lanes)
         for p in range(run.size):
@@ -569,26 +572,48 @@ def _multiply(
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
+    parts = ops.word if ops.pairs else 1
     # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
     # kernel columns share, and spill the accumulators.
-    fitting = max(1, MOST_UNROLLED // (blocks * (span[1] - span[0])))
+    fitting = max(1, MOST_UNROLLED // (parts * blocks * (span[1] - span[0])))
     most = min(UNROLLED_STEPS, 1 << (fitting.bit_length() - 1))
     constant = _shuffles(ops, len(origins))
     if constant:
         most = channels
     elif layer.groups > 1 and lanes > LANES_OF_128_BITS:
         most = min(most, max(1, ops.step // 2))
-    pixels = [[origin + p * pixel_step for p in range(*span)] for origin in origins]
+    pixels = [[(origin + p * pixel_step) * parts for p in range(*span)] for origin in origins]
     element = _elements(ops, block, pixels)
     for lane in _channel_steps(channels, most, constant):
         vectors = [
             _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
         ]
-        for number, p in enumerate(range(*span)):
-            factor = element(number, lane)
-            for v, vector in enumerate(vectors):
-                total = sums[p * blocks + v]
-                _store(total, _multiply_add(ops, _load(total, 0, lanes), factor, vector), 0, lanes)
+        for part in range(parts):
+            factors = [_part(vector, part) for vector in vectors] if ops.pairs else vectors
+            for number, p in enumerate(range(*span)):
+                factor = element(number, lane * parts + part)
+                for v, vector in enumerate(factors):
+                    total = sums[p * blocks + v]
+                    value = _multiply_add(ops, _load(total, 0, lanes), factor, vector)
+                    _store(total, value, 0, lanes)
+
+
+def _part(words: tirx.Expr, part: int) -> tirx.Expr:
+    """One of the two bfloat16 of each word as float32."""
+    lanes = tvm.DataType(str(words.ty.dtype)).lanes
+    if part:
+        bits = words & T.broadcast(T.int32(-(1 << 16)), lanes)
+    else:
+        bits = words << T.broadcast(T.int32(16), lanes)
+    return T.reinterpret(f"float32x{lanes}", bits)
+
+
+def _floats(value: tirx.Expr) -> tirx.Expr:
+    """Numbers to multiply: those of bytes and of bits of bfloat16 as float32, others themselves."""
+    dtype = str(value.ty.dtype)
+    if dtype.startswith("uint16"):
+        return widen_bits(value)
+    return T.Cast(dtype.replace("uint8", "float32"), value) if "uint8" in dtype else value
 
 
 def _multiply_add(
@@ -596,7 +621,7 @@ def _multiply_add(
 ) -> tirx.Expr:
     """Add to ``total`` products of floats, or those of the channels of a word in each lane."""
     if ops.scale is None:
-        return total + factor * vector
+        return total + _floats(factor) * _floats(vector)
     return add_word_products(total, factor, vector, ops.lanes, ops.word, ops.limited)
 
 
@@ -743,7 +768,7 @@ def _with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr
         return value
     added = _load(ops.residual.buffer, at, ops.lanes)
     if ops.addition is None:
-        return value + added
+        return value + _floats(added)
     return add_bytes(value, ops.layer.activation, added, ops.addition)
 
 

@@ -168,6 +168,41 @@ def test_refuses_operands(index, replacement, message):
         op.conv2d(*operands, **LAYER.to_attrs())
 
 
+def halves(bias: str = "float32", residual: str = "bfloat16") -> list[relax.Expr]:
+    data, weight, _ = plain_operands(LAYER, dtype="bfloat16")
+    kinds = {"bias": ((6,), bias), "residual": ((1, 6, 4, 9), residual)}
+    others = [tensor(name, *shape, dtype=dtype) for name, (shape, dtype) in kinds.items()]
+    return [data, weight, *others]
+
+
+def test_bfloat16_with_sums_of_float32_gives_either():
+    for out_dtype in (None, "bfloat16", "float32"):
+        call = op.conv2d(*halves(), **LAYER.to_attrs(), out_dtype=out_dtype)
+        assert str(infer(call).ty.dtype) == (out_dtype or "bfloat16")
+        kernel = read_kernel(call, CONV2D)
+        assert (kernel.dtype, kernel.sums, kernel.word) == ("bfloat16", "float32", 1)
+
+
+@pytest.mark.parametrize(
+    ("operands", "attrs", "message"),
+    [
+        (halves(residual="float32"), {}, "element types bfloat16, bfloat16, float32, float32"),
+        (halves(), {"out_dtype": "uint8"}, "out_dtype is 'uint8'; expected 'bfloat16' or 'float32"),
+    ],
+)
+def test_refuses_other_types_with_bfloat16(operands, attrs, message):
+    with pytest.raises(OpError, match=message):
+        op.conv2d(*operands, **LAYER.to_attrs(), **attrs)
+
+
+def test_refuses_words_in_other_layouts():
+    data = tensor("data", 1, 4, 8, 9, dtype="bfloat16")
+    layouts = {"data_layout": "NCHW", "out_layout": "NCHW8c", "in_channels": 4, "out_channels": 6}
+    words = tensor("weight", 1, 1, 3, 3, 2, 8, 2, dtype="bfloat16")
+    with pytest.raises(OpError, match="data in 'NCHW4c', for a dense layer of bfloat16"):
+        op.conv2d(data, words, tensor("bias", 1, 8), **LAYER.to_attrs(), **layouts)
+
+
 def test_refuses_integers():
     with pytest.raises(OpError, match="element types int32.* cast them with relax.astype"):
         op.conv2d(*plain_operands(LAYER, dtype="int32"), **LAYER.to_attrs())

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of bfloat16 with sums of float32: their numbers, rounding, and special values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from cpu.conv2d.test_conv2d import KNOBS, SEED
+from cpu.conv_cases import (
+    TARGET,
+    Array,
+    Case,
+    apply_activation,
+    cases,
+    compile_function,
+    convolve,
+    pack,
+    pack_weight,
+    up,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import te, tirx
+
+from schedules.compute.conv2d import conv2d
+from schedules.cpu.conv2d.conv2d import Conv2D, conv2d_template
+from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
+
+TYPES = st.sampled_from(["bfloat16", "float32"])
+
+
+def kernel_of(case: Case, out_dtype: str) -> Conv2DKernel:
+    """The workload; ``case.nchw`` stands for an image in blocks of four channels."""
+    dense = case.layers[0].groups == 1
+    kernel = replace(case.kernel, dtype="bfloat16", sums="float32", word=2 if dense else 1)
+    layout = "NCHW4c" if case.nchw else kernel.out_layout
+    return replace(kernel, out_dtype=out_dtype, data_layout=layout)
+
+
+def operands(case: Case, seed: int) -> tuple[list[Array], list[Array]]:
+    """Packed arguments with garbage in the pad lanes of activations, and those in NCHW."""
+    random, layer = np.random.default_rng(seed), case.layers[0]
+    inputs = layer.in_channels // layer.groups
+    shapes = {
+        "data": (case.batch, layer.in_channels, case.height, case.width),
+        "weight": (layer.out_channels, inputs, *layer.kernel),
+        "bias": (layer.out_channels,),
+        "residual": case.out_shape,
+    }
+    arrays = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+    arrays["weight"] *= 2 * (inputs * layer.kernel[0] * layer.kernel[1]) ** -0.5
+    if not case.residual:
+        del arrays["residual"]
+    types = {name: ml_dtypes.bfloat16 for name in arrays} | {"bias": np.float32}
+    exact = [array.astype(types[name]).astype("float64") for name, array in arrays.items()]
+    lanes = 4 if case.nchw else case.lanes
+    packed = [pack(exact[0], lanes, fill=7), _pack_weight(exact[1], case, lanes)]
+    packed += [
+        pack(exact[2], case.lanes, axis=0),
+        *(pack(r, case.lanes, fill=7) for r in exact[3:]),
+    ]
+    return packed, exact
+
+
+def _pack_weight(weight: Array, case: Case, data_lanes: int) -> Array:
+    if case.layers[0].groups > 1:
+        return pack_weight(weight, case, 0)
+    words = pack(pack(weight, data_lanes, axis=1), case.lanes, axis=0)
+    shape = *words.shape[:4], data_lanes // 2, 2, case.lanes
+    return np.moveaxis(words.reshape(shape), 5, 6)
+
+
+def build(case: Case, out_dtype: str, batch: tirx.Var | None = None) -> tirx.PrimFunc:
+    """The function as legalization makes it."""
+    packed, _ = operands(case, 0)
+    dtypes = ["bfloat16", "bfloat16", "float32", "bfloat16"]
+    shapes = [array.shape for array in packed]
+    if batch is not None:
+        shapes = [(batch, *shape[1:]) if at in (0, 3) else shape for at, shape in enumerate(shapes)]
+    inputs = [te.placeholder(*each) for each in zip(shapes, dtypes, strict=False)]
+    kernel = kernel_of(case, out_dtype)
+    layouts = kernel.data_layout, kernel.out_layout
+    residual = inputs[3] if case.residual else None
+    output = conv2d(*inputs[:3], residual, case.layers[0], *layouts, out_dtype)
+    func = te.create_prim_func([*inputs, output])
+    return func.with_attr("tvm_fusion.workload", to_json(kernel))
+
+
+def run(case: Case, func: tirx.PrimFunc, packed: list[Array], out_dtype: str) -> Array:
+    """Run into a poisoned output; return its true channels in NCHW."""
+    dtypes = ["bfloat16", "bfloat16", "float32", "bfloat16"]
+    tensors = [
+        tvm.runtime.tensor(array.astype(dtype))
+        for array, dtype in zip(packed, dtypes, strict=False)
+    ]
+    batch, channels, *size = case.out_shape
+    shape = batch, up(channels, case.lanes), *size, case.lanes
+    output = tvm.runtime.tensor(np.full(shape, np.nan, out_dtype))
+    compile_function(func)["main"](*tensors, output)
+    blocks = output.numpy().astype("float64")
+    return np.moveaxis(blocks, -1, 2).reshape(batch, -1, *size)[:, :channels]
+
+
+def check(case: Case, func: tirx.PrimFunc, out_dtype: str, seed: int) -> None:
+    """Compare with NumPy: a result of bfloat16 is the exact one, rounded once."""
+    packed, exact = operands(case, seed)
+    residual = exact[3] if case.residual else None
+    expected = convolve(*exact[:3], case.layers[0], residual)
+    found = run(case, func, packed, out_dtype)
+    scale = max(1.0, float(np.abs(expected).max()))
+    half = 2**-8 if out_dtype == "bfloat16" else 0
+    limit = 2e-5 * scale + half * np.abs(expected)
+    assert (np.abs(found - expected) <= limit).all(), case
+
+
+def schedule(case: Case, out_dtype: str) -> tirx.PrimFunc:
+    found = Conv2D().apply(build(case, out_dtype), TARGET, False)
+    assert found is not None
+    return found.mod["main"]
+
+
+@given(cases(pair=False), TYPES, SEED)
+@settings(max_examples=settings.default.max_examples // 2)
+def test_numbers_with_default_knobs(case, out_dtype, seed):
+    check(case, schedule(case, out_dtype), out_dtype, seed)
+
+
+@given(cases(pair=False), TYPES, KNOBS, SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_with_any_knobs(case, out_dtype, knobs, seed):
+    func = conv2d_template(build(case, out_dtype), kernel_of(case, out_dtype), knobs).mod["main"]
+    check(case, func, out_dtype, seed)
+
+
+@given(cases(pair=False), TYPES, SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_of_the_definition(case, out_dtype, seed):
+    func = build(case, out_dtype).without_attr("tvm_fusion.workload")
+    check(case, func, out_dtype, seed)
+
+
+def test_rows_of_a_matrix_are_pixels():
+    case = Case((ConvLayer(40, 24, (1, 1)),), batch=19, height=1, width=1)
+    assert kernel_of(case, "bfloat16").is_matrix
+    check(case, schedule(case, "bfloat16"), "bfloat16", 0)
+
+
+def test_an_open_batch():
+    case = Case((ConvLayer(16, 8, (3, 3), padding=(1, 1, 1, 1)),), batch=3, residual=True)
+    func = build(case, "bfloat16", batch=tirx.Var("n", "int64"))
+    found = Conv2D().apply(func, TARGET, False)
+    assert found is not None
+    check(case, found.mod["main"], "bfloat16", 1)
+
+
+def ends(value: np.ndarray, out_dtype: str = "bfloat16", activation: str = "none") -> np.ndarray:
+    """What becomes of numbers of float32, given as biases of channels whose sums are zero."""
+    case = Case((ConvLayer(8, len(value), (1, 1), activation=Activation(activation)),), 1, 1, 1)
+    packed, _ = operands(case, 0)
+    packed[0][:], packed[2] = 0, pack(value.astype("float32"), 8, axis=0)
+    return run(case, schedule(case, out_dtype), packed, out_dtype).reshape(-1)
+
+
+def test_results_are_rounded_to_nearest_even():
+    bits = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32)
+    bits[:8] = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 1, 0x80000001, 0x8000]
+    values = bits.view(np.float32)
+    values = values[np.isfinite(values)]
+    with np.errstate(over="ignore"):
+        expected = values.astype(ml_dtypes.bfloat16).astype("float64")
+    found = ends(values)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_nan_stays_nan_whatever_its_bits():
+    bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F808000])
+    values = bits.astype(np.uint32).view(np.float32)
+    assert np.isnan(ends(values)).all()
+    assert np.isnan(ends(values, activation="relu")).all()
+    infinities = np.array([np.inf, -np.inf], "float32")
+    np.testing.assert_array_equal(ends(infinities), infinities)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_the_workload_is_read_as_it_was_written(out_dtype):
+    kernel = kernel_of(Case((ConvLayer(16, 8, (1, 1)),)), out_dtype)
+    assert from_json(to_json(kernel)) == kernel
+    assert kernel.in_words().layers[0].in_channels == 8
+
+
+def test_infinite_data_spreads_like_float32():
+    case = Case((ConvLayer(8, 8, (1, 1)),), 1, 1, 3)
+    packed, exact = operands(case, 3)
+    packed[0][..., 0, :, 0], exact[0][:, 0] = np.inf, np.inf
+    with np.errstate(invalid="ignore"):
+        expected = apply_activation(convolve(*exact[:3], case.layers[0], None), Activation())
+    found = run(case, schedule(case, "float32"), packed, "float32")
+    np.testing.assert_array_equal(np.sign(found), np.sign(expected))
+    assert np.isinf(found).all()
