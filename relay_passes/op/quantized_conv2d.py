@@ -10,7 +10,9 @@
     residual [N, O, H', W'] uint8
     out [N, O, H', W'] float32, or uint8: the distances of rounded numbers to their lower bound
 
-Sums are exact in int32; padding consists of zero bytes. Packed, with lanes ``x`` from
+Sums are exact in int32; padding consists of zero bytes. An image of up to four channels may be
+float32 in NCHW, also where the rest is packed: then it is rounded to bytes first, and padded with
+the byte that stands for 0. Packed, with lanes ``x`` from
 ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
 ``[blocks, x]``, ``data`` alike, or with 4 lanes in ``NCHW4c`` as for an input image, the weight is
 as in ``schedules/compute/quantized_conv2d.py``, of int8 or of int16 for CPUs that add products in
@@ -28,7 +30,14 @@ from tvm import relax, te
 
 from schedules.compute.quantized_conv2d import quantized_conv2d as compute
 from schedules.errors import OpError
-from schedules.workload.conv2d import WORD_BYTES, WORDS, ByteAddition, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import (
+    WORD_BYTES,
+    WORDS,
+    ByteAddition,
+    ByteRounding,
+    Conv2DKernel,
+    ConvLayer,
+)
 from schedules.workload.reduce import constant
 
 from .conv_call import Known, checked_attrs, legalize_kernel
@@ -73,6 +82,7 @@ def quantized_conv2d(
     out_dtype: str = "float32",
     addition: ByteAddition | None = None,
     limited: bool = False,
+    rounding: ByteRounding | None = None,
 ) -> relax.Call:
     """Convolve, scale, add the bias, activate, and add a residual.
 
@@ -95,6 +105,8 @@ def quantized_conv2d(
     limited : bool
         Whether 16 bits hold the sum of any two products of neighbouring channels in a word of the
         packed weight.
+    rounding : ByteRounding | None
+        How ``data`` is rounded to bytes, if it is of float32.
 
     Returns
     -------
@@ -127,6 +139,8 @@ def quantized_conv2d(
         attrs["addition"] = [float(number) for number in astuple(addition)]
     if limited:
         attrs["limited"] = True
+    if rounding is not None:
+        attrs["rounding"] = list(map(float, astuple(rounding)))
     call = relax.Call(QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
@@ -136,12 +150,17 @@ def quantized_conv2d(
 def read_quantized(call: relax.Call) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
     layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
-    addition = _read_addition(call)
+    addition, rounding = _read_addition(call), _read_rounding(call)
     operands = _OPERANDS if addition is None else _OPERANDS | {"residual": "uint8"}
+    operands = operands if rounding is None else operands | {"data": "float32"}
     check_operands(call, operands, _NAME, ("int16",) if layouts[1] != "NCHW" else ())
     extents = call.args[0].ty.shape.values
     data_lanes, lanes = (lanes_of(layout, _NAME) for layout in layouts)
-    rank = 5 if lanes else 4
+    if rounding is not None:
+        if data_lanes:
+            raise OpError(f"{_NAME}: data to be rounded has layout {layouts[0]}; expected NCHW")
+        data_lanes = WORD_BYTES * bool(lanes)
+    rank = 5 if lanes and rounding is None else 4
     words = data_lanes in (lanes, WORD_BYTES) and bool(data_lanes) == bool(lanes)
     if len(extents) != rank or lanes % WORD_BYTES or not words:
         raise OpError(
@@ -150,7 +169,12 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
             f"same or NCHW{WORD_BYTES}c in the data"
         )
     layer = _read_layer(call, data_lanes, lanes)
-    check_channels(extents, [layer], data_lanes, _NAME)
+    check_channels(extents, [layer], data_lanes if rank == 5 else 0, _NAME)
+    if rounding is not None and (layer.in_channels > WORD_BYTES or layer.is_pointwise):
+        raise OpError(
+            f"{_NAME}: {layer} rounds its data; expected at most {WORD_BYTES} channels, and more "
+            "taps than one"
+        )
     batch, height, width = (constant(extents[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes([layer], height, width, _NAME)
@@ -166,6 +190,7 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
         word=word,
         addition=addition,
         limited=_read_limited(call),
+        rounding=rounding,
     )
 
 
@@ -182,6 +207,12 @@ def _read_addition(call: relax.Call) -> ByteAddition | None:
         return None
     factor, bytes_factor, shift, divisor, low, high, first = map(float, call.attrs["addition"])
     return ByteAddition(factor, bytes_factor, shift, divisor, low, high, bool(first))
+
+
+def _read_rounding(call: relax.Call) -> ByteRounding | None:
+    if "rounding" not in call.attrs.keys():
+        return None
+    return ByteRounding(*map(float, call.attrs["rounding"]))
 
 
 def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
@@ -245,7 +276,8 @@ def _compute(
 ) -> te.Tensor:
     data, weight, bias, scale = operands
     layer, out_dtype = kernel.layers[0], str(kernel.out_dtype)
-    return compute(data, weight, bias, scale, layer, out_dtype, residual, kernel.addition)
+    added = residual, kernel.addition
+    return compute(data, weight, bias, scale, layer, out_dtype, *added, kernel.rounding)
 
 
 def legalize(

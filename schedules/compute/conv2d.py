@@ -221,8 +221,8 @@ def _layer(
     return te.compute(conv.shape, finish, name=f"layer{suffix}")
 
 
-def padded(data: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
-    """The data with the zeros around it that the layer reads."""
+def padded(data: te.Tensor, layer: ConvLayer, suffix: str, zero: int = 0) -> te.Tensor:
+    """The data with the zeros, or what stands for them, around it that the layer reads."""
     top, left, bottom, right = layer.padding
     if not any(layer.padding):
         return data
@@ -233,8 +233,8 @@ def padded(data: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
     def read(*index: tirx.Var) -> tirx.Expr:
         n, c, h, w, *lane = index
         inside = tirx.all(h >= top, h < height + top, w >= left, w < width + left)
-        zero = tirx.const(0, data.dtype)
-        return tirx.if_then_else(inside, data(n, c, h - top, w - left, *lane), zero)
+        outside = tirx.const(zero, data.dtype)
+        return tirx.if_then_else(inside, data(n, c, h - top, w - left, *lane), outside)
 
     return te.compute(shape, read, name=f"pad{suffix}")
 

@@ -12,14 +12,27 @@ weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / w, x, w]`` or
 bias       ``[O]``                 ``[B(O), x]``, float32
 scale      ``[O]``                 ``[B(O), x]``, float32
 ========== ======================= ======================================================
+
+Data that is rounded first is ``[N, C, H, W]``, float32, in both.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm import te, tirx
 
-from ..workload.conv2d import ByteAddition, ConvLayer
-from .conv2d import add_bytes, finished, out_space, padded, source_pixel, taps
+from ..workload.conv2d import WORD_BYTES, ByteAddition, ByteRounding, ConvLayer
+from .conv2d import (
+    activate_to_bytes,
+    add_bytes,
+    finished,
+    out_space,
+    padded,
+    source_pixel,
+    taps,
+)
+from .pack import pack
 
 
 def quantized_conv2d(
@@ -31,6 +44,7 @@ def quantized_conv2d(
     out_dtype: str,
     residual: te.Tensor | None = None,
     addition: ByteAddition | None = None,
+    rounding: ByteRounding | None = None,
 ) -> te.Tensor:
     """One convolution: ``act(conv(data, weight) * scale + bias)``, with sums of int32.
 
@@ -46,6 +60,8 @@ def quantized_conv2d(
         Bytes of the output's shape, if there is an ``addition``.
     addition : ByteAddition | None
         What is done with them after the activation.
+    rounding : ByteRounding | None
+        How floats of the data become bytes, if they are not yet.
 
     Returns
     -------
@@ -53,6 +69,8 @@ def quantized_conv2d(
         The activated output in the layout of the data.
     """
     added = None if residual is None or addition is None else (residual, addition)
+    if rounding is not None:
+        data, layer = _rounded(data, layer, rounding, packed=len(weight.shape) == 7)
     return _layer(data, weight, bias, scale, layer, out_dtype, "1", added)
 
 
@@ -74,6 +92,21 @@ def fused_quantized_conv2d(
     """
     mid = _layer(data, weight1, bias1, scale1, layer1, "uint8", "1")
     return _layer(mid, weight2, bias2, scale2, layer2, out_dtype, "2")
+
+
+def _rounded(
+    data: te.Tensor, layer: ConvLayer, rounding: ByteRounding, packed: bool
+) -> tuple[te.Tensor, ConvLayer]:
+    """The bytes of an image with all that the layer pads, and the layer without padding."""
+
+    def byte(*index: tirx.Var) -> tirx.Expr:
+        quotient = data(*index) / tirx.const(rounding.divisor, "float32")
+        return activate_to_bytes(quotient, rounding.activation, "float32")
+
+    image = te.compute(data.shape, byte, name="rounded")
+    image = padded(image, layer, "1", rounding.zero)
+    layer = replace(layer, padding=(0, 0, 0, 0))
+    return (pack(image, WORD_BYTES) if packed else image), layer
 
 
 def _layer(

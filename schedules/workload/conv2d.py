@@ -94,6 +94,44 @@ class ByteAddition:
 
 
 @dataclass(frozen=True)
+class ByteRounding:
+    """Rounding of an image of floats to the bytes that a convolution multiplies.
+
+    ::
+
+        byte = round(number / divisor) - low    within bounds
+
+    Parameters
+    ----------
+    divisor : float
+        Scale of the whole numbers.
+    low, high : float
+        Bounds of these, at most 0 and at least 0.
+    """
+
+    divisor: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (self.divisor and math.isfinite(self.divisor) and self.low <= 0 <= self.high):
+            raise OpError(
+                f"a rounding to bytes has divisor {self.divisor} and bounds ({self.low}, "
+                f"{self.high}); expected a finite divisor other than 0, and bounds around 0"
+            )
+
+    @property
+    def activation(self) -> Activation:
+        """The rounding of the quotient."""
+        return Activation("round_clip", self.low, self.high)
+
+    @property
+    def zero(self) -> int:
+        """The byte that stands for 0."""
+        return -int(self.low)
+
+
+@dataclass(frozen=True)
 class ConvLayer:
     """One convolution with its activation; spatial pairs are (height, width).
 
@@ -354,6 +392,8 @@ class Conv2DKernel:
         What a convolution of bytes does with its residual, which is of ``uint8``.
     sums : str | None
         Element type of sums and biases, if not ``dtype``: ``float32`` of bfloat16.
+    rounding : ByteRounding | None
+        What a convolution of bytes makes these of, if its data is a float32 image in NCHW.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -373,6 +413,7 @@ class Conv2DKernel:
     addition: ByteAddition | None = None
     limited: bool = False
     sums: str | None = None
+    rounding: ByteRounding | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -387,8 +428,8 @@ class Conv2DKernel:
     def in_words(self) -> Conv2DKernel:
         """The convolution of floats that moves as many bytes by as many instructions.
 
-        That of words of channels, with images of one pixel as one row; a convolution of floats of
-        its own lanes is its own.
+        That of words of channels, with images of one pixel as one row, and with the zeros around an
+        image that is rounded as part of it; a convolution of floats of its own lanes is its own.
         """
         if not self.has_words:
             return self
@@ -396,6 +437,10 @@ class Conv2DKernel:
         words = replace(layer, in_channels=-(-layer.in_channels // self.word))
         layout = "NCHW" if self.data_layout == f"NCHW{WORD_BYTES}c" else self.data_layout
         kernel = replace(self, layers=(words,), dtype="float32", data_layout=layout)
+        if self.rounding is not None and self.is_static:
+            top, left, bottom, right = words.padding
+            size = {"height": self.height + top + bottom, "width": self.width + left + right}
+            kernel = replace(kernel, layers=(replace(words, padding=(0, 0, 0, 0)),), **size)
         return replace(kernel, batch=1, width=self.batch) if self.is_matrix else kernel
 
     @property
@@ -442,7 +487,7 @@ def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
     defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
-    for name, default in (defaults | {"limited": False, "sums": None}).items():
+    for name, default in (defaults | {"limited": False, "sums": None, "rounding": None}).items():
         if fields[name] == default:
             del fields[name]
     return json.dumps(fields, sort_keys=True)
@@ -455,6 +500,8 @@ def from_json(text: str) -> Conv2DKernel:
         layers = tuple(_layer_from_fields(layer) for layer in fields.pop("layers"))
         if "addition" in fields:
             fields["addition"] = ByteAddition(**fields["addition"])
+        if "rounding" in fields:
+            fields["rounding"] = ByteRounding(**fields["rounding"])
         return Conv2DKernel(layers=layers, **fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise OpError(

@@ -7,6 +7,7 @@ reshape, since the product is a convolution of pixels.
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 from tvm_ffi import structural_equal
 
-from schedules.workload.conv2d import ByteAddition
+from schedules.workload.conv2d import WORD_BYTES, ByteAddition
 
 from ...core.constants import constant, numbers, per_channel, scaled, shifted, uniform
 from ...core.expressions import Value, op_name
@@ -24,7 +25,7 @@ from ...op.conv2d import CONV2D
 from ...op.quantized_conv2d import QUANTIZED_CONV2D
 from ...op.round_clip import bounds_of
 from ..conv_chain import read_activation
-from .byte_tensors import bytes_of
+from .byte_tensors import ROUND_CLIP, bytes_of
 
 
 class _Product(NamedTuple):
@@ -107,6 +108,37 @@ def fold_byte_residual(graph: Graph, call: relax.Call) -> Value:
         }
         return relax.Call(product.call.op, [*product.call.args, residual.data], attrs)
     return None
+
+
+def fold_byte_rounding(graph: Graph, call: relax.Call) -> Value:
+    """Round an image of floats to bytes in the product, with the bytes around it."""
+    data, attrs = call.args[0], dict(call.attrs.items())
+    pad = graph.definition(data, "relax.nn.pad") if graph.has_one_use(data) else None
+    image = data if pad is None else pad.args[0]
+    rounds = graph.definition(image, ROUND_CLIP) if graph.has_one_use(image) else None
+    weight = call.args[1].ty.shape.values
+    channels, *taps = (int(extent) for extent in weight[1:])
+    if rounds is None or channels > WORD_BYTES or taps == [1, 1] or "rounding" in attrs:
+        return None
+    source, divisor = rounds.args[0], 1.0
+    quotient = graph.definition(source, "relax.divide")
+    if quotient is not None and graph.has_one_use(source):
+        divisor = uniform(numbers(quotient.args[1])) or 0.0
+        source = quotient.args[0]
+    low, high = bounds_of(rounds)
+    if not (math.isfinite(divisor) and divisor and low <= 0 <= high):
+        return None
+    if str(source.ty.dtype) != "float32" or not structural_equal(source.ty.shape, image.ty.shape):
+        return None
+    if low and any(attrs["padding"]):  # by zero bytes, which stand for another number
+        return None
+    if pad is not None:
+        *channels_too, top, bottom, left, right = (int(width) for width in pad.attrs.pad_width)
+        if any(channels_too) or float(pad.attrs.pad_value) != -low or any(attrs["padding"]):
+            return None
+        attrs["padding"] = [top, left, bottom, right]
+    attrs["rounding"] = [divisor, low, high]
+    return relax.Call(call.op, [source, *call.args[1:]], attrs)
 
 
 class _RoundedProduct(NamedTuple):

@@ -20,13 +20,14 @@ from ...core.expressions import Value
 from ...core.graph import Graph, function_graphs
 from ...core.pass_target import pass_target
 from ...op.conv2d import conv2d
-from ...op.quantized_conv2d import MOST_PRODUCTS, quantized_conv2d
+from ...op.quantized_conv2d import MOST_PRODUCTS, QUANTIZED_CONV2D, quantized_conv2d
 from ...op.round_clip import bounds_of, round_clip
 from ..conv_chain import read_convolution
 from .byte_epilogue import (
     fold_byte_activation,
     fold_byte_bias,
     fold_byte_residual,
+    fold_byte_rounding,
     fold_byte_scale,
 )
 from .byte_tensors import (
@@ -68,9 +69,10 @@ class MultiplyBytes:
     For CPUs that multiply bytes (VNNI, or AVX2 in 16 bits), and GPUs with tensor cores that do,
     the latter for convolutions only, in functions whose convolutions have no groups: others are in
     float32 and another layout there. Products with constant matrices are those of pixels; depthwise
-    convolutions read bytes, and multiply floats; the sum of a product and of other bytes, each with
-    its scale, is rounded in the product; maxima are taken of bytes; other readers get
-    floats again. Where zero bytes stand for another number than zero, they are padded explicitly.
+    convolutions read bytes, and multiply floats; an image of up to four channels is rounded in its
+    convolution; the sum of a product and of other bytes, each with its scale, is rounded in the
+    product; maxima are taken of bytes; other readers get floats again. Where zero bytes stand for
+    another number than zero, they are padded explicitly.
     Left alone: tensors whose limits are more than 255 apart, convolutions of other groups, weights
     whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
     hold.
@@ -116,6 +118,8 @@ class MultiplyBytes:
                     ROUND_CLIP: [fold_byte_activation, *([] if on_gpu else [fold_byte_residual])],
                 }
             )
+            if not on_gpu:
+                graph.sweep({QUANTIZED_CONV2D.name: [fold_byte_rounding]})
             if changed:
                 result.update_func(name, graph.to_function())
         return result

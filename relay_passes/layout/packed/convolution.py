@@ -151,7 +151,7 @@ def _bound_after(activation: Activation, bound: float) -> float:
 
 
 def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
-    """Rewrite one call of bytes; images of few channels are packed in words of four.
+    """Rewrite one call of bytes; images of few channels are packed in words of four, or rounded.
 
     Where products are added in pairs of 16 bits, weights stay bytes if no pair can saturate.
     """
@@ -163,7 +163,10 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     attrs = dict(call.attrs.items())
     attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
     suffix = ""
-    if layer.in_channels < scope.block and scope.lookup(data) is None:
+    if "rounding" in attrs:
+        attrs["data_layout"], suffix = "NCHW", "_first"
+        operands = [scope.visit(data)]
+    elif layer.in_channels < scope.block and scope.lookup(data) is None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         suffix = "_first"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]

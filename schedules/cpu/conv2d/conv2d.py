@@ -24,13 +24,13 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.errors import OpError
-from schedules.tir.bfloat16 import widen_bits
 from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import (
     WORD_BYTES,
     WORDS,
     Activation,
     ByteAddition,
+    ByteRounding,
     Conv2DKernel,
     describe,
     from_json,
@@ -48,7 +48,7 @@ from ..core.micro_kernel import (
     word_functions,
 )
 from ..core.rule import TunableCPURule
-from ..core.tiles import Run, Span, chunk, split_evenly, tile_start
+from ..core.tiles import Run, Span, chunk, split_evenly
 from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space
 from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
@@ -59,10 +59,10 @@ from .register_tile_nest import (
     for_each_block_tile,
     is_flat,
     pixel_nest,
-    source_span,
     weight_lines,
     weight_turns,
 )
+from .words_of_rows import rounded, widened
 
 _SCALE = 3  # among the parameters of a convolution of bytes
 
@@ -182,6 +182,8 @@ class Conv2D(PackedRule):
             workload = replace(workload, layers=(layer,))
         if workload.addition is not None:
             workload = replace(workload, addition=ByteAddition(1.0, 1.0, 0.0, 1.0, 0.0, 255.0))
+        if workload.rounding is not None:
+            workload = replace(workload, rounding=ByteRounding(1.0, 0.0, 255.0))
         return super().workload_json(workload)
 
 
@@ -226,7 +228,8 @@ def _quantized_operands(
 ) -> LayerOperands:
     """The operands of a function with parameters data, weight, bias, scale[, residual], output.
 
-    Data that is multiplied in 16 bits is given in bytes; see :func:`_widened`.
+    What is not multiplied as it is given is copied to words later: bytes that are multiplied in 16
+    bits, and floats of an image; the layer of the latter counts channels until then.
     """
     places = (0, -1, -2) if kernel.residual else (0, -1)
     maps = [builder.feature_map(place, image) for place in places]
@@ -234,9 +237,11 @@ def _quantized_operands(
         maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
     data, output, *residual = maps
     weight = builder.buffers[1]
+    if kernel.word == WORD_BYTES and kernel.rounding is None:
+        data = _in_words(data, builder.words(0), WORD_BYTES)
     return LayerOperands(
-        layer=kernel.in_words().layers[0],
-        source=_in_words(data, builder.words(0), WORD_BYTES) if kernel.word == WORD_BYTES else data,
+        layer=(kernel if kernel.rounding else kernel.in_words()).layers[0],
+        source=data,
         output=output,
         weight=builder.words(1),
         bias=builder.flat[2],
@@ -250,6 +255,7 @@ def _quantized_operands(
         word=kernel.word,
         limited=kernel.limited,
         addition=kernel.addition,
+        rounding=kernel.rounding,
     )
 
 
@@ -361,53 +367,15 @@ def _nest(
 ) -> None:
     """Both orders of block tiles and pixels over one group of units."""
     flat = is_flat(ops)
-    if ops.pairs or (ops.scale is not None and ops.word != WORD_BYTES):
-        with T.sblock("widened"):
+    is_wider = ops.pairs or (ops.scale is not None and ops.word != WORD_BYTES)
+    if ops.rounding is not None or is_wider:
+        with T.sblock("words"):
             T.reads()
             T.writes()
-            wide = _widened(ops, units, knobs)
-            _tiles(wide, flat, units, runs, blocks, knobs)
+            copied = rounded if ops.rounding is not None else widened
+            _tiles(copied(ops, units, knobs), flat, units, runs, blocks, knobs)
         return
     _tiles(ops, flat, units, runs, blocks, knobs)
-
-
-def _widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperands:
-    """Copy what a group of units reads: bytes to words of two in 16 bits, bfloat16 to float32.
-
-    Each is multiplied by many weights, so that widening it once costs little.
-    """
-    source, width = ops.source, ops.source.width
-    if is_flat(ops):
-        sizes = split_evenly(width, knobs.pixels)
-        first, last = (tile_start(width, knobs.pixels, unit) for unit in units)
-        first_row, most = 0, min(width, knobs.unit_group * sizes[0])
-    else:
-        reach = (ops.layer.kernel[0] - 1) * ops.layer.dilation[0] + 1
-        first_row, stop = source_span(units, ops.layer, source.height, axis=0)
-        first, last = first_row * width, stop * width
-        most = width * min(source.height, (knobs.unit_group - 1) * ops.layer.strides[0] + reach)
-    words, each = (source.lanes, ops.word) if ops.pairs else (source.lanes // ops.word, 1)
-    dtype = ops.dtype if ops.pairs else "int32"
-    stored = FeatureMap(
-        buffer=T.sblock_alloc_buffer((ops.in_blocks * most * words * each,), dtype),
-        offset=-first * words,
-        block_stride=most * words,
-        row_stride=width * words,
-        lanes=words,
-        height=source.height,
-        width=width,
-        is_local=True,
-    )
-    with loop(0, ops.in_blocks) as block, T.serial(0, last - first) as pixel:
-        at = source.offset + block * source.block_stride + (first + pixel) * source.step
-        found = source.buffer[T.ramp(at, 1, source.lanes)]
-        if ops.pairs:
-            wide = widen_bits(T.reinterpret(f"uint16x{words * each}", found))
-        else:
-            wide = T.reinterpret(f"int32x{words}", T.Cast(f"int16x{source.lanes}", found))
-        place = T.ramp((block * stored.block_stride + pixel * words) * each, 1, words * each)
-        T.buffer_store(stored.buffer, wide, [place])
-    return replace(ops, source=stored)
 
 
 def _tiles(

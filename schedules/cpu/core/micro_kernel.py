@@ -37,7 +37,13 @@ from tvm.target.codegen import llvm_version_major
 
 from schedules.compute.conv2d import add_bytes, finished
 from schedules.tir.bfloat16 import widen_bits
-from schedules.workload.conv2d import WORD_BYTES, Activation, ByteAddition, ConvLayer
+from schedules.workload.conv2d import (
+    WORD_BYTES,
+    Activation,
+    ByteAddition,
+    ByteRounding,
+    ConvLayer,
+)
 
 from .prefetch import line_elements, prefetch
 from .tiles import Index, Run
@@ -174,6 +180,8 @@ class LayerOperands:
         Whether two neighbouring products of bytes fit in 16 bits.
     addition : ByteAddition | None
         What is done with a residual of bytes, after the activation.
+    rounding : ByteRounding | None
+        How the elements of ``source``, a float32 image in NCHW, become bytes.
     """
 
     layer: ConvLayer
@@ -193,6 +201,7 @@ class LayerOperands:
     addition: ByteAddition | None = None
     limited: bool = False
     pairs: bool = False
+    rounding: ByteRounding | None = None
 
     @property
     def group_lanes(self) -> int:

@@ -16,7 +16,7 @@ import tvm_fusion.pipeline  # noqa: F401  registers it
 from relay_passes.op import conv2d, quantized_conv2d, round_clip
 from relay_passes.op.quantized_conv2d import read_quantized
 from schedules.errors import OpError
-from schedules.workload.conv2d import ByteAddition
+from schedules.workload.conv2d import ByteAddition, ByteRounding
 
 
 @I.ir_module
@@ -56,6 +56,9 @@ DEEP = {
 }
 
 
+WIDE = {"data": var("x", (1, 8, 6, 6), "float32"), "weight": var("w", (8, 8, 3, 3), "int8")}
+
+
 def type_of(call: relax.Call) -> relax.Type:
     return relax.BlockBuilder().normalize(call).ty
 
@@ -80,9 +83,28 @@ def test_types_in_blocks_and_with_an_open_batch():
     tvm.ir.assert_structural_equal(type_of(packed), expected)
 
 
+def test_an_image_of_floats_stays_in_nchw():
+    data, weight = var("x", (1, 3, 6, 6), "float32"), var("w", (2, 1, 3, 3, 1, 8, 4), "int8")
+    numbers = [var(name, (2, 8), "float32") for name in "bs"]
+    channels = {"out_layout": "NCHW8c", "in_channels": 3, "out_channels": 12}
+    rounding = ByteRounding(0.5, -3.0, 252.0)
+    call = quantized_conv2d(data, weight, *numbers, **channels, rounding=rounding)
+    expected = relax.TensorType((1, 2, 4, 4, 8), "float32")
+    tvm.ir.assert_structural_equal(type_of(call), expected)
+    assert read_quantized(call).rounding == rounding
+
+
+@pytest.mark.parametrize("given", [(0.0, 0.0, 1.0), (np.nan, 0.0, 1.0), (1.0, 1.0, 2.0)])
+def test_roundings_that_are_none(given):
+    with pytest.raises(OpError, match="expected a finite divisor other than 0, and bounds around"):
+        ByteRounding(*given)
+
+
 @pytest.mark.parametrize(
     ("others", "attrs", "text"),
     [
+        ({}, {"rounding": ByteRounding(1.0, 0.0, 255.0)}, "data is of uint8; expected float32"),
+        (WIDE, {"rounding": ByteRounding(1.0, 0.0, 255.0)}, "rounds its data; expected at most 4"),
         ({"data": var("x", (1, 3, 6, 6), "int8")}, {}, "data is of int8; expected uint8"),
         ({"weight": var("w", (8, 3, 3, 3), "uint8")}, {}, "weight is of uint8; expected int8"),
         ({"scale": var("s", (7,), "float32")}, {}, r"scale has shape .*; expected \(8,\)"),

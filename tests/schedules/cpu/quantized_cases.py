@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tvm import te, tirx
 
 from schedules.compute.quantized_conv2d import quantized_conv2d
-from schedules.workload.conv2d import Activation, ByteAddition, Conv2DKernel, ConvLayer, to_json
+from schedules.workload.conv2d import (
+    Activation,
+    ByteAddition,
+    ByteRounding,
+    Conv2DKernel,
+    ConvLayer,
+    to_json,
+)
 
 WORD_FORMS = ((2, False), (4, True), (4, False))
 """Channels of a word, and whether weights are limited: two forms for AVX2, and that of VNNI."""
@@ -21,6 +28,7 @@ ADDITIONS = (
     ByteAddition(0.25, 2.0, 0.0, 4.0, 0.0, 255.0, bytes_first=True),
 )
 """With scales by which float32 has no rounding error; some sums are halves."""
+ROUNDINGS = (ByteRounding(0.25, -114.0, 141.0), ByteRounding(2.0, 0.0, 255.0))
 ENDS = (Activation(), Activation("relu"), Activation("round_clip", -100, 155))
 
 
@@ -28,7 +36,8 @@ ENDS = (Activation(), Activation("relu"), Activation("round_clip", -100, 155))
 class QuantizedCase:
     """A layer on concrete shapes; ``words``: the data is packed in words of four channels.
 
-    Weights are words of ``word`` channels.
+    Weights are words of ``word`` channels. An image with a ``rounding`` is one of floats in NCHW,
+    and is multiplied in words.
     """
 
     layer: ConvLayer
@@ -41,6 +50,7 @@ class QuantizedCase:
     word: int = 4
     addition: ByteAddition | None = None
     limited: bool = False
+    rounding: ByteRounding | None = None
 
     @property
     def data_lanes(self) -> int:
@@ -52,11 +62,12 @@ class QuantizedCase:
 
     @property
     def kernel(self) -> Conv2DKernel:
-        layouts = f"NCHW{self.data_lanes}c", f"NCHW{self.lanes}c"
+        data = "NCHW" if self.rounding else f"NCHW{self.data_lanes}c"
+        layouts = data, f"NCHW{self.lanes}c"
         sizes = self.batch, self.height, self.width
         adds = self.addition is not None
         types = {"out_dtype": self.out_dtype, "word": self.word, "addition": self.addition}
-        types["limited"] = self.limited
+        types |= {"limited": self.limited, "rounding": self.rounding}
         return Conv2DKernel((self.layer,), *sizes, adds, "uint8", *layouts, **types)
 
     def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
@@ -73,12 +84,20 @@ class QuantizedCase:
             "bias": ((out_blocks, lanes), "float32"),
             "scale": ((out_blocks, lanes), "float32"),
         }
+        if self.rounding is not None:
+            floats = images, layer.in_channels, self.height, self.width
+            shapes["data"] = floats, "float32"
         if self.addition is not None:
             size = layer.output_size(self.height, self.width)
             shapes["residual"] = (images, out_blocks, *size, lanes), "uint8"
         inputs = [te.placeholder(*shape, name=name) for name, shape in shapes.items()]
         output = quantized_conv2d(
-            *inputs[:4], layer, self.out_dtype, *inputs[4:], addition=self.addition
+            *inputs[:4],
+            layer,
+            self.out_dtype,
+            *inputs[4:],
+            addition=self.addition,
+            rounding=self.rounding,
         )
         func = te.create_prim_func([*inputs, output])
         return func.with_attr("tvm_fusion.workload", to_json(self.kernel))
@@ -96,9 +115,15 @@ class QuantizedCase:
         scale = 2.0 ** random.integers(-12, -8, layer.out_channels)
         bias = random.integers(-64, 64, layer.out_channels) / 4
         packed = [pack(data, self.data_lanes, fill=77), self._pack_weight(weight)]
+        zero = 0
+        if self.rounding is not None:
+            image = _image(random, data.shape, self.rounding)
+            data, packed[0], zero = self.bytes_of(image), image, self.rounding.zero
         packed += [pack(each, self.lanes, axis=0, fill=3) for each in (bias, scale)]
         with np.errstate(over="ignore"):  # it computes all activations
-            sums = convolve(data, weight, np.zeros(layer.out_channels), _sums(layer), None)
+            none = np.zeros(layer.out_channels)
+            sums = convolve(data - zero, weight, none, _sums(layer), None)
+        sums = sums + zero * weight.sum(axis=(1, 2, 3))[:, None, None]
         exact = _end(sums * scale[:, None, None] + bias[:, None, None], layer.activation)
         if self.addition is None:
             return packed, exact
@@ -107,6 +132,15 @@ class QuantizedCase:
         total = exact * how.factor + (added + how.shift) * how.bytes_factor
         return packed, _end(total / how.divisor, how.activation)
 
+    def bytes_of(self, image: Array) -> Array:
+        """The bytes that a float32 image is rounded to."""
+        how = self.rounding
+        assert how is not None
+        with np.errstate(over="ignore"):
+            quotients = np.float32(image) / np.float32(how.divisor)
+        quotients = np.nan_to_num(quotients, nan=how.low)
+        return np.clip(np.rint(quotients), how.low, how.high) - how.low
+
     def _pack_weight(self, weight: Array) -> Array:
         words = pack(pack(weight, self.data_lanes, axis=1), self.lanes, axis=0)
         shape = *words.shape[:4], self.data_lanes // self.word, self.word, self.lanes
@@ -114,7 +148,8 @@ class QuantizedCase:
 
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
         """Run into a poisoned output; return its true channels in NCHW."""
-        dtypes = "uint8", self.weight_dtype, "float32", "float32", "uint8"
+        data = "uint8" if self.rounding is None else "float32"
+        dtypes = data, self.weight_dtype, "float32", "float32", "uint8"
         tensors = [
             tvm.runtime.tensor(array.astype(dtype))
             for array, dtype in zip(packed, dtypes, strict=False)
@@ -134,6 +169,13 @@ class QuantizedCase:
             last = self.layer.activation if self.addition is None else self.addition
             expected = expected - last.low
         np.testing.assert_array_equal(self.run(executable, packed), expected, err_msg=str(self))
+
+
+def _image(random: np.random.Generator, shape: tuple[int, ...], how: ByteRounding) -> Array:
+    """Floats whose quotients are halves, with some that are far away, and some that are none."""
+    image = random.integers(-600, 600, shape) / 2 * how.divisor
+    special = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, -0.0])
+    return np.where(random.random(shape) < 0.05, random.choice(special, shape), image)
 
 
 def _sums(layer: ConvLayer) -> ConvLayer:
@@ -169,4 +211,6 @@ def quantized_cases(draw, form: tuple[int, bool] | None = None) -> QuantizedCase
     out_dtype = "uint8" if in_bytes else "float32"
     batch = draw(st.integers(1, 3))
     types = lanes, words, out_dtype, word
-    return QuantizedCase(layer, batch, height, width, *types, addition, limited)
+    can_round = words and channels <= 4 and not layer.is_pointwise
+    rounding = draw(st.sampled_from((None, *ROUNDINGS))) if can_round else None
+    return QuantizedCase(layer, batch, height, width, *types, addition, limited, rounding)

@@ -77,6 +77,7 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert text.count('activation="round_clip"') == text.count("tvm_fusion.conv2d")
     bytes_ = str(FuseEpilogue()(MultiplyBytes(VNNI)(SimplifyInference()(import_onnx(model).mod))))
     assert "tvm_fusion.quantized_conv2d" in bytes_ and "nn.matmul" not in bytes_
+    assert ("rounding=" in bytes_) == (make is small_model)
 
 
 @pytest.mark.parametrize("fuse", ["all", "none"])

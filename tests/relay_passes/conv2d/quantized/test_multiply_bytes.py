@@ -15,6 +15,7 @@ from tvm.target import Target
 from relay_passes import MultiplyBytes
 from relay_passes.conv2d.quantized import multiply_bytes
 from relay_passes.op import quantized_conv2d, round_clip
+from schedules.workload.conv2d import ByteRounding
 
 RNG = np.random.default_rng(5)
 VNNI = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
@@ -22,6 +23,7 @@ INTEGERS = RNG.integers(-127, 128, (8, 4, 3, 3))
 INTEGERS[:, 0, 0, 0] = 127
 SCALES = 2.0 ** -np.arange(1, 9)
 WEIGHT = (INTEGERS * SCALES[:, None, None, None]).astype("float32")
+WIDE = np.repeat(WEIGHT, 2, axis=1)
 BIAS = RNG.standard_normal((1, 8, 1, 1)).astype("float32")
 
 DEPTHWISE = (RNG.integers(-127, 128, (8, 1, 3, 3)) / 4).astype("float32")
@@ -96,10 +98,9 @@ def test_a_convolution_with_its_epilogue():
     x = relax.Var("x", relax.TensorType((1, 4, 6, 6), "float32"))
     with builder.function("main", [x]):
         with builder.dataflow():
-            data = builder.emit(round_clip(x, 0, 255, "uint8"))
             product = builder.emit(
                 quantized_conv2d(
-                    data,
+                    x,
                     relax.const(INTEGERS.astype("int8")),
                     relax.const(BIAS.reshape(8)),
                     relax.const(SCALES.astype("float32")),
@@ -107,6 +108,7 @@ def test_a_convolution_with_its_epilogue():
                     activation="round_clip",
                     low=-3,
                     high=252,
+                    rounding=ByteRounding(1.0, 0.0, 255.0),
                 )
             )
             result = builder.emit_output(product)
@@ -117,18 +119,42 @@ def test_a_convolution_with_its_epilogue():
 
 
 def test_results_that_are_read_as_bytes_are_stored_as_bytes():
-    second = np.repeat(WEIGHT, 2, axis=1)
-    found = after(rounded(), convolved(padding=1), plus(BIAS), rounded(0, 200), convolved(second))
-    assert calls(found) == ["tvm_fusion.round_clip", *["tvm_fusion.quantized_conv2d"] * 2]
-    assert str(found).count('out_dtype="uint8"') == 2
+    found = after(rounded(), convolved(padding=1), plus(BIAS), rounded(0, 200), convolved(WIDE))
+    assert calls(found) == ["tvm_fusion.quantized_conv2d"] * 2
+    assert str(found).count('out_dtype="uint8"') == 1
 
 
 @pytest.mark.parametrize("low", [0, -3])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_numbers_that_bytes_are_short_of(run_module, low, padding):
-    steps = rounded(low, 200), convolved(padding=padding), plus(BIAS)
-    assert ("nn.pad" in calls(after(*steps))) == bool(low and padding)
+    steps = rounded(low, 200), convolved(WIDE, padding=padding), plus(BIAS)
+    assert ("nn.pad" in calls(after(*steps, shape=(1, 8, 6, 6)))) == bool(low and padding)
+    check_numbers(run_module, *steps, shape=(1, 8, 6, 6))
+
+
+@pytest.mark.parametrize("low", [0, -3])
+@pytest.mark.parametrize("scale", [1.0, 0.75])
+def test_the_first_convolution_rounds_its_image(run_module, low, scale):
+    divided = [lambda x: relax.op.divide(x, relax.const(scale, "float32"))] * (scale != 1)
+    steps = *divided, rounded(low, 200), convolved(padding=1), plus(BIAS)
+    assert calls(after(*steps)) == ["tvm_fusion.quantized_conv2d"]
+    assert f"rounding=[{scale}, {float(low)}, 200.0]" in str(after(*steps))
     check_numbers(run_module, *steps)
+
+
+def test_images_that_are_rounded_apart():
+    """For other readers, from zeros that no byte stands for, or for many channels."""
+
+    def twice(x):
+        return relax.op.add(*(relax.op.nn.conv2d(x, relax.const(w)) for w in (WEIGHT, WEIGHT + 0)))
+
+    for steps, shape in (
+        ((rounded(), twice), (1, 4, 6, 6)),
+        ((rounded(2, 200), convolved()), (1, 4, 6, 6)),
+        ((rounded(), convolved(WIDE)), (1, 8, 6, 6)),
+        ((rounded(), convolved(WEIGHT[:, :, :1, :1])), (1, 4, 6, 6)),
+    ):
+        assert "tvm_fusion.round_clip" in calls(after(*steps, shape=shape))
 
 
 def test_maxima_of_scaled_numbers(run_module):

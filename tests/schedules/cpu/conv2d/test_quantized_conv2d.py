@@ -10,7 +10,13 @@ import pytest
 import tvm
 from cpu.conv2d.test_conv2d import KNOBS, SEED
 from cpu.conv_cases import TARGET, assembly, compile_function, pack
-from cpu.quantized_cases import ADDITIONS, WORD_FORMS, QuantizedCase, quantized_cases
+from cpu.quantized_cases import (
+    ADDITIONS,
+    ROUNDINGS,
+    WORD_FORMS,
+    QuantizedCase,
+    quantized_cases,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
@@ -125,11 +131,27 @@ def test_rows_of_a_matrix_and_added_bytes(word, addition):
     case.check(compile_function(schedule(case)), 4)
 
 
-def test_scales_of_additions_do_not_count_in_records():
+FIRST = ConvLayer(3, 24, (3, 3), (2, 2), (2, 1, 0, 3), activation=ROUNDED)
+
+
+@pytest.mark.parametrize(("word", "limited"), OWN_FORMS)
+@pytest.mark.parametrize("width", [3, 8, 21])
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=["asymmetric", "positive"])
+def test_a_first_layer_rounds_its_image(word, limited, width, rounding):
+    """With rows shorter than a vector, of one, and of some with an overlap."""
+    lanes = 8 if word == 2 or limited else 16
+    types = lanes, True, "uint8", word, None, limited, rounding
+    case = QuantizedCase(FIRST, 2, 12, width, *types)
+    case.check(compile_function(schedule(case)), 6)
+
+
+def test_scales_of_bytes_do_not_count_in_records():
     rounds = ConvLayer(8, 8, (1, 1), activation=Activation("round_clip", -100, 155))
-    first, second = (QuantizedCase(rounds, addition=each).kernel for each in ADDITIONS)
-    assert Conv2D().workload_json(first) == Conv2D().workload_json(second)
-    assert from_json(to_json(first)) == first != second
+    added = [QuantizedCase(rounds, addition=each).kernel for each in ADDITIONS]
+    images = [QuantizedCase(FIRST, words=True, rounding=each).kernel for each in ROUNDINGS]
+    for first, second in (added, images):
+        assert Conv2D().workload_json(first) == Conv2D().workload_json(second)
+        assert from_json(to_json(first)) == first != second
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -224,6 +246,7 @@ def test_blocks_that_are_larger_than_vectors_are_left_to_others():
 @given(quantized_cases(), st.booleans())
 def test_kernels_are_written_and_read_back(case, in_bytes):
     floats = {"dtype": "float32", "out_dtype": None, "addition": None, "limited": False}
+    floats["rounding"] = None
     kernel = case.kernel if in_bytes else replace(case.kernel, **floats)
     assert from_json(to_json(kernel)) == kernel
     assert ("out_dtype" in to_json(kernel)) == in_bytes
