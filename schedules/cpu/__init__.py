@@ -17,6 +17,7 @@ from .conv2d.conv2d import CONV2D, Conv2D
 from .conv2d.forms import FORMS
 from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
+from .conv2d.tile_conv2d import TILE_CONV2D, TileConv2D
 from .conv2d.winograd.winograd_conv2d import WINOGRAD, WinogradConv2D
 from .core.rule import CPUTemplate
 from .loops.elementwise import Elementwise
@@ -33,6 +34,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
     """Return all rules in order; those with knobs choose them by ``records`` where they can."""
     return (
         FusedConv2D(records),
+        TileConv2D(records),
         Conv2D(records),
         WinogradConv2D(records),
         Pack(),
@@ -51,6 +53,7 @@ RULES = rules()
 _ALL: tuple[CPUTemplate, ...] = (
     FUSED,
     PLANAR,
+    TILE_CONV2D,
     CONV2D,
     WINOGRAD,
     DENSE,
@@ -79,6 +82,7 @@ __all__ = [
     "Pack",
     "Pooling",
     "Softmax",
+    "TileConv2D",
     "WinogradConv2D",
     "rules",
 ]

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import tvm
 
 from schedules.cost.machine import load_machine
-from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.machine import TILE_PRODUCTS, CPUInfo
+from schedules.cpu.core.tile_unit import TILES
 from schedules.distribute.rows.rank_plan import RankPlan
 
 from ..codegen.device_code import compile_kernels
 from ..errors import InvalidInputError, TargetError
+from ..machine.host import TILE_FEATURES
 from ..onnx.frontend import ImportedModel, import_onnx
 from ..onnx.model.loader import model_files
 from ..runtime.artifact import Description, Program, current_versions
@@ -248,7 +250,7 @@ def describe(
     return Description(
         target=str(target),
         arch=arch_of(target),
-        features=required_features(target),
+        features=_features(mod, target),
         inputs=tuple(imported.inputs),
         outputs=outputs,
         fresh=fresh_outputs(mod) if ranks is None else (False,) * len(outputs),
@@ -262,6 +264,16 @@ def describe(
         ranks=ranks,
         lifted=built.lifted,
         alignment=built.alignment,
+    )
+
+
+def _features(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[str, ...]:
+    """CPU features that a scheduled module needs: tile registers only where kernels use them."""
+    functions = mod.functions.values()
+    products = {str(func.attrs[TILES]) for func in functions if TILES in (func.attrs or {})}
+    used = {"amx-tile", *(TILE_PRODUCTS[dtype] for dtype in products)} if products else set()
+    return tuple(
+        name for name in required_features(target) if name not in TILE_FEATURES or name in used
     )
 
 

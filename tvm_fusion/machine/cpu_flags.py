@@ -9,6 +9,9 @@ from pathlib import Path
 _LLVM_NAMES = {
     # x86-64
     "abm": "lzcnt",
+    "amx_bf16": "amx-bf16",
+    "amx_int8": "amx-int8",
+    "amx_tile": "amx-tile",
     "avx512_bf16": "avx512bf16",
     "avx512_bitalg": "avx512bitalg",
     "avx512_fp16": "avx512fp16",

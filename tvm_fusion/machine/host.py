@@ -7,15 +7,22 @@ Facts that only LLVM knows come from TVM's compiler, which is imported when need
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import platform
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 
 from ..errors import TargetError
 from .cpu_flags import flagged_features
+
+TILE_FEATURES = frozenset({"amx-tile", "amx-int8", "amx-bf16"})
+"""Features of tile registers, whose use a process asks of Linux."""
+_ARCH_PRCTL = 158  # a system call of x86-64
+_REQUEST_PERMISSION = 0x1023
+_TILE_DATA = 18  # number of the state of these registers
 
 
 def host_arch() -> str:
@@ -54,8 +61,20 @@ def host_features() -> frozenset[str]:
     return frozenset(name for name, there in probe_features().items() if there)
 
 
+@cache
+def may_use_tiles() -> bool:
+    """Ask Linux for the tile registers (AMX), once; return whether this process may use them.
+
+    It ends a process that uses them without having asked. The answer holds for all threads and for
+    forked processes, not for programs that they start.
+    """
+    if platform.system() != "Linux" or host_arch() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
 def check_host(features: Iterable[str], arch: str | None = None) -> None:
-    """Refuse code that this machine cannot run.
+    """Refuse code that this machine cannot run, or that Linux does not let this process run.
 
     Parameters
     ----------
@@ -69,18 +88,26 @@ def check_host(features: Iterable[str], arch: str | None = None) -> None:
     TargetError
         If code cannot run; the message names the architecture or the missing features.
     """
+    features = set(features)
     if arch is not None and arch != host_arch():
         raise TargetError(
             f"the model is compiled for {arch} and this machine is {host_arch()}; "
             "run it on such a machine, or compile it again with target='native'"
         )
-    missing = sorted(set(features) - flagged_features())
+    missing = sorted(features - flagged_features())
     if missing:  # or Linux does not list them: ask LLVM, which is exact and large
         missing = sorted(set(missing) - host_features())
     if missing:
+        others = "" if set(missing) - TILE_FEATURES else ", or with target='x86-64-v4'"
         raise TargetError(
             f"this CPU ({host_cpu()}) has no {', '.join(missing)}, which the model is compiled "
-            "for; compile it again on this machine with target='native'"
+            f"for; compile it again on this machine with target='native'{others}"
+        )
+    if features & TILE_FEATURES and not may_use_tiles():
+        raise TargetError(
+            "Linux does not let this process use the tile registers (AMX) that the model is "
+            "compiled for; compile it again with target='x86-64-v4', or allow the system call "
+            "arch_prctl, which containers may forbid"
         )
 
 

@@ -53,7 +53,14 @@ import tvm_ffi
 
 from ..errors import ArtifactError, TargetError
 from ..machine.cpu_flags import flagged_features
-from ..machine.host import check_host, host_arch, host_cpu, host_features
+from ..machine.host import (
+    TILE_FEATURES,
+    check_host,
+    host_arch,
+    host_cpu,
+    host_features,
+    may_use_tiles,
+)
 from ..machine.triples import arch_of_triple
 from ..paths import as_path
 from ..version import __version__
@@ -189,7 +196,7 @@ class Description:
         for features in (flagged_features, host_features):
             there = features()
             for about in reversed(self.all):
-                if about.arch == host_arch() and there.issuperset(about.features):
+                if about.runs_with(there):
                     rest = (other for other in self.all if other is not about)
                     return replace(about, others=tuple(replace(one, others=()) for one in rest))
         lacks = "; ".join(f"{about.cpu} needs {about.missing()}" for about in self.all)
@@ -198,11 +205,20 @@ class Description:
             f"{lacks}; compile it again with another target, such as 'native'"
         )
 
+    def runs_with(self, features: frozenset[str]) -> bool:
+        """Return whether the code needs no other features than those of this machine."""
+        if self.arch != host_arch() or not features.issuperset(self.features):
+            return False
+        return not TILE_FEATURES.intersection(self.features) or may_use_tiles()
+
     def missing(self) -> str:
-        """Names of what the code needs and this machine lacks."""
+        """Names of what the code needs and this machine lacks, or does not allow."""
         if self.arch != host_arch():
             return self.arch
-        return ", ".join(sorted(set(self.features) - host_features()))
+        lacks = set(self.features) - host_features()
+        if not lacks and not self.runs_with(host_features()):
+            return "tile registers (AMX), which Linux does not let this process use"
+        return ", ".join(sorted(lacks))
 
     def linker(self, executable: Any) -> SharedLinker:
         """Linker of an executable into a library, with machine code for the GPU if that is CUDA."""

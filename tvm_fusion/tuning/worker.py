@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import tvm_ffi
 
+from tvm_fusion.machine.host import may_use_tiles
 from tvm_fusion.runtime.host_arrays import aligned_empty
 from tvm_fusion.runtime.tvm_runtime import get_function
 from tvm_fusion.runtime.worker_pool import WorkerPool, use_pools
@@ -278,6 +279,7 @@ def copies_in_turn(arrays: Sequence[np.ndarray], racers: int) -> Iterator[list[A
 
 
 def _library(path: str) -> tvm_ffi.Module:
+    may_use_tiles()
     library = tvm_ffi.load_module(path)
     use_pools(library)
     return library

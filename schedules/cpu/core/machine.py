@@ -30,6 +30,10 @@ from .machine_costs import MachineCosts, costs_of
 _SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 _DEFAULT_CACHES = (32 * 1024, 512 * 1024, 8 * 1024 * 1024)
 _HALF_BITS = 256
+TILE_BITS = 512
+"""Bits of a row of a tile register."""
+TILE_PRODUCTS = {"uint8": "amx-int8", "bfloat16": "amx-bf16"}
+"""Features of CPUs whose tile registers multiply a type."""
 _SIZE_SUFFIXES = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 
@@ -63,6 +67,10 @@ class CPUInfo:
         have 16 bits; ``"sdot"``; or none.
     converts_halves : bool
         Whether vectors of float16 become float32 by an instruction.
+    tiles : frozenset[str]
+        Types whose products tile registers (AMX) add up: ``"uint8"``, ``"bfloat16"``.
+    emulates_tiles : bool
+        Whether loops do what tile registers do: to test kernels on a CPU without these.
     """
 
     vector_bits: int
@@ -77,6 +85,8 @@ class CPUInfo:
     word_channels: int = 0
     byte_dots: str = ""
     converts_halves: bool = False
+    tiles: frozenset[str] = frozenset()
+    emulates_tiles: bool = False
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -213,6 +223,8 @@ class MeasuredCPU(CPUInfo):
             word_channels=info.word_channels,
             byte_dots=info.byte_dots,
             converts_halves=info.converts_halves,
+            tiles=info.tiles,
+            emulates_tiles=info.emulates_tiles,
             memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
@@ -231,7 +243,15 @@ def _from_text(text: str) -> CPUInfo:
         *(bits, registers, fma, cores, l1d, l2, l3, family, streams, words),
         byte_dots=_byte_dots(features, bits),
         converts_halves="f16c" in features or _is_aarch64(target),
+        tiles=_tiles(features, bits),
     )
+
+
+def _tiles(features: set[str], bits: int) -> frozenset[str]:
+    """Types that tile registers multiply; what follows their products takes whole vectors."""
+    if "amx-tile" not in features or bits != TILE_BITS:
+        return frozenset()
+    return frozenset(dtype for dtype, name in TILE_PRODUCTS.items() if name in features)
 
 
 def _word_channels(features: set[str], bits: int) -> int:

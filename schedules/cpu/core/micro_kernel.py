@@ -59,6 +59,7 @@ UNROLLED_STEPS = 8
 MOST_UNROLLED = 192
 LANES_OF_128_BITS = 4
 PACKED_LANES = 8  # Only CPUs with AVX2 store bytes in such blocks.
+CURRENT_ROUNDING = 4  # that of the thread, which rounds to even
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
 _ADD = "tvm_fusion_add_"
 _ADDITIONS = "".join(
@@ -749,10 +750,10 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
                 channel, floats = block + v * lanes, f"float32x{lanes}"
                 value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
                 value = value + _load(ops.bias, channel, lanes)
-            values.append(_with_residual(ops, value, at) if complete else value)
+            values.append(with_residual(ops, value, at) if complete else value)
         if not complete or ops.out_dtype != "uint8" or lanes != PACKED_LANES:
             for value, place in zip(values, places, strict=True):
-                _store(ops.output.buffer, _ended(ops, value) if complete else value, place, lanes)
+                _store(ops.output.buffer, ended(ops, value) if complete else value, place, lanes)
             return
         together = 4 if ops.output.step == lanes else 1
         for v in range(tile.blocks):
@@ -771,7 +772,7 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
             write(False)
 
 
-def _with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
+def with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
     """A complete sum and the residual; with bytes, after the layer's activation."""
     if ops.residual is None:
         return value
@@ -781,7 +782,7 @@ def _with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr
     return add_bytes(value, ops.layer.activation, added, ops.addition)
 
 
-def _ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
+def ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
     """What is stored of a complete sum."""
     return finished(
         value, ops.ending, "float32" if ops.scale is not None else ops.dtype, ops.out_dtype
@@ -789,28 +790,46 @@ def _ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
 
 
 def packed_bytes(values: Sequence[tirx.Expr], activation: Activation) -> tirx.Expr:
-    """Round up to four vectors of eight floats to bytes, as ``activate_to_bytes`` does.
+    """Round up to four vectors of floats to bytes, as ``activate_to_bytes`` does.
 
-    They are bounded first, with NaN as the lower bound, so that the integers fit; and packed within
-    halves of registers, whose words are put in order at the end.
+    Vectors have eight lanes, or sixteen where there are AVX-512. They are bounded first, with NaN
+    as the lower bound, so that the integers fit; and packed within pieces of 128 bits, whose words
+    are put in order at the end.
     """
+    lanes = tvm.DataType(str(values[0].ty.dtype)).lanes
     low, high = (tirx.const(end, "float32") for end in (activation.low, activation.high))
     words = []
     for value in values:
-        value = tirx.max(value, T.broadcast(low, PACKED_LANES))
-        value = tirx.min(value, T.broadcast(high, PACKED_LANES))
-        word = T.call_llvm_pure_intrin("int32x8", "llvm.x86.avx.cvt.ps2dq.256", value)
+        value = tirx.max(value, T.broadcast(low, lanes))
+        value = tirx.min(value, T.broadcast(high, lanes))
+        word = _rounded(value, lanes)
         if activation.low:
-            word = word - T.broadcast(T.int32(int(activation.low)), PACKED_LANES)
+            word = word - T.broadcast(T.int32(int(activation.low)), lanes)
         words.append(word)
+
+    def packed(name: str, dtype: str, first: tirx.Expr, second: tirx.Expr) -> tirx.Expr:
+        name = f"avx512.{name}.512" if lanes > PACKED_LANES else f"avx2.{name}"
+        return T.call_llvm_pure_intrin(dtype, f"llvm.x86.{name}", first, second)
+
     pairs = [
-        T.call_llvm_pure_intrin("int16x16", "llvm.x86.avx2.packssdw", *(words[p : p + 2] * 2)[:2])
+        packed("packssdw", f"int16x{2 * lanes}", *(words[p : p + 2] * 2)[:2])
         for p in range(0, len(words), 2)
     ]
-    data = T.call_llvm_pure_intrin("int8x32", "llvm.x86.avx2.packuswb", pairs[0], pairs[-1])
-    order = [half * 4 + number for number in range(len(words)) for half in range(2)]
-    data = tirx.Shuffle([T.reinterpret("int32x8", data)], order)
-    return T.reinterpret(f"uint8x{len(words) * PACKED_LANES}", data)
+    data = packed("packuswb", f"int8x{4 * lanes}", pairs[0], pairs[-1])
+    pieces = lanes // LANES_OF_128_BITS
+    order = [piece * 4 + number for number in range(len(words)) for piece in range(pieces)]
+    data = tirx.Shuffle([T.reinterpret(f"int32x{lanes}", data)], order)
+    return T.reinterpret(f"uint8x{len(words) * lanes}", data)
+
+
+def _rounded(value: tirx.Expr, lanes: int) -> tirx.Expr:
+    """Floats to the nearest integers."""
+    vector = f"int32x{lanes}"
+    if lanes == PACKED_LANES:
+        return T.call_llvm_pure_intrin(vector, "llvm.x86.avx.cvt.ps2dq.256", value)
+    name, zeros = "llvm.x86.avx512.mask.cvtps2dq.512", T.broadcast(T.int32(0), lanes)
+    rest = T.int16(-1), T.int32(CURRENT_ROUNDING)
+    return T.call_llvm_pure_intrin(vector, name, value, zeros, *rest)
 
 
 def _places(image: FeatureMap, tile: RegisterTile) -> list[Index]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from cpu.quantized_cases import QuantizedCase
 from cpu.rule_cases import HOST
 from tvm import s_tir, te, tirx, topi
 from tvm.s_tir.schedule import Trace
@@ -44,6 +45,7 @@ from schedules.workload.reduce import ReduceWorkload
 HASHES = Path(__file__).with_name("template_hashes.json")
 # Fixed, so that hashes do not depend on where the tests run.
 TARGET = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
+TILES = Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2})
 CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
 CPU = CPUInfo(512, 32, True, 2, 32 << 10, 1 << 20, 32 << 20, "znver4")
 GPU = GPUInfo.from_target(CUDA)
@@ -62,6 +64,7 @@ def kernel(*layers: ConvLayer, size: int = 28, lanes: int = 16, **options: objec
 
 WORKLOADS: dict[str, Any] = {
     "cpu.conv2d": kernel(DENSE),
+    "cpu.tile_conv2d": QuantizedCase(DENSE, 1, 28, 28, 64).kernel,
     "cpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE),
     "cpu.planar_conv2d": kernel(DEPTHWISE, POINTWISE, plain_data=True, plain_out=True),
     "cpu.winograd_conv2d": kernel(DENSE, winograd=4),
@@ -134,7 +137,9 @@ def workload_of(name: str) -> Any:
 
 def target_of(name: str) -> Target:
     """The target of a template in these tests."""
-    return TARGET if name.startswith("cpu.") else CUDA
+    if name.startswith("cpu."):
+        return TILES if "tile" in name else TARGET
+    return CUDA
 
 
 def machine_of(name: str) -> CPUInfo | GPUInfo:
@@ -155,6 +160,8 @@ def built(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
         left = te.placeholder((workload.rows, workload.depth), name="left")
         right = te.placeholder((workload.depth, workload.columns), name="right")
         return te.create_prim_func([left, right, topi.matmul(left, right)])
+    if workload.is_quantized:
+        return QuantizedCase(*workload.layers, 1, 28, 28, workload.lanes).build()
     size, lanes = workload.height, workload.lanes
     channels = workload.layers[0].in_channels
     shape = (1, channels // lanes, size, size, lanes)

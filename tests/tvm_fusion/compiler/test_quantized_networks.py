@@ -26,6 +26,9 @@ from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options
 from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.errors import TargetError
+from tvm_fusion.machine import host
+from tvm_fusion.machine.host import TILE_FEATURES
 from tvm_fusion.onnx.frontend import import_onnx
 
 VNNI, AVX2 = (
@@ -108,6 +111,22 @@ def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
     products = [kernel for kernel in kernels if "row_col_s32_s8_u8_s32" in kernel]
     pairs = [kernel for kernel in products if "row_col_s32_u8_s8_s32" in kernel]
     assert (len(products), len(pairs)) == (2, 1)
+
+
+def test_models_for_tile_registers_start_on_no_other_cpu(tmp_path, monkeypatch):
+    """Only those that use the registers say that they need them."""
+    block = dense_block(1, 6, 16)
+    model = quantized(block, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    target = "sapphirerapids"
+    floats, bytes_ = (tvm_fusion.compile(one, target, threads=1) for one in (block, model))
+    assert not TILE_FEATURES.intersection(floats._about.features)
+    assert TILE_FEATURES.intersection(bytes_._about.features) == {"amx-tile", "amx-int8"}
+    bytes_.save(tmp_path / "bytes.so")
+    there = frozenset(floats._about.features)
+    monkeypatch.setattr(host, "flagged_features", lambda: there)
+    monkeypatch.setattr(host, "host_features", lambda: there)
+    with pytest.raises(TargetError, match="no amx-int8, amx-tile, .*target='x86-64-v4'"):
+        tvm_fusion.load(tmp_path / "bytes.so")
 
 
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from examples.models import GraphBuilder
 from tvm_fusion.cli import main
 from tvm_fusion.compiler.targets.target import required_features, resolve
 from tvm_fusion.errors import TargetError
-from tvm_fusion.machine.host import host_arch
+from tvm_fusion.machine.host import TILE_FEATURES, host_arch
 from tvm_fusion.runtime import artifact
 from tvm_fusion.runtime.artifact import describe_artifact, read_artifact
 from tvm_fusion.runtime.compiled_model import CompiledModel
@@ -77,6 +78,21 @@ def test_the_best_target_that_the_machine_has_is_taken(
     assert read_artifact(saved).cpu == best
     be(monkeypatch, (), features)  # as where Linux lists nothing
     assert read_artifact(saved).cpu == best
+
+
+def test_tile_registers_are_used_where_linux_allows_them(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of floats does not need them; one that needs them is passed over."""
+    first, *others, best = describe_artifact(saved).all
+    assert best.cpu == "sapphirerapids" and not TILE_FEATURES.intersection(best.features)
+    tiled = replace(best, features=(*best.features, *TILE_FEATURES))
+    about = replace(first, others=(*others, tiled))
+    be(monkeypatch, tiled.features, tiled.features)
+    for allowed, cpu in ((True, "sapphirerapids"), (False, "x86-64-v4")):
+        monkeypatch.setattr(artifact, "may_use_tiles", lambda allowed=allowed: allowed)
+        assert about.for_this_machine().cpu == cpu
+    assert tiled.missing() == "tile registers (AMX), which Linux does not let this process use"
 
 
 def test_a_machine_that_has_none_of_them_is_told_all(

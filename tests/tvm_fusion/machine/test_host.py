@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from without_torch import WITHOUT_TORCH, importing_from
@@ -138,6 +139,48 @@ def test_features_that_are_no_flags_are_asked_of_llvm(monkeypatch: pytest.Monkey
     host.check_host(["sse2", "avx10.1"])
     with pytest.raises(TargetError, match=r"has no avx512f, fma, which the model is compiled for"):
         host.check_host(["sse2", "fma", "avx10.1", "avx512f"])
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_tile_registers_are_asked_for_once(granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(*numbers: int) -> int:
+        asked.append(numbers)
+        return 0 if granted else -1
+
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: SimpleNamespace(syscall=answer))
+    monkeypatch.setattr(host.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(host, "host_arch", lambda: "x86_64")
+    monkeypatch.setattr(host, "flagged_features", lambda: frozenset({"amx-tile", "amx-int8"}))
+    host.may_use_tiles.cache_clear()
+    try:
+        for _ in range(2):
+            if granted:
+                host.check_host(["amx-tile", "amx-int8"])
+            else:
+                with pytest.raises(TargetError, match=r"Linux does not .* target='x86-64-v4'"):
+                    host.check_host(["amx-tile", "amx-int8"])
+    finally:
+        host.may_use_tiles.cache_clear()
+    assert asked == [(158, 0x1023, 18)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ({"sse2", "avx512f"}, r"no amx-int8, amx-tile, .*'native', or with target='x86-64-v4'"),
+        ({"sse2"}, "no amx-int8, amx-tile, avx512f, .*'native'$"),
+    ],
+)
+def test_cpus_without_tile_registers(
+    flags: set[str], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("flagged_features", "host_features"):
+        monkeypatch.setattr(host, name, lambda: frozenset(flags))
+    monkeypatch.setattr(host, "may_use_tiles", lambda: pytest.fail("Linux was asked"))
+    with pytest.raises(TargetError, match=advice):
+        host.check_host(["amx-tile", "amx-int8", "avx512f"])
 
 
 def test_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

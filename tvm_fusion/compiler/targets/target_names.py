@@ -25,7 +25,7 @@ CODEGEN_FEATURES = {
         "f16c bmi bmi2 tbm lzcnt movbe gfni pclmul vpclmulqdq avx512f avx512cd avx512bw avx512dq "
         "avx512vl avx512bf16 avx512bitalg avx512fp16 avx512ifma avx512vbmi avx512vbmi2 "
         "avx512vnni avx512vpopcntdq avxifma avxneconvert avxvnni avxvnniint8 avxvnniint16 "
-        "avx10.1 avx10.2 egpr ndd ccmp nf zu cf ppx push2pop2".split()
+        "amx-tile amx-int8 amx-bf16 avx10.1 avx10.2 egpr ndd ccmp nf zu cf ppx push2pop2".split()
     ),
     "aarch64": frozenset("fp-armv8 neon crc lse sve sve2".split()),
 }

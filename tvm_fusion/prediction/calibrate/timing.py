@@ -29,6 +29,7 @@ from schedules.tuning.records import Records
 from ...bench.exchange_probe import ExchangeProbe
 from ...bench.machine_limits import PeakProbe
 from ...compiler import pipeline
+from ...machine.host import may_use_tiles
 from ...runtime.host_arrays import aligned_empty
 from ...runtime.thread_pool import Crew
 from ...tuning.measure import planes, writer
@@ -63,6 +64,7 @@ class KernelTimer:
     """
 
     def __init__(self, target: Target, machine: Machine) -> None:
+        may_use_tiles()
         self._target, self._machine = target, machine
         self._crew = Crew(int(machine["multiprocessors"]))
         self._empty: float | None = None

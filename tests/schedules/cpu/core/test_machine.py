@@ -57,6 +57,22 @@ def test_equal_targets_give_the_same_object():
     assert make() is make()
 
 
+@pytest.mark.parametrize(
+    ("cpu", "features", "tiles"),
+    [
+        ("sapphirerapids", [], {"uint8", "bfloat16"}),
+        ("graniterapids", ["-amx-bf16"], {"uint8"}),
+        ("sapphirerapids", ["-amx-tile"], set()),
+        ("sapphirerapids", ["-avx512f"], set()),
+        ("znver5", [], set()),
+        ("x86-64-v4", ["+amx-tile", "+amx-bf16"], {"bfloat16"}),
+    ],
+)
+def test_tiles_come_from_the_features(cpu, features, tiles):
+    target = Target({"kind": "llvm", "mtriple": X86, "mcpu": cpu, "mattr": features})
+    assert CPUInfo.from_target(target).tiles == tiles
+
+
 def test_caches_of_another_cpu_are_defaults():
     cpu = CPUInfo.from_target(Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu"}))
     assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (32 * 1024, 512 * 1024, 8 * 1024**2)

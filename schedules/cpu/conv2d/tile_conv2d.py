@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedule rule of a dense packed convolution in tile registers (AMX).
+
+Loop nest; a *group* is up to four products' worth of tiles of sums::
+
+    parallel image, chunk of pixels, chunk of channels
+      copy of the rows that the chunk reads, with the zeros around them    # if the layer is padded
+      for group of channel tiles
+        for group of pixel tiles
+          for step of the reduction
+            products of the group's tiles
+            rows of the sums of the group before: scale, bias, residual, activation, output
+          store the sums
+      rows of the last group
+
+A step reads a block of channels at one place of the kernel; where the pixels of a row of the kernel
+fill no tile, a step reads them all, as they lie beside each other. Where tiles do not divide pixels
+or channels, the last ones reach back, and some outputs are computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tvm import s_tir, tirx
+from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
+
+from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel
+
+from ..core.kernel_builder import KernelBuilder
+from ..core.machine import TILE_BITS, CPUInfo
+from ..core.micro_kernel import (
+    FeatureMap,
+    Index,
+    LayerOperands,
+    bound,
+    ended,
+    loop,
+    packed_bytes,
+    unrolled,
+    with_residual,
+)
+from ..core.tile_unit import TILE_ELEMENTS, TILE_WORDS, TILES, TileShape, TileUnit, tile_unit
+from ..core.tiles import Span, chunk
+from ..cost.tile_conv2d_knobs import (
+    TileConv2DKnobs,
+    TileGeometry,
+    default_tile_knobs,
+    lanes_of,
+    tile_conv2d_space,
+    tile_cycles,
+)
+from .conv2d import Conv2D, PackedTemplate, operands, packed_kernel
+from .register_tile_nest import flatten, is_flat
+
+_LEFT, _RIGHT = 4, 6  # registers of factors; those of sums come first
+PACKED_TILES = 4  # whose bytes fill a vector
+
+
+class TileConv2DTemplate(PackedTemplate[TileConv2DKnobs]):
+    """The nest of the module's docstring."""
+
+    name = "cpu.tile_conv2d"
+    version = 1
+    knobs = TileConv2DKnobs
+
+    def default(self, workload: Conv2DKernel, machine: CPUInfo) -> TileConv2DKnobs:
+        """Return the cheapest setting of the cost model."""
+        return default_tile_knobs(workload, machine)
+
+    def settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[TileConv2DKnobs]:
+        """Yield the settings that the cost model compares."""
+        return tile_conv2d_space(workload, machine)
+
+    def write(
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: TileConv2DKnobs, target: Target
+    ) -> s_tir.Schedule:
+        """Write the nest."""
+        return tile_conv2d_template(func, workload, knobs, CPUInfo.from_target(target))
+
+    def cycles(self, workload: Conv2DKernel, knobs: TileConv2DKnobs, machine: CPUInfo) -> float:
+        """Return the cost model's cycles."""
+        return tile_cycles(workload, knobs, machine)
+
+
+TILE_CONV2D = TileConv2DTemplate()
+
+
+class TileConv2D(Conv2D):
+    """Rule for packed convolutions of bytes whose blocks of channels fill rows of tiles.
+
+    Returns None for CPUs without tile registers for bytes, for images of floats, and for all that
+    :class:`.Conv2D` leaves alone.
+    """
+
+    template = TILE_CONV2D
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
+        """Return the convolution; None where tiles cannot compute it."""
+        kernel, cpu = packed_kernel(func, layers=1), CPUInfo.from_target(target)
+        if kernel is None or kernel.dtype not in cpu.tiles or kernel.layers[0].groups > 1:
+            return None
+        is_narrow = lanes_of(kernel.data_layout) <= WORD_BYTES * TILE_WORDS
+        has_words = kernel.word == WORD_BYTES and kernel.rounding is None
+        return kernel if is_narrow and has_words and not kernel.lanes % TILE_WORDS else None
+
+
+def tile_conv2d_template(
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo
+) -> s_tir.Schedule:
+    """Write the loop nest of the module's docstring."""
+    builder = KernelBuilder(func if cpu.emulates_tiles else func.with_attr(TILES, kernel.dtype))
+    found = TileGeometry.of(kernel)
+    sums, left = TileShape(knobs.rows, TILE_WORDS), TileShape(knobs.rows, found.depth)
+    right = TileShape(found.depth, TILE_WORDS)
+    shapes = [sums] * _LEFT + [left] * (_RIGHT - _LEFT) + [right] * 2
+    with builder.body():
+        pieces = knobs.unit_chunks * knobs.block_chunks
+        with T.parallel(0, (1 if kernel.is_matrix else builder.batch) * pieces) as index:
+            image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
+            ops = operands(builder, kernel, image)
+            if is_flat(ops):
+                ops = flatten(ops, 0, ops.output.height)
+            pixel_groups, channel_groups = found.groups(knobs)
+            pixels = chunk(
+                pixel_groups, tirx.floordiv(piece, knobs.block_chunks), knobs.unit_chunks
+            )
+            channels = chunk(
+                channel_groups, tirx.floormod(piece, knobs.block_chunks), knobs.block_chunks
+            )
+            packs = cpu.vector_bits == TILE_BITS
+            with T.sblock("tiles"):
+                T.reads()
+                T.writes()
+                ops = _bordered(ops, found, knobs, pixels)
+                with tile_unit(shapes, kernel.dtype, cpu) as unit:
+                    _TileNest(ops, found, knobs, unit, packs).write(pixels, channels)
+    return builder.schedule()
+
+
+def _unit(found: TileGeometry, knobs: TileConv2DKnobs, group: Index, number: int) -> Index:
+    """Tile ``number`` of a group of tiles of pixels, counted over all lines."""
+    units = found.lines * found.tiles_of_line(knobs.rows)
+    unit = group * knobs.pixel_tiles + number
+    return tirx.min(unit, units - 1) if units % knobs.pixel_tiles else unit
+
+
+def _bordered(
+    ops: LayerOperands, found: TileGeometry, knobs: TileConv2DKnobs, pixels: Span
+) -> LayerOperands:
+    """The layer on a copy of the rows of a chunk, with the zeros around them; or as it is."""
+    layer, source = ops.layer, ops.source
+    if not any(layer.padding):
+        return ops
+    tiles = found.tiles_of_line(knobs.rows)
+    units = -(-found.groups(knobs)[0] // knobs.unit_chunks) * knobs.pixel_tiles
+    lines = min(found.lines, -(-(units - 1) // tiles) + 1)
+    first = tirx.floordiv(_unit(found, knobs, pixels[0], 0), tiles)
+    last = tirx.floordiv(_unit(found, knobs, pixels[1] - 1, knobs.pixel_tiles - 1), tiles)
+    reach = [(layer.kernel[i] - 1) * layer.dilation[i] + 1 for i in range(2)]
+    height = (lines - 1) * layer.strides[0] + reach[0]
+    width = (found.width - 1) * layer.strides[1] + reach[1]
+    top, before = first * layer.strides[0] - layer.padding[0], layer.padding[1]
+    words, step = source.lanes, width * source.lanes
+    copy = T.sblock_alloc_buffer((ops.in_blocks * height * step,), "int32")
+    inside = min(source.width, width - before)
+    zeros = T.broadcast(T.int32(0), words) if words > 1 else T.int32(0)
+
+    def pixel(place: Index) -> Index:
+        return T.ramp(place, 1, words) if words > 1 else place
+
+    with T.serial(0, ops.in_blocks) as block:
+        with T.serial(0, (last - first) * layer.strides[0] + reach[0]) as row:
+            to, at = bound(block * (height * step) + row * step), row + top
+
+            def clear(start: int, stop: int, to: Index = to) -> None:
+                if start < stop:
+                    with loop(start, stop) as column:
+                        T.buffer_store(copy, zeros, [pixel(to + column * words)])
+
+            with T.If(tirx.all(at >= 0, at < source.height)):
+                with T.Then():
+                    clear(0, before)
+                    with loop(0, inside) as column:
+                        value = source.buffer[pixel(source.at(block, at, column))]
+                        T.buffer_store(copy, value, [pixel(to + (before + column) * words)])
+                    clear(before + inside, width)
+                with T.Else():
+                    clear(0, width)
+    stored = FeatureMap(
+        buffer=copy,
+        offset=before * words,
+        block_stride=height * step,
+        row_stride=step,
+        lanes=words,
+        height=source.height,
+        width=source.width,
+        first_row=top,
+        is_local=True,
+    )
+    return replace(ops, source=stored)
+
+
+@dataclass
+class _TileNest:
+    """Loops of one task over groups of tiles.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer, whose source has its borders.
+    found : TileGeometry
+        Its tiles.
+    knobs : TileConv2DKnobs
+        The setting.
+    unit : TileUnit
+        The registers.
+    packs : bool
+        Whether the CPU packs vectors of 512 bits.
+    """
+
+    ops: LayerOperands
+    found: TileGeometry
+    knobs: TileConv2DKnobs
+    unit: TileUnit
+    packs: bool
+
+    def __post_init__(self) -> None:
+        tiles = self.knobs.pixel_tiles * self.knobs.channel_tiles
+        self._sums = T.sblock_alloc_buffer((tiles * TILE_ELEMENTS,), "int32")
+        # First channel tile of the group whose sums these are, and places of its pixels.
+        self._state = T.sblock_alloc_buffer((1 + 2 * self.knobs.pixel_tiles,), "int32")
+
+    def write(self, pixels: Span, channels: Span) -> None:
+        """Compute the groups of a chunk.
+
+        Interleaved, the first group has none before it: it makes output of what is in the buffer of
+        sums, at its own place, where its own output follows.
+        """
+        if self.knobs.interleaved:
+            self._remember(channels[0], pixels[0])
+        with loop(*channels) as channel, loop(*pixels) as pixel:
+            self._multiply(channel, pixel)
+            self._remember(channel, pixel)
+            for tile in range(self.knobs.pixel_tiles * self.knobs.channel_tiles):
+                self.unit.store(tile, self._sums, tile * TILE_ELEMENTS)
+            if not self.knobs.interleaved:
+                self._finish(0, self._rows)
+        if self.knobs.interleaved:
+            self._finish(0, self._rows)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of sums of a group."""
+        return self.knobs.pixel_tiles * self.knobs.rows
+
+    def _first_channels(self, group: Index) -> Index:
+        """First channel tile of a group."""
+        tiles, count = self.found.channel_tiles, self.knobs.channel_tiles
+        first = group * count
+        return tirx.min(first, tiles - count) if tiles % count else first
+
+    def _pixel(self, group: Index, number: int) -> tuple[Index, Index]:
+        """Line and column of the first pixel of a tile."""
+        found, rows = self.found, self.knobs.rows
+        tiles = found.tiles_of_line(rows)
+        unit = _unit(found, self.knobs, group, number)
+        column = tirx.floormod(unit, tiles) * rows
+        if found.width % rows:
+            column = tirx.min(column, found.width - rows)
+        return tirx.floordiv(unit, tiles), column
+
+    def _remember(self, channel: Index, pixel: Index) -> None:
+        """Note where the sums of a group belong."""
+        T.buffer_store(self._state, self._first_channels(channel), [0])
+        images = [self.ops.output, self.ops.residual]
+        for number in range(self.knobs.pixel_tiles):
+            at = self._pixel(pixel, number)
+            for kind, image in enumerate(images):
+                if image is not None:
+                    place = replace(image, offset=0).at(0, *at)
+                    T.buffer_store(self._state, place, [1 + 2 * number + kind])
+
+    def _multiply(self, channel: Index, pixel: Index) -> None:
+        """Sum up the products of a group, with the output of the group before between them."""
+        knobs, layer, steps = self.knobs, self.ops.layer, self.found.steps
+        for tile in range(knobs.pixel_tiles * knobs.channel_tiles):
+            self.unit.zero(tile)
+        first = self._first_channels(channel)
+        weights = [bound(self._weight(first + n)) for n in range(knobs.channel_tiles)]
+        origins = []
+        for number in range(knobs.pixel_tiles):
+            line, column = self._pixel(pixel, number)
+            row = line * layer.strides[0] - layer.padding[0]
+            column = column * layer.strides[1] - layer.padding[1]
+            origins.append(bound(self.ops.source.at(0, row, column)))
+        carrying = 0
+        if knobs.interleaved:
+            each = -(-self._rows // steps)
+            carrying = -(-self._rows // each)
+            with loop(0, carrying) as step:
+                self._step(step, origins, weights, (step * each, each))
+        whole, rest = divmod(steps - carrying, knobs.unrolled)
+        if whole:
+            with loop(0, whole) as part:
+                for step in unrolled(knobs.unrolled):
+                    self._step(carrying + part * knobs.unrolled + step, origins, weights)
+        for step in range(steps - rest, steps):
+            self._step(step, origins, weights)
+
+    def _weight(self, tile: Index) -> Index:
+        """Place of the weights of a channel tile."""
+        each = self.ops.lanes // TILE_WORDS
+        block = self.found.steps * self.found.depth * self.ops.lanes
+        return tirx.floordiv(tile, each) * block + tirx.floormod(tile, each) * TILE_WORDS
+
+    def _step(
+        self,
+        step: Index,
+        origins: Sequence[Index],
+        weights: Sequence[Index],
+        rows: tuple[Index, int] = (0, 0),
+    ) -> None:
+        """All products of a step; after each of them, its share of some rows of older sums."""
+        ops, found, knobs, layer = self.ops, self.found, self.knobs, self.ops.layer
+        taps = layer.kernel[0] * found.columns
+        tap = tirx.floormod(step, taps)
+        down, right = tirx.floordiv(tap, found.columns), tirx.floormod(tap, found.columns)
+        moved = bound(
+            tirx.floordiv(step, taps) * ops.source.block_stride
+            + down * (layer.dilation[0] * ops.source.row_stride)
+            + right * (layer.dilation[1] * ops.source.step)
+        )
+        first, count = rows
+        products = knobs.pixel_tiles * knobs.channel_tiles
+        for number in range(products):
+            pixel, channel = divmod(number, knobs.channel_tiles)
+            if channel == 0:
+                stride = layer.strides[1] * ops.source.step
+                self.unit.load(_LEFT + pixel, ops.source.buffer, origins[pixel] + moved, stride)
+            if pixel == 0:
+                place = weights[channel] + step * (found.depth * ops.lanes)
+                self.unit.load(_RIGHT + channel % 2, ops.weight, place, ops.lanes)
+            self.unit.multiply(number, _LEFT + pixel, _RIGHT + channel % 2)
+            start, stop = number * count // products, (number + 1) * count // products
+            if start < stop:
+                self._finish(first + start, stop - start)
+
+    def _finish(self, first: Index, count: int) -> None:
+        """Make output of some rows of the sums; beyond the last row, of that again."""
+        ops, tiles, rows = self.ops, self.knobs.channel_tiles, self.knobs.rows
+        with loop(0, count) as number:
+            row = bound(tirx.min(first + number, self._rows - 1))
+            tile, pixel = tirx.floordiv(row, rows), tirx.floormod(row, rows)
+            sums = tile * (tiles * TILE_ELEMENTS) + pixel * TILE_WORDS
+            places = [
+                bound(self._state[1 + 2 * tile + kind] + pixel * image.step + image.offset)
+                for kind, image in enumerate((ops.output, ops.residual))
+                if image is not None
+            ]
+            values = [self._value(n, sums + n * TILE_ELEMENTS, places[-1]) for n in range(tiles)]
+            is_vector = tiles == PACKED_TILES and self._in_one_block
+            if self.packs and is_vector and ops.out_dtype == "uint8":
+                place = T.ramp(self._place(0, places[0], ops.output), 1, tiles * TILE_WORDS)
+                T.buffer_store(ops.output.buffer, packed_bytes(values, ops.ending), [place])
+                return
+            for n, value in enumerate(values):
+                place = T.ramp(self._place(n, places[0], ops.output), 1, TILE_WORDS)
+                T.buffer_store(ops.output.buffer, ended(ops, value), [place])
+
+    def _value(self, number: int, sums: Index, residual: Index) -> tirx.Expr:
+        """Sums of a channel tile, with what follows them up to the rounding."""
+        ops = replace(self.ops, lanes=TILE_WORDS)
+        value = self._sums[T.ramp(sums, 1, TILE_WORDS)]
+        channel = T.ramp((self._state[0] + number) * TILE_WORDS, 1, TILE_WORDS)
+        value = T.Cast(f"float32x{TILE_WORDS}", value) * ops.scale[channel] + ops.bias[channel]
+        if ops.residual is None:
+            return value
+        return with_residual(ops, value, self._place(number, residual, ops.residual))
+
+    @property
+    def _in_one_block(self) -> bool:
+        """Whether the channel tiles of a group are neighbours in memory."""
+        return self.ops.lanes // TILE_WORDS % self.knobs.channel_tiles == 0
+
+    def _place(self, number: int, pixel: Index, image: FeatureMap) -> Index:
+        """Place of a channel tile of a pixel, from that of the pixel in the first block."""
+        each, first = self.ops.lanes // TILE_WORDS, self._state[0]
+        if self._in_one_block:
+            block, lane = tirx.floordiv(first, each), tirx.floormod(first, each) + number
+        else:
+            block, lane = (f(first + number, each) for f in (tirx.floordiv, tirx.floormod))
+        return pixel + block * image.block_stride + lane * TILE_WORDS

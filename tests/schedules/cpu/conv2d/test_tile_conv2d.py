@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions in tile registers: their numbers by loops, to the bit, and their machine code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cpu.conv2d.test_conv2d import SEED
+from cpu.conv_cases import TARGET, assembly, compile_function
+from cpu.quantized_cases import ADDITIONS, QuantizedCase, quantized_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tvm import tirx
+from tvm.target import Target
+
+from examples.benchmarks.assembly import Instruction, loops
+from schedules.cpu.conv2d.tile_conv2d import TILE_CONV2D, TileConv2D
+from schedules.cpu.core.machine import CPUInfo, described
+from schedules.cpu.cost.tile_conv2d_knobs import (
+    TileConv2DKnobs,
+    default_tile_knobs,
+    tile_conv2d_space,
+)
+from schedules.workload.conv2d import Activation, ConvLayer
+
+TILES = {"tiles": frozenset({"uint8"}), "emulates_tiles": True, "word_channels": 4}
+CPU = replace(CPUInfo.from_target(TARGET), **TILES)
+BYTES = Activation("round_clip", 0, 255)
+FEW = settings(max_examples=settings.default.max_examples // 4)
+cases = st.tuples(quantized_cases((4, False)), st.sampled_from([16, 32, 64])).map(
+    lambda drawn: replace(drawn[0], lanes=drawn[1])
+)
+
+
+def schedule(case: QuantizedCase, knobs: TileConv2DKnobs | None = None) -> tirx.PrimFunc:
+    with described(TARGET, CPU):
+        if knobs is not None:
+            return TILE_CONV2D.write(case.build(), case.kernel, knobs, TARGET).mod["main"]
+        found = TileConv2D().apply(case.build(), TARGET, False)
+    assert found is not None
+    return found.mod["main"]
+
+
+@given(cases, SEED)
+@FEW
+def test_numbers_with_default_knobs(case, seed):
+    case.check(compile_function(schedule(case)), seed)
+
+
+@given(cases, st.integers(1, 6), st.data())
+@FEW
+def test_numbers_with_any_knobs(case, cores, data):
+    space = list(tile_conv2d_space(case.kernel, replace(CPU, num_cores=cores)))
+    case.check(compile_function(schedule(case, data.draw(st.sampled_from(space)))), 1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_tiles_that_reach_back(interleaved):
+    """29 pixels in tiles of 10, 80 channels in fours of 16; two pieces of each."""
+    layer = ConvLayer(70, 80, (1, 1), activation=Activation("round_clip", -100, 155))
+    case = QuantizedCase(layer, 2, 1, 29, 16, False, "uint8", addition=ADDITIONS[0])
+    for shape in ((1, 4), (2, 2)):
+        knobs = TileConv2DKnobs(10, *shape, 2, 2, 4, interleaved)
+        case.check(compile_function(schedule(case, knobs)), 5)
+
+
+def test_images_of_one_pixel_are_rows_of_a_matrix():
+    layer = ConvLayer(70, 130, (1, 1), activation=Activation("round_clip", -100, 155))
+    case = QuantizedCase(layer, 19, 1, 1, 64, False, "uint8", addition=ADDITIONS[1])
+    assert case.kernel.is_matrix
+    case.check(compile_function(schedule(case)), 1)
+
+
+def test_a_first_layer_reads_the_pixels_of_a_row_at_once():
+    layer = ConvLayer(3, 40, (7, 7), (2, 2), (3, 3, 3, 3), activation=BYTES)
+    case = QuantizedCase(layer, 1, 30, 33, 16, True, "uint8")
+    case.check(compile_function(schedule(case)), 2)
+
+
+def test_a_batch_that_is_known_only_at_run_time():
+    case = QuantizedCase(ConvLayer(20, 20, (3, 3), padding=(1, 1, 1, 1)), batch=3)
+    with described(TARGET, CPU):
+        func = TileConv2D().apply(case.build(batch=tirx.Var("n", "int64")), TARGET, False)
+    case.check(compile_function(func.mod["main"]), 2)
+
+
+SHAPES = {
+    "pointwise": QuantizedCase(ConvLayer(512, 512, (1, 1)), 1, 14, 14, 64),
+    "window": QuantizedCase(ConvLayer(256, 256, (3, 3), padding=(1,) * 4), 1, 14, 14, 64),
+    "strided": QuantizedCase(ConvLayer(256, 512, (1, 1), (2, 2)), 1, 28, 28, 64),
+    "stem": QuantizedCase(ConvLayer(3, 64, (7, 7), (2, 2), (3,) * 4), 1, 224, 224, 64, True),
+    "halves": QuantizedCase(ConvLayer(96, 96, (3, 3), padding=(1,) * 4), 1, 28, 28, 32),
+}
+
+
+@pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_machine_code(cpu, shape, name):
+    """Each product takes the loads that its group promises, and nothing is called or spilled."""
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu, "num-cores": 2})
+    case = SHAPES[name]
+    layer, types = replace(case.layer, activation=BYTES), {"out_dtype": "uint8"}
+    case = replace(case, layer=layer, addition=ADDITIONS[1], **types)
+    info = CPUInfo.from_target(target)
+    knobs = replace(default_tile_knobs(case.kernel, info), interleaved=True)
+    knobs = replace(knobs, pixel_tiles=shape[0], channel_tiles=shape[1])
+    text = assembly(TILE_CONV2D.write(case.build(), case.kernel, knobs, target).mod["main"], target)
+    found = [loop for loop in loops(text) if _count(loop.instructions, "tdpbusd")]
+    assert found
+    most = 0
+    for loop in found:
+        products = _count(loop.instructions, "tdpbusd")
+        assert products % 4 == 0
+        loads = products * (5 if shape == (1, 4) else 4)
+        assert _count(loop.instructions, "tileload") * 4 == loads
+        assert not _count(loop.instructions, "tilestored") or not loop.innermost
+        assert not _count(loop.instructions, "call")
+        assert loop.stack_stores == loop.stack_loads == 0
+        most = max(most, _count(loop.instructions, "vpack"))
+    assert text.count("ldtilecfg") == text.count("tilerelease") == 1
+    if shape == (1, 4) and case.lanes == 64:  # rows of output between products
+        assert most >= 3
+
+
+def _count(instructions: list[Instruction], name: str) -> int:
+    return sum(each.name.startswith(name) for each in instructions)
+
+
+def test_cpus_without_tiles_leave_them_alone():
+    case = SHAPES["pointwise"]
+    for cpu, features in (("sapphirerapids", ["-amx-int8"]), ("znver5", [])):
+        options = {"mtriple": "x86_64-linux-gnu", "mcpu": cpu, "mattr": features}
+        assert TileConv2D().apply(case.build(), Target({"kind": "llvm", **options}), False) is None
+
+
+def test_blocks_that_fit_no_tiles_are_left_to_others():
+    plain = QuantizedCase(ConvLayer(16, 16, (1, 1)))
+    with described(TARGET, CPU):
+        for case in (replace(plain, lanes=8), replace(plain, lanes=128), replace(plain, word=2)):
+            assert TileConv2D().apply(case.build(), TARGET, False) is None
