@@ -792,16 +792,18 @@ def ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
 def packed_bytes(values: Sequence[tirx.Expr], activation: Activation) -> tirx.Expr:
     """Round up to four vectors of floats to bytes, as ``activate_to_bytes`` does.
 
-    Vectors have eight lanes, or sixteen where there are AVX-512. They are bounded first, with NaN
-    as the lower bound, so that the integers fit; and packed within pieces of 128 bits, whose words
-    are put in order at the end.
+    Vectors have eight lanes, or sixteen where there are AVX-512. They are bounded from above first,
+    so that the integers fit: those of NaN and of numbers that are too small are the smallest one.
+    Packing bounds them from below, as long as the difference from a bound does not wrap around. It
+    is done within pieces of 128 bits, whose words are put in order at the end.
     """
     lanes = tvm.DataType(str(values[0].ty.dtype)).lanes
     low, high = (tirx.const(end, "float32") for end in (activation.low, activation.high))
     words = []
     for value in values:
-        value = tirx.max(value, T.broadcast(low, lanes))
-        value = tirx.min(value, T.broadcast(high, lanes))
+        if activation.low > 0:
+            value = tirx.max(value, T.broadcast(low, lanes))
+        value = tirx.min(T.broadcast(high, lanes), value)  # NaN stays: it is the second
         word = _rounded(value, lanes)
         if activation.low:
             word = word - T.broadcast(T.int32(int(activation.low)), lanes)

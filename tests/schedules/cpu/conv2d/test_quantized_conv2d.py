@@ -98,7 +98,7 @@ def test_the_largest_limited_pairs_do_not_saturate():
 
 
 @pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
-@pytest.mark.parametrize(("low", "high"), [(0, 255), (-128, 127), (-100, 100)])
+@pytest.mark.parametrize(("low", "high"), [(0, 255), (-128, 127), (-100, 100), (2, 90)])
 def test_bytes_of_extremes_and_halves(low, high):
     """Rows of seven pixels: four, two and one are packed together."""
     layer = ConvLayer(8, 8, (1, 1), activation=Activation("round_clip", low, high))
