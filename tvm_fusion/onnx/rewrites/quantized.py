@@ -67,16 +67,23 @@ def expand_qlinear_conv(node: onnx.NodeProto, expansion: Expansion) -> None:
 def expand_matmul_integer(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a MatMulInteger."""
     dims = expansion.facts.dims(node.input[0]) or (None,)
-    product = _matmul_of_integers(node, expansion, _exact(dims[-1]))
-    expansion.finish(expansion.emit("Cast", product, to=TensorProto.INT32))
+    kind = _exact(dims[-1])
+    _finish_integer(expansion, _matmul_of_integers(node, expansion, kind), kind)
 
 
 def expand_conv_integer(node: onnx.NodeProto, expansion: Expansion) -> None:
     """Replace a ConvInteger."""
     shape = expansion.facts.shape(node.input[1])
     kind = _exact(None if shape is None else math.prod(shape[1:]))
-    result = _conv_of_integers(node, expansion, kind)
-    expansion.finish(expansion.emit("Cast", result, to=TensorProto.INT32))
+    _finish_integer(expansion, _conv_of_integers(node, expansion, kind), kind)
+
+
+def _finish_integer(expansion: Expansion, value: str, kind: int) -> None:
+    """Let a whole number be the result; one of float32 fits, and is clipped so that it shows."""
+    if kind == TensorProto.FLOAT:
+        bounds = (expansion.number(end, kind) for end in (-EXACT_FLOAT32, EXACT_FLOAT32))
+        value = expansion.emit("Clip", value, *bounds)
+    expansion.finish(expansion.emit("Cast", value, to=TensorProto.INT32))
 
 
 def take_products_as_floats(model: onnx.ModelProto, facts: GraphFacts) -> None:
