@@ -25,6 +25,7 @@ from tvm.s_tir.analysis import estimate_tir_flops
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.loops.matmul.narrow_matrix import OPERATIONS, RATE, TITLE
 from schedules.workload.conv2d import Conv2DKernel, from_json
 
 from ..codegen.linker import SharedLinker
@@ -61,12 +62,15 @@ class KernelCost:
         rows are chosen by indices, the rows.
     functions : int
         Elements for which an elementary function such as ``exp`` is computed.
+    byte_rate : float
+        Operations on bytes a second, by those of words of bytes; 0 for operations on floats.
     """
 
     flops: float
     activation_bytes: int
     weight_bytes: int
     functions: int = 0
+    byte_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -331,16 +335,20 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> Described:
     constant = [isinstance(argument, Constant) for argument in call.args[1].fields]
     constant += [False] * (len(sizes) - len(constant))
     weights = sum(size for size, fixed in zip(sizes, constant, strict=True) if fixed)
-    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
-    kernel = None if text is None else from_json(str(text))
-    if kernel is None:
+    attrs = func.attrs or {}
+    text = attrs.get("tvm_fusion.workload")
+    kernel, rate = None if text is None else from_json(str(text)), 0.0
+    if OPERATIONS in attrs:
+        operator = str(attrs[TITLE])
+        flops, rate = float(attrs[OPERATIONS]), float(attrs[RATE])
+    elif kernel is None:
         operator, flops = str(call.args[0].name_hint), _flops(func)
     else:
         height, width = int(kernel.height or 1), int(kernel.width or 1)
         operator = " + ".join(map(str, kernel.layers)) + f" on {height}x{width}"
         operator += f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
-        flops = float(kernel.flops())
-    cost = KernelCost(flops, sum(sizes) - weights, weights, work.functions)
+        flops, rate = float(kernel.flops()), float(kernel.is_quantized)
+    cost = KernelCost(flops, sum(sizes) - weights, weights, work.functions, rate)
     return Described(operator, cost, kernel)
 
 
@@ -365,8 +373,7 @@ def _against_limits(
     near = limits.level_of(cost.activation_bytes)
     far = limits.level_of(model_weights + cost.activation_bytes)
     moving = cost.activation_bytes / near.bandwidth + cost.weight_bytes / far.bandwidth
-    of_bytes = described.kernel is not None and described.kernel.is_quantized
-    computing = cost.flops / limits.peak(of_bytes)
+    computing = cost.flops / limits.peak(cost.byte_rate > 0) / (cost.byte_rate or 1)
     bound = "compute"
     if moving > computing:
         bound = near.name if cost.activation_bytes / near.bandwidth > moving / 2 else far.name

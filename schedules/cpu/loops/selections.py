@@ -15,7 +15,7 @@ They are serial: a place depends on all before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 
 from tvm import tirx
@@ -174,7 +174,12 @@ def _overlaps(
     return tirx.all(*has_area, shared / union > most)
 
 
-def cpu_kernel(operator: str, shapes: Shapes, write: Callable[..., None]) -> tirx.PrimFunc:
+def cpu_kernel(
+    operator: str,
+    shapes: Shapes,
+    write: Callable[..., None],
+    attrs: Mapping[str, object] | None = None,
+) -> tirx.PrimFunc:
     """Function ``main``, whose body ``write`` emits from its buffers, for CPUs only."""
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
@@ -186,9 +191,8 @@ def cpu_kernel(operator: str, shapes: Shapes, write: Callable[..., None]) -> tir
                 else:
                     buffers.append(tirx.decl_buffer(*argument, name))
                     T.arg(name, buffers[-1])
-            T.func_attr(
-                {"tirx.is_scheduled": True, "tvm_fusion.rule": operator, CPU_ONLY: operator}
-            )
+            marks = {"tirx.is_scheduled": True, "tvm_fusion.rule": operator, CPU_ONLY: operator}
+            T.func_attr(marks | dict(attrs or {}))
             with T.sblock("root"):
                 T.reads()
                 T.writes()

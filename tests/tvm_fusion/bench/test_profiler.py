@@ -7,7 +7,10 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 from small_onnx import dense_model, small_model
 
 from schedules.cpu.core.machine import CPUInfo
@@ -25,6 +28,7 @@ from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidModelError, TargetError
 
+CONTRIB = "com.microsoft"
 LIMITS = MachineLimits(
     2,
     1e11,
@@ -149,11 +153,43 @@ def test_limits_of_this_machine(threads: int) -> None:
 def test_bytes_have_a_peak_of_their_own(dtype: str, seconds: float) -> None:
     layer = ConvLayer(64, 64, (3, 3))
     kernel = Conv2DKernel((layer,), 1, 8, 8, dtype=dtype, out_layout="NCHW8c")
-    described = Described("conv", KernelCost(4e9, 1, 1), kernel)
+    cost = KernelCost(4e9, 1, 1, byte_rate=float(kernel.is_quantized))
+    described = Described("conv", cost, kernel)
     limits, cpu = replace(LIMITS, peak_byte_ops=4e11), CPUInfo.from_target(resolve("native"))
     found = _against_limits(0, "conv", described, 0.1, 1, limits, cpu)
     assert (found.limit_seconds, found.bound) == (pytest.approx(seconds), "compute")
     assert _against_limits(0, "conv", described, 0.1, 1, LIMITS, cpu).limit_seconds == 4e-2
+
+
+def few_bits(level: int) -> onnx.ModelProto:
+    """Five rows of 256 by a matrix of 4 bits in blocks of 32."""
+    packed, scales = np.zeros((320, 8, 16), "uint8"), np.ones((320, 8), "float32")
+    sizes = {"K": 256, "N": 320, "bits": 4, "block_size": 32, "accuracy_level": level}
+    product = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain=CONTRIB, **sizes)
+    ends = [
+        helper.make_tensor_value_info(name, 1, [5, extent])
+        for name, extent in (("x", 256), ("y", 320))
+    ]
+    arrays = [numpy_helper.from_array(*each) for each in ((packed, "w"), (scales, "s"))]
+    graph = helper.make_graph([product], "few", ends[:1], ends[1:], arrays)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(CONTRIB, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+@pytest.mark.parametrize("level", [0, 4], ids=["floats", "rows of bytes"])
+def test_products_with_few_bits_have_their_work(level: int) -> None:
+    limits = replace(LIMITS, peak_byte_ops=4e11)
+    found = profile(few_bits(level), threads=1, runs=1, limits=limits)
+    (product,) = (one for one in found.kernels if one.operator.startswith("matmul, "))
+    kind = "bytes by int4" if level else "int4"
+    assert product.operator == f"matmul, {kind} in blocks of 32, 5x256 by 256x320"
+    cost = product.cost
+    assert cost.flops == 2 * 5 * 256 * 320
+    assert cost.weight_bytes == 256 * 320 // 2 + 256 // 32 * 320 * 4  # 4 bits, and scales
+    rate = {"vpdpbusd": 4e11, "maddubs": 8e11}[CPUInfo.from_target(resolve("native")).byte_dots]
+    moved = cost.activation_bytes / 2e10 + cost.weight_bytes / 2e10
+    computing = cost.flops / (rate if level else 1e11)
+    assert product.limit_seconds == pytest.approx(max(computing, moved))
 
 
 def test_gpus_are_not_profiled() -> None:

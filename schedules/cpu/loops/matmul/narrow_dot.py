@@ -32,7 +32,16 @@ from schedules.workload.reduce import Extent
 from ...core.machine import CPUInfo
 from ...core.micro_kernel import add_word_products
 from ..selections import Shapes, cpu_kernel, long, own_extents
-from .narrow_matrix import FLOAT, GRANULE, OFFSET, NarrowMatrix, Places, flat, stored_shape
+from .narrow_matrix import (
+    FLOAT,
+    GRANULE,
+    OFFSET,
+    NarrowMatrix,
+    Places,
+    flat,
+    stored_shape,
+    work_of,
+)
 
 LARGEST = 127
 """Largest magnitude of a row's integers."""
@@ -40,6 +49,8 @@ _LANES = 8  # numbers of a row that become bytes at once
 _LEAST = 2.0**-119  # largest number of a block below which all of it counts as 0
 _MOST = float(np.finfo(np.float32).max)
 _WORTH_THREADS = 16  # rows
+_RATES = {"vpdpbusd": 1.0, "maddubs": 2.0, "sdot": 4.0}
+"""Products a second of each instruction, by those of words of bytes, or of floats without such."""
 
 
 def byte_rows(rows: Sequence[Extent], matrix: NarrowMatrix) -> tirx.PrimFunc:
@@ -188,7 +199,7 @@ def narrow_dot(
         with T.parallel(long(0), long(matrix.tiles)) as tile:
             _Writer(matrix, cpu, count, given).write(tile)
 
-    return cpu_kernel("NarrowDot", buffers, write)
+    return cpu_kernel("NarrowDot", buffers, write, work_of(rows, matrix, _RATES[cpu.byte_dots]))
 
 
 @dataclass(frozen=True)

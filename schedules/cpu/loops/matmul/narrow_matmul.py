@@ -31,7 +31,16 @@ from schedules.workload.reduce import Extent
 
 from ...core.machine import CPUInfo
 from ..selections import Shapes, cpu_kernel, long, own_extents
-from .narrow_matrix import FLOAT, GRANULE, NarrowMatrix, Places, flat, lowest_bit, stored_shape
+from .narrow_matrix import (
+    FLOAT,
+    GRANULE,
+    NarrowMatrix,
+    Places,
+    flat,
+    lowest_bit,
+    stored_shape,
+    work_of,
+)
 
 _FEW_ROWS = 2
 """Rows up to which each is multiplied by itself."""
@@ -81,7 +90,7 @@ def narrow_matmul(
             T.writes()
             writer.write(tile)
 
-    return cpu_kernel("NarrowMatmul", buffers, write)
+    return cpu_kernel("NarrowMatmul", buffers, write, work_of(rows, matrix))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import mul
@@ -13,12 +14,19 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.errors import OpError
+from schedules.workload.reduce import Extent
 
 from ...core.machine import CPUInfo
 from ...core.prefetch import CACHE_LINE_BYTES, prefetch
 from ..selections import long
 
 FLOAT = "float32"
+OPERATIONS, RATE = "tvm_fusion.operations", "tvm_fusion.rate"
+"""Attributes of a kernel that cannot be counted: its operations, two for a product that is added to
+a sum, and how many times as many a second a CPU does of them as of its words of bytes; 0 for those
+of floats."""
+TITLE = "tvm_fusion.title"
+"""Attribute of a kernel: its operation in a few words."""
 STORED = {"int4": "int32", "int8": "int8", "bfloat16": "uint16", "float16": "uint16"}
 """Types of the stored elements, by those of the numbers."""
 _BITS = {"int4": 4, "int8": 8, "bfloat16": 16, "float16": 16}
@@ -97,6 +105,21 @@ class NarrowMatrix:
     def byte_block(self) -> int:
         """Numbers of a row of ``x`` that share a scale where they become bytes."""
         return math.gcd(self.block, _MOST_PRODUCTS)
+
+
+def work_of(
+    rows: Sequence[Extent], matrix: NarrowMatrix, rate: float = 0.0
+) -> dict[str, str | float]:
+    """Attributes that tell the work of a product; of an open number of rows, that of one."""
+    count = math.prod(int(row) for row in rows if isinstance(row, int | tirx.IntImm))
+    by = "bytes by " if matrix.in_bytes else ""
+    blocks = f" in blocks of {matrix.block}" if matrix.is_scaled else ""
+    shape = f"{count}x{matrix.depth} by {matrix.depth}x{matrix.columns}"
+    return {
+        TITLE: f"matmul, {by}{matrix.dtype}{blocks}, {shape}",
+        OPERATIONS: 2.0 * count * matrix.depth * matrix.columns,
+        RATE: rate,
+    }
 
 
 def tile_columns(columns: int, cpu: CPUInfo) -> int:
