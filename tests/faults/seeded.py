@@ -387,14 +387,14 @@ PASSES = (
 IMPORTER = (
     Fault(
         "SAME_UPPER pads like SAME_LOWER",
-        "tvm_fusion/onnx/rewrites/windows/auto_pad.py",
+        "tvm_fusion/onnx/operators/pooling.py",
         'return small + large if mode == "SAME_UPPER" else large + small',
         'return small + large if mode == "SAME_LOWER" else large + small',
         ("tests/tvm_fusion/onnx/test_rewrite.py",),
     ),
     Fault(
         "a negative index below the first is accepted",
-        "tvm_fusion/onnx/rewrites/indexing/indices.py",
+        "tvm_fusion/onnx/operators/indexing.py",
         "bad = (value >= extents) | (value < -extents)",
         "bad = value >= extents",
         ("tests/tvm_fusion/onnx/test_guards.py", "tests/tvm_fusion/onnx/test_rewrite.py"),
@@ -404,21 +404,21 @@ IMPORTER = (
         "schedules/cpu/loops/checked_indices.py",
         "index >= bound",
         "index > bound",
-        ("tests/tvm_fusion/onnx/rewrites/test_indices.py",),
+        ("tests/tvm_fusion/onnx/operators/test_indices.py",),
     ),
     Fault(
         "the last row of each chunk of indices is not checked",
         "schedules/cpu/loops/checked_indices.py",
         "end = tirx.min(begin + long(rows), extent)",
         "end = tirx.min(begin + long(rows), extent) - long(1)",
-        ("tests/tvm_fusion/onnx/rewrites/test_indices.py",),
+        ("tests/tvm_fusion/onnx/operators/test_indices.py",),
     ),
     Fault(
         "a Mod of floats has the sign of the dividend",
-        "tvm_fusion/onnx/rewrites/arithmetic/modulo.py",
+        "tvm_fusion/onnx/operators/arithmetic.py",
         '"Where", apart, moved, remainder',
         '"Where", apart, remainder, remainder',
-        ("tests/tvm_fusion/onnx/rewrites/test_expansions.py",),
+        ("tests/tvm_fusion/onnx/operators/test_expansions.py",),
     ),
 )
 

@@ -19,17 +19,16 @@ from tvm import relax
 
 from ..errors import InvalidModelError, UnsupportedOperatorError
 from ..runtime.tensor_spec import TensorSpec
+from .checks import check_nodes, check_operators
+from .foreign import expand_foreign, is_classical
 from .interface_checks import check_interface, choose_outputs
 from .model.graph_edits import node_label
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
 from .model.node_order import sort_nodes
 from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
-from .node_checks import check_nodes
-from .operator_checks import check_operators
 from .opsets import admit_newer_operators, upgrade_opset
 from .rewrite import drop_initializers_from_inputs, mend
-from .rewrites.contrib.expand import expand_contrib, is_classical
 from .translate import translate
 
 
@@ -84,8 +83,8 @@ def import_onnx(
     InvalidModelError
         If it is no ONNX model, is damaged or inconsistent, or if a dimension has no size.
     UnsupportedOperatorError
-        If it holds operators that cannot be imported; the message lists all of them. Also if TVM's
-        importer fails, whatever the reason.
+        If it holds operators that cannot be imported; the message lists all of them. Also if a
+        translation fails, whatever the reason.
     InvalidInputError
         If ``outputs`` has a name that is no result, or one twice.
     """
@@ -122,7 +121,7 @@ def _prepare(
         check_model(proto)
         check_nodes(proto)
         proto = upgrade_opset(proto)
-    proto = expand_contrib(proto, weights)
+    proto = expand_foreign(proto, weights)
     check_model(proto)
     proto = mend(proto, weights)
     drop_stand_ins(proto, weights)

@@ -10,8 +10,8 @@ import onnx
 from ..errors import InvalidInputError, InvalidModelError, UnsupportedOperatorError
 from .model.graph_edits import attribute, drop_unread_nodes, used_names
 from .model.node_order import sort_nodes
-from .rewrites.classical.carriers import ML_DOMAIN
-from .rewrites.classical.refusals import TEXT_ADVICE
+from .operators.classical.refusals import TEXT_ADVICE
+from .operators.operator import ML_DOMAIN
 
 NUMBERS = frozenset(
     getattr(onnx.TensorProto, name)

@@ -9,6 +9,7 @@ import onnx
 from onnx import helper, version_converter
 
 from ..errors import InvalidModelError, ModelWarning
+from .checks import refuse_nodes
 from .model.graph_edits import (
     all_graphs,
     attribute,
@@ -18,10 +19,9 @@ from .model.graph_edits import (
     replace_nodes,
     set_attributes,
 )
-from .operator_checks import refuse_nodes
 
 OLDEST_OPSET = 13
-"""First opset in which axes, pads and the like are inputs, as the importer expects."""
+"""First opset in which axes, pads and the like are inputs, as TVM's converter expects."""
 
 CONVERTED_OPSET = 17
 
@@ -99,7 +99,7 @@ def _first_versions(names: set[str]) -> dict[str, int]:
 
 
 def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert a model of an old opset to one that the importer handles exactly."""
+    """Convert a model of an old opset to one that TVM's converter handles exactly."""
     opset = default_opset(model)
     if opset is None or opset >= OLDEST_OPSET:
         return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewriting of an ONNX model into the subset of ONNX that TVM's importer translates correctly.
+"""Rewriting of an ONNX model into operators that are translated rightly.
 
 Each rewrite is one function that changes a model, or returns a new one, and keeps its meaning.
 """
@@ -10,11 +10,15 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from .guards import check_translations
+from .checks import check_nodes, check_translations
+from .graph.branches import splice_branches
+from .graph.fold import fold_constants
+from .graph.functions import expand_operators, inline_functions
+from .graph.loops import unroll_loops
+from .graph.tensor_lists import write_out_lists
 from .model.graph_edits import (
     all_graphs,
     attribute,
-    default_opset,
     is_default_domain,
     replace_nodes,
     used_names,
@@ -23,185 +27,16 @@ from .model.graph_edits import (
 from .model.shapes import infer_first, infer_shapes, infer_shapes_anew, static_shape
 from .model.tensor_facts import GraphFacts
 from .model.weights import Weights
-from .node_checks import OUTPUTS, check_nodes
+from .operators.casts import carry_narrow_types, saturate_casts
+from .operators.classical.carriers import unload_carriers
+from .operators.normalization import split_mean_variance
+from .operators.quantization import take_products_as_floats
+from .operators.selection import bound_topk
+from .operators.table import TABLE, expand_nodes, find
+from .operators.transforms import write_sides
 from .opsets import upgrade_opset
-from .rewrites.arithmetic.activations import (
-    expand_clip,
-    expand_dropout,
-    expand_elu,
-    expand_prelu,
-    expand_selu,
-    expand_shrink,
-    expand_thresholded_relu,
-)
-from .rewrites.arithmetic.division import (
-    expand_division,
-    expand_shift,
-    replace_divisions_by_minus_one,
-)
-from .rewrites.arithmetic.is_inf import expand_is_inf, expand_is_nan
-from .rewrites.arithmetic.modulo import expand_modulo
-from .rewrites.arithmetic.narrow_types import carry_narrow_types
-from .rewrites.arithmetic.powers import expand_power, replace_powers
-from .rewrites.arithmetic.reductions import REDUCTIONS, ReductionRule
-from .rewrites.arithmetic.saturation import saturate_casts
-from .rewrites.arithmetic.wider_types import (
-    SUMS,
-    always_sort,
-    widen_cast,
-    widen_scattered,
-    widen_sum,
-)
-from .rewrites.classical.carriers import unload_carriers
-from .rewrites.control_flow.branches import splice_branches
-from .rewrites.control_flow.functions import expand_operators, inline_functions
-from .rewrites.control_flow.loops import unroll_loops
-from .rewrites.control_flow.tensor_lists import write_out_lists
-from .rewrites.expansion import Expansion, Rule, expand_nodes
-from .rewrites.fold import fold_constants
-from .rewrites.fourier import expand_dft, expand_stft, write_sides
-from .rewrites.indexing.indices import check_indices, clamp_diagonal
-from .rewrites.indexing.one_hot import expand_eye_like, expand_one_hot
-from .rewrites.indexing.sequences import expand_reverse_sequence, expand_tensor_scatter
-from .rewrites.indexing.unique import expand_unique
-from .rewrites.indexing.wide_concat import name_wide_concat
-from .rewrites.norms.batch_norm import BatchNormRule
-from .rewrites.norms.layer_norm import LayerNormRule
-from .rewrites.norms.lp_norm import replace_lp_norms
-from .rewrites.norms.mean_variance import split_mean_variance
-from .rewrites.open_sizes import name_limits, place_numbers
-from .rewrites.open_topk import bound_topk
-from .rewrites.own_ops import name_axis
-from .rewrites.quantized import (
-    expand_conv_integer,
-    expand_dequantize,
-    expand_dynamic_quantize,
-    expand_matmul_integer,
-    expand_qlinear_conv,
-    expand_qlinear_matmul,
-    expand_quantize,
-    take_products_as_floats,
-)
-from .rewrites.recurrent import expand_recurrent
-from .rewrites.run_time_axes import choose_axes
-from .rewrites.windows.auto_pad import expand_pad, pad_pools
-from .rewrites.windows.conv_transpose import pad_transposed_convolutions
-from .rewrites.windows.grid_sample import expand_grid_sample
-from .rewrites.windows.max_places import expand_max_pool
-from .rewrites.windows.p_norms import expand_p_norm
-from .rewrites.windows.resize import normalize_resizes
-from .rewrites.windows.resize_taps import expand_resize
-from .rewrites.windows.roi_align import RoiAlignRule
-from .rewrites.windows.unfolded import expand_col2im, expand_max_unpool, expand_space_to_depth
 
-
-def expand_sum(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Add one after the other; the importer stacks the inputs and reduces that."""
-    total, *terms = node.input
-    for term in terms:
-        total = expansion.emit("Add", total, term)
-    if terms:
-        expansion.finish(total)
-
-
-def expand_lrn(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Write one of an even number of channels, or of float64, by its formula."""
-    facts, x, size = expansion.facts, node.input[0], attribute(node, "size")
-    dims, kind = facts.dims(x), facts.dtype(x)
-    if dims is None or dims[1] is None or (size % 2 and kind != onnx.TensorProto.DOUBLE):
-        return
-    pads = np.zeros((2, len(dims)), np.int64)
-    pads[:, 1] = (size - 1) // 2, size // 2
-    padded = expansion.emit(
-        "Pad", expansion.emit("Mul", x, x), expansion.constant("pads", pads.ravel())
-    )
-    axis = expansion.constant("axis", np.array([1]))
-    parts = [
-        expansion.emit(
-            "Slice",
-            padded,
-            *(expansion.constant("at", np.array([i + n])) for n in (0, dims[1])),
-            axis,
-        )
-        for i in range(size)
-    ]
-    total = parts[0]
-    for part in parts[1:]:
-        total = expansion.emit("Add", total, part)
-    alpha, beta, bias = (
-        expansion.number(attribute(node, name, default), kind)
-        for name, default in (("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0))
-    )
-    share = expansion.emit("Mul", total, expansion.emit("Div", alpha, expansion.number(size, kind)))
-    power = expansion.emit("Pow", expansion.emit("Add", share, bias), beta)
-    expansion.finish(expansion.emit("Div", x, power))
-
-
-def take_as_vector(node: onnx.NodeProto, expansion: Expansion) -> None:
-    """Make a vector of axes, or of a shape, that is a scalar, as ONNX Runtime takes it."""
-    value = expansion.facts.constant(node.input[1]) if len(node.input) > 1 else None
-    if value is not None and not value.ndim:
-        vector = expansion.constant("vector", value.reshape(1))
-        expansion.finish(expansion.emit(node.op_type, node.input[0], vector))
-
-
-EXPANSIONS: dict[str, Rule] = {
-    "BitShift": expand_shift,
-    "Cast": widen_cast,
-    "Clip": expand_clip,
-    "Col2Im": expand_col2im,
-    "Concat": name_wide_concat,
-    "ConvInteger": expand_conv_integer,
-    "CumProd": name_axis,
-    "DFT": expand_dft,
-    "DequantizeLinear": expand_dequantize,
-    "DynamicQuantizeLinear": expand_dynamic_quantize,
-    "Div": expand_division,
-    "Dropout": expand_dropout,
-    "Elu": expand_elu,
-    "Expand": take_as_vector,
-    "EyeLike": expand_eye_like,
-    "GRU": expand_recurrent,
-    "Gelu": widen_sum,
-    "GlobalLpPool": expand_p_norm,
-    "GridSample": expand_grid_sample,
-    "HardSigmoid": widen_sum,
-    "IsInf": expand_is_inf,
-    "IsNaN": expand_is_nan,
-    "LRN": expand_lrn,
-    "LSTM": expand_recurrent,
-    "LpPool": expand_p_norm,
-    "MatMulInteger": expand_matmul_integer,
-    "MaxPool": expand_max_pool,
-    "MaxUnpool": expand_max_unpool,
-    "Mish": widen_sum,
-    "Mod": expand_modulo,
-    "NonMaxSuppression": name_limits,
-    "OneHot": expand_one_hot,
-    "PRelu": expand_prelu,
-    "Pad": expand_pad,
-    "Pow": expand_power,
-    "QLinearConv": expand_qlinear_conv,
-    "QLinearMatMul": expand_qlinear_matmul,
-    "QuantizeLinear": expand_quantize,
-    "RNN": expand_recurrent,
-    "Resize": expand_resize,
-    "ReverseSequence": expand_reverse_sequence,
-    "STFT": expand_stft,
-    "ScatterElements": widen_scattered,
-    "ScatterND": widen_scattered,
-    "Selu": expand_selu,
-    "Shrink": expand_shrink,
-    "SpaceToDepth": expand_space_to_depth,
-    "Sum": expand_sum,
-    "TensorScatter": expand_tensor_scatter,
-    "ThresholdedRelu": expand_thresholded_relu,
-    "TopK": always_sort,
-    "Trilu": clamp_diagonal,
-    "Unique": expand_unique,
-    "Unsqueeze": take_as_vector,
-}
-"""Operators whose nodes become several, none of which depends on another of these."""
+_DEFINED = sorted(name for (_, name), operator in TABLE.items() if operator.is_defined)
 
 
 def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
@@ -216,27 +51,15 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     write_sides(model)
     model = _simplify(infer_first(model), weights)
     facts = GraphFacts(model, weights)
-    while pad_transposed_convolutions(model, facts) or place_numbers(model, facts):
+    while expand_nodes(model, facts, lambda operator: operator.reshape):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)
     bound_topk(model, facts)
-    if choose_axes(model, facts):
+    if expand_nodes(model, facts, lambda operator: operator.choose):
         model = fold_constants(infer_shapes(model), weights)  # reductions of nothing
         facts = GraphFacts(model, weights)
-    opset = default_opset(model) or 1
-    by_opset: dict[str, Rule] = {
-        "LayerNormalization": LayerNormRule(opset),
-        "RoiAlign": RoiAlignRule(opset),
-        **dict.fromkeys(REDUCTIONS, ReductionRule(opset)),
-    }
     take_products_as_floats(model, facts)
-    expand_nodes(model, facts, {**EXPANSIONS, **by_opset})
-    replace_powers(model, facts)
-    replace_lp_norms(model, facts)
-    replace_divisions_by_minus_one(model, facts)
-    pad_pools(model, facts)
-    normalize_resizes(model, facts)
-    check_indices(model, facts)
+    expand_nodes(model, facts, lambda operator: operator.expand)
     unload_carriers(model)
     drop_identities(model, facts)
     check_translations(model, facts)
@@ -248,7 +71,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
 def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """Fold constants, splice branches, unroll loops and expand operators until none is left."""
     while True:
-        model = fold_constants(_widen_sums(infer_shapes(model), weights), weights)
+        model = fold_constants(_widen(infer_shapes(model), weights), weights)
         facts = GraphFacts(model, weights)
         changed = splice_branches(model, facts)
         changed = unroll_loops(model, GraphFacts(model, weights)) or changed
@@ -256,18 +79,16 @@ def _simplify(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
         if changed:
             del model.graph.value_info[:]
             continue
-        expanded = expand_operators(model)
+        expanded = expand_operators(model, _DEFINED)
         if expanded is model:
             return model
         model = expanded
 
 
-def _widen_sums(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
+def _widen(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     """Widen 16-bit operators before they are folded, or written out in the types that they have."""
-    count = len(model.graph.node)
-    norm = BatchNormRule(default_opset(model) or 1)
-    expand_nodes(model, GraphFacts(model, weights), {**SUMS, "BatchNormalization": norm})
-    return model if len(model.graph.node) == count else infer_shapes(model)
+    changed = expand_nodes(model, GraphFacts(model, weights), lambda operator: operator.widen)
+    return infer_shapes(model) if changed else model
 
 
 def drop_initializers_from_inputs(model: onnx.ModelProto) -> None:
@@ -295,15 +116,15 @@ def store_empty_inputs(model: onnx.ModelProto) -> None:
 
 
 def drop_unused_outputs(model: onnx.ModelProto) -> None:
-    """Remove optional outputs without readers; the importer computes all outputs that are named.
+    """Remove optional outputs without readers; TVM's converter computes all outputs that are named.
 
     A BatchNormalization in training mode must have all of its.
     """
     used = used_names(model)
     for graph in all_graphs(model):
         for node in graph.node:
-            is_optional = node.op_type in OUTPUTS and not attribute(node, "training_mode", 0)
-            if is_optional and is_default_domain(node):
+            operator = find(node) if is_default_domain(node) else None
+            if operator and operator.outputs and not attribute(node, "training_mode", 0):
                 while len(node.output) > 1 and node.output[-1] not in used:
                     del node.output[-1]
 
@@ -346,7 +167,7 @@ def _does_nothing(node: onnx.NodeProto, facts: GraphFacts) -> bool:
 def _takes_all(node: onnx.NodeProto, facts: GraphFacts) -> bool:
     """Whether a Slice goes from 0 to the largest integer by steps of 1.
 
-    Of an open size the importer would write another formula, which is not known to be the same.
+    Of an open size TVM's converter would write another formula, which is not known to be the same.
     """
     starts, ends = (facts.constant(name) for name in node.input[1:3])
     step_name = node.input[4] if len(node.input) > 4 else ""

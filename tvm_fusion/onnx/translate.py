@@ -20,11 +20,11 @@ from schedules.errors import reason
 from ..errors import UnsupportedOperatorError
 from ..runtime.host_arrays import ALIGNMENT
 from ..warning_filters import warnings_ignored
+from .graph.size_arithmetic import as_tensor, as_tensors, translate_sizes
 from .model.graph_edits import default_opset, node_label
 from .model.narrow_weight import NarrowWeight
 from .model.weights import Weights, to_array
-from .rewrites.own_ops import OWN_OPS
-from .rewrites.size_arithmetic import as_tensor, as_tensors, translate_sizes
+from .operators.table import find
 
 NODE_VARIABLE = "node{}_"
 """Name of the variable of a node by its number."""
@@ -138,7 +138,8 @@ class _Translation:
 
     def _of_tensors(self, node: onnx.NodeProto, inputs: Any, attributes: dict[str, Any]) -> Any:
         """Translate a node by our function, or by TVM's where there is none or it returns None."""
-        own = OWN_OPS.get(node.op_type)
+        operator = find(node)
+        own = operator.translate if operator else None
         result = own and own(self._builder, inputs, attributes)
         if result is not None:
             return result

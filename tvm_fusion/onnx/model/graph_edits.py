@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traversals and edits of ONNX models, shared by loader, rewrites and importer."""
+"""Traversals and edits of ONNX models, of shared use."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def _plural(items: Sequence[str]) -> str:
 
 def _set_dim(dim: onnx.TensorShapeProto.Dimension, size: int | str, what: str) -> None:
     if isinstance(size, str):
-        # The importer parses "+", "-", "*" and "/" in a name as arithmetic.
+        # TVM parses "+", "-", "*" and "/" in a name as arithmetic.
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", size):
             raise InvalidModelError(
                 f"shapes gives {what} the name {size!r}; expected letters, digits and underscores"

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from .graph_edits import used_names
+from .graph_edits import default_opset, is_default_domain, used_names
 from .narrow_weight import NarrowWeight
 from .weights import SMALL_ELEMENTS, Weights, add_weight, floats_of, to_array
 
@@ -35,7 +35,9 @@ class GraphFacts:
     def __init__(self, model: onnx.ModelProto, weights: Weights) -> None:
         graph = model.graph
         infos = (*graph.input, *graph.value_info, *graph.output)
+        self.opset = default_opset(model) or 1
         self._graph = graph
+        self._from_data: set[str] | None = None
         self._weights = weights
         self._infos = {info.name: info for info in infos}
         self._small = {tensor.name: tensor for tensor in graph.initializer}
@@ -73,6 +75,21 @@ class GraphFacts:
         if name in self._weights:
             return floats_of(self._weights[name])
         return to_array(self._small[name]) if name in self._small else None
+
+    def depends_on_data(self, name: str) -> bool:
+        """Return whether a tensor depends on more than shapes and constants.
+
+        The answer is of the graph as it was when this was first asked.
+        """
+        if self._from_data is None:
+            known = self._small.keys() | self._weights.keys()
+            found = {value.name for value in self._graph.input} - known
+            for node in self._graph.node:
+                is_size = node.op_type in ("Shape", "Size") and is_default_domain(node)
+                if not is_size and not found.isdisjoint(node.input):
+                    found.update(name for name in node.output if name)
+            self._from_data = found
+        return name in self._from_data
 
     def add_constant(self, hint: str, value: np.ndarray) -> str:
         """Add a constant and return its name: large ones are weights, as those of the model."""
