@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``MultiplyNarrow``: products with constant matrices that stay in 16, 8 or 4 bits."""
+"""Pass ``MultiplyNarrow``: products with, and rows of, matrices that stay in 16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from schedules.cpu.loops.matmul.narrow_matrix import (
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import Value, is_claimed, op_name
 from ..core.pass_target import pass_target
-from ..op.widen_weight import LEAST_ELEMENTS
+from ..op.widen_weight import LEAST_ELEMENTS, MODES, in_pairs, take_widened
 from ..op.widen_weight import NAME as WIDEN_WEIGHT
 
 MOST_ROWS = 16
@@ -58,6 +58,7 @@ class MultiplyNarrow:
         lv = R.call_tir(cls.byte_rows, (x,), ...)
         y = R.call_tir(cls.narrow_dot, (lv[0], lv[1], lv[2], weight, scale), ...)
 
+    Rows that a ``take`` chooses of such a matrix are widened alone, by ``take_widened``.
     Matrices of 16-bit floats stay so, too, where products have few rows, or an open number of them.
     On CPUs, before ``WidenSums``: operands of 16 bits are cast, and so is the result. Left alone,
     for ``SimplifyInference`` to make constants of: matrices that something else reads than a
@@ -102,11 +103,15 @@ class _Rewriter(PyExprMutator):
         super().__init__(mod)
         self._cpu = cpu
         self._packed: dict[tuple[int, bool], _Packed | None] = {}
+        self._paired: dict[int, GenericConst] = {}
         self._in_bytes: dict[tuple[relax.Expr, int], list[relax.Expr]] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         """Rewrite one call."""
         call = self.visit_expr_post_order(call)
+        if op_name(call) == "relax.take":
+            taken = self._rows(call)
+            return call if taken is None else taken
         if op_name(call) != "relax.matmul":
             return call
         x, weight = call.args
@@ -117,6 +122,27 @@ class _Rewriter(PyExprMutator):
             return call
         packed = self._matrix(weight, list(shape.values)[:-1])
         return call if packed is None else self._product(call, packed)
+
+    def _rows(self, call: relax.Call) -> relax.Call | None:
+        """The rows that a ``take`` chooses of a matrix of few bits, widened alone."""
+        source, rows = call.args
+        axis, mode = call.attrs.axis, str(call.attrs.mode)
+        value = self._bound(source)
+        if op_name(value) != WIDEN_WEIGHT or axis is None or int(axis) != 0 or mode not in MODES:
+            return None
+        if isinstance(rows, GenericConst) or not isinstance(rows.ty.shape, relax.ShapeExpr):
+            return None
+        integers, *others = value.args
+        if not all(isinstance(each, GenericConst) for each in value.args):
+            return None
+        key = int(integers.value.data_ptr())
+        if int(value.attrs["bits"]) == 4:
+            if key not in self._paired:
+                self._paired[key] = tensor_constant(in_pairs(array_of(integers)), "uint8")
+            integers = self._paired[key]
+        attrs = {name: int(value.attrs[name]) for name in ("block", "axis")}
+        attrs |= {"mode": mode, "out_dtype": str(value.attrs["out_dtype"])}
+        return take_widened(rows, integers, *others, columns=int(value.ty.shape[1]), **attrs)
 
     def _product(self, call: relax.Call, packed: _Packed) -> relax.Expr:
         """The product by the kernel, in the type of ``call``."""

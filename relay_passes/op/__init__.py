@@ -24,7 +24,7 @@ from .quantized_conv2d import quantized_conv2d
 from .recurrence import recurrence
 from .round_clip import round_clip
 from .sort_key import sort_key
-from .widen_weight import widen_weight
+from .widen_weight import take_widened, widen_weight
 from .winograd_conv2d import winograd_conv2d
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "recurrence",
     "round_clip",
     "sort_key",
+    "take_widened",
     "unpack",
     "widen_weight",
     "winograd_conv2d",

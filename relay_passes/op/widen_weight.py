@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op ``relax.tvm_fusion.widen_weight``: the floats that a constant matrix of few bits stands for.
+"""Ops ``widen_weight`` and ``take_widened``: floats that a constant matrix of few bits stands for.
 
 ::
 
@@ -9,9 +9,18 @@
 
 with ``g = k // block``. With ``axis=1`` the blocks are those of a row: ``scale`` is ``[K, G]``, and
 ``g = n // block``. :class:`relay_passes.MultiplyNarrow` keeps such a matrix as it is stored.
+
+::
+
+    take_widened(rows, integers, scale, zero) = widen_weight(integers, scale, zero)[rows, :]
+
+widens only the rows that are chosen, as of an embedding. Integers of 4 bits are given in pairs,
+``[K, ceil(N / 2)]`` uint8, whose low halves come first (:func:`in_pairs`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from tvm import relax, te, tirx
@@ -20,7 +29,10 @@ from schedules.errors import OpError
 
 from .register import register_op
 
-NAME = "relax.tvm_fusion.widen_weight"
+NAME, TAKE_NAME = "relax.tvm_fusion.widen_weight", "relax.tvm_fusion.take_widened"
+
+MODES = ("clip", "wrap")
+"""What becomes of numbers of rows that are out of range."""
 
 ZEROS = ("int8", "float32")
 """Types of zero points."""
@@ -88,38 +100,139 @@ def widened(
     return centred * spread(scale)
 
 
+def in_pairs(integers: np.ndarray) -> np.ndarray:
+    """Integers of 4 bits ``[K, N]``, each with 8 added, as bytes ``[K, ceil(N / 2)]``."""
+    halves = (np.pad(integers, [(0, 0), (0, integers.shape[1] % 2)]) + 8).astype(np.uint8)
+    return halves[:, ::2] | halves[:, 1::2] << 4
+
+
+def take_widened(
+    rows: relax.Expr,
+    integers: relax.Expr,
+    scale: relax.Expr,
+    zero: relax.Expr | None = None,
+    *,
+    columns: int,
+    block: int,
+    axis: int = 0,
+    mode: str = "clip",
+    out_dtype: str = "float32",
+) -> relax.Call:
+    """Widen chosen rows of a matrix.
+
+    Parameters
+    ----------
+    rows : relax.Expr
+        Their numbers, of an integer type and any shape.
+    integers : relax.Expr
+        int8 [K, N], or uint8 [K, ceil(N / 2)].
+    scale, zero, block, axis, out_dtype
+        As for :func:`widen_weight`.
+    columns : int
+        N.
+    mode : str
+        What becomes of numbers out of range: ``clip`` or ``wrap``, as of Relax's ``take``.
+
+    Returns
+    -------
+    relax.Call
+        A tensor ``[*rows, N]``.
+    """
+    operands = [rows, integers, scale, *([] if zero is None else [zero])]
+    attrs = {"columns": columns, "block": block, "axis": axis, "mode": mode, "out_dtype": out_dtype}
+    return relax.Call(_TAKE_WIDENED, operands, attrs)
+
+
 def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:
-    integers, scale, *zero = (argument.ty for argument in call.args)
-    types = [str(ty.dtype) for ty in (integers, scale, *zero)]
-    shape = [int(extent) for extent in integers.shape]
-    axis, block = int(call.attrs["axis"]), int(call.attrs["block"])
-    wanted = [*shape]
-    wanted[axis] = -(-shape[axis] // block)
-    if types[:2] != ["int8", "float32"] or any(kind not in ZEROS for kind in types[2:]):
-        raise OpError(f"{NAME}: operands of {', '.join(types)}; expected int8, float32 and {ZEROS}")
-    for ty in (scale, *zero):
-        if [int(extent) for extent in ty.shape] != wanted:
-            raise OpError(f"{NAME}: scales of shape {ty.shape}; expected {wanted}")
+    shape = [int(extent) for extent in call.args[0].ty.shape]
+    _check_operands(call, NAME, list(call.args), shape, ("int8",))
     return relax.TensorType(shape, str(call.attrs["out_dtype"]))
 
 
-def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+def _check_operands(
+    call: relax.Call, op: str, operands: list[relax.Expr], shape: list[int], kinds: tuple[str, ...]
+) -> None:
+    """Check types and shapes of a matrix, its scales and its zero points; else OpError."""
+    integers, scale, *zero = (operand.ty for operand in operands)
+    types = [str(ty.dtype) for ty in (integers, scale, *zero)]
     axis, block = int(call.attrs["axis"]), int(call.attrs["block"])
-    dtype = str(call.attrs["out_dtype"])
+    wanted = [*shape]
+    wanted[axis] = -(-shape[axis] // block)
+    is_known = types[0] in kinds and types[1] == "float32"
+    if not is_known or any(kind not in ZEROS for kind in types[2:]):
+        expected = " or ".join(kinds)
+        raise OpError(
+            f"{op}: operands of {', '.join(types)}; expected {expected}, float32 and {ZEROS}"
+        )
+    for ty in (scale, *zero):
+        if [int(extent) for extent in ty.shape] != wanted:
+            raise OpError(f"{op}: scales of shape {ty.shape}; expected {wanted}")
 
-    def widen(integers: te.Tensor, scale: te.Tensor, *zero: te.Tensor) -> te.Tensor:
+
+def _infer_taken(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:
+    rows, *operands = call.args
+    count, stored = (int(extent) for extent in operands[0].ty.shape)
+    columns, mode = int(call.attrs["columns"]), str(call.attrs["mode"])
+    _check_operands(call, TAKE_NAME, operands, [count, columns], ("int8", "uint8"))
+    is_paired = str(operands[0].ty.dtype) == "uint8"
+    if stored != (-(-columns // 2) if is_paired else columns) or mode not in MODES:
+        raise OpError(
+            f"{TAKE_NAME}: rows of {stored} elements for {columns} columns, mode {mode!r}; "
+            f"expected as many, or half as many of uint8, and {' or '.join(MODES)}"
+        )
+    return relax.TensorType([*rows.ty.shape.values, columns], str(call.attrs["out_dtype"]))
+
+
+def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    def widen(integers: te.Tensor, *others: te.Tensor) -> te.Tensor:
         def number(*index: tirx.Var) -> tirx.Expr:
-            group = list(index)
-            group[axis] = tirx.floordiv(index[axis], block)
-            value = integers(*index).astype("float32")
-            for one in zero:
-                value = value - one(*group).astype("float32")
-            return (value * scale(*group)).astype(dtype)
+            return _number(call, index, integers(*index), others)
 
         return te.compute(integers.shape, number, name="widen_weight")
 
     return builder.call_te(widen, *call.args, primfunc_name_hint="widen_weight")
 
+
+def _number(
+    call: relax.Call, index: Sequence[tirx.Expr], integer: tirx.Expr, others: Sequence[te.Tensor]
+) -> tirx.Expr:
+    """The float that an integer at a row and a column stands for, by scales and zero points."""
+    axis, block = int(call.attrs["axis"]), int(call.attrs["block"])
+    scale, *zero = others
+    group = list(index)
+    group[axis] = tirx.floordiv(index[axis], block)
+    value = integer.astype("float32")
+    for one in zero:
+        value = value - one(*group).astype("float32")
+    return (value * scale(*group)).astype(str(call.attrs["out_dtype"]))
+
+
+def _legalize_taken(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    wraps, columns = str(call.attrs["mode"]) == "wrap", int(call.attrs["columns"])
+
+    def take(rows: te.Tensor, integers: te.Tensor, *others: te.Tensor) -> te.Tensor:
+        def number(*index: tirx.Var) -> tirx.Expr:
+            *place, column = index
+            row, count = rows(*place), tirx.const(int(integers.shape[0]), rows.dtype)
+            inside = tirx.floormod(row, count) if wraps else tirx.max(tirx.min(row, count - 1), 0)
+            return _number(call, (inside, column), _integer(integers, inside, column), others)
+
+        return te.compute([*rows.shape, columns], number, name="take_widened")
+
+    return builder.call_te(take, *call.args, primfunc_name_hint="take_widened")
+
+
+def _integer(integers: te.Tensor, row: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
+    """An element of the matrix of a ``take_widened``."""
+    if integers.dtype == "int8":
+        return integers(row, column)
+    byte = integers(row, tirx.floordiv(column, 2)).astype(str(column.ty.dtype))
+    return ((byte >> (tirx.floormod(column, 2) * 4)) & 15) - 8
+
+
+_TAKE_WIDENED = register_op(
+    TAKE_NAME, "Rows of (integers - zero) * scale.", _infer_taken, _legalize_taken
+)
 
 _WIDEN_WEIGHT = register_op(
     NAME, "(integers - zero) * scale, of blocks of a matrix.", _infer_type, _legalize

@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.target import Target
 
 from relay_passes import MultiplyNarrow, NarrowWeights, SimplifyInference
-from relay_passes.op.widen_weight import widen_weight, widened
+from relay_passes.op.widen_weight import take_widened, widen_weight, widened
 from schedules.errors import OpError
 
 AVX2 = Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
@@ -94,6 +94,41 @@ def test_other_matrices_become_floats(mod: tvm.IRModule) -> None:
         folded = SimplifyInference()(left)
     assert "widen_weight" not in folded.script()
     assert "relax.matmul" in str(folded) or "R.matmul" in folded.script()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("mode", ["wrap", "clip"])
+def test_rows_that_are_chosen_are_widened_alone(bits: int, mode: str) -> None:
+    matrix = widening(64, 65, zero=True, bits=bits)
+    rows = relax.Var("rows", relax.TensorType((2, 6), "int64"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [rows]):
+        with builder.dataflow():
+            table = builder.emit(matrix)
+            result = builder.emit_output(relax.op.take(table, rows, axis=0, mode=mode))
+        builder.emit_func_output(result)
+    found = MultiplyNarrow(AVX2)(builder.get())
+    text = found.script()
+    assert "take_widened" in text and "widen_weight" not in text.replace("take_widened", "")
+    machine = relax.VirtualMachine(tvm.compile(found, "llvm"), tvm.cpu())
+    numbers = np.array([[0, 1, 63, 64, 200, -1], [-64, -65, 5, 5, 31, 32]])
+    taken = machine["main"](tvm.runtime.tensor(numbers)).numpy()
+    integers, scales, zeros = (argument.value.numpy() for argument in matrix.args)
+    inside = numbers % 64 if mode == "wrap" else numbers.clip(0, 63)
+    np.testing.assert_array_equal(taken, widened(integers, scales, zeros, 32, 0)[inside])
+
+
+def test_chosen_rows_must_fit() -> None:
+    rows, scales = relax.const(np.zeros(3, "int64")), relax.const(np.ones((64, 1), "float32"))
+    given = {"columns": 9, "block": 9, "axis": 1}
+    for stored, kind, mode, message in (
+        (9, "float32", "clip", "expected int8 or uint8, float32"),
+        (4, "uint8", "clip", "rows of 4 elements for 9 columns"),
+        (9, "int8", "fast", "mode 'fast'; expected .* clip or wrap"),
+    ):
+        integers = relax.const(np.zeros((64, stored), kind))
+        with pytest.raises(OpError, match=message):
+            relax.BlockBuilder().normalize(take_widened(rows, integers, scales, mode=mode, **given))
 
 
 def test_quantised_rows_are_left() -> None:

@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 import tvm_fusion
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.targets.target import resolve
-from tvm_fusion.errors import TargetError
+from tvm_fusion.errors import TargetError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 Array = np.ndarray
@@ -276,3 +276,100 @@ def test_rounding_that_has_no_effect_is_refused() -> None:
         tvm_fusion.compile(network(), "opencl", weights="int8")
     with pytest.raises(TargetError, match="weights='int8' has no effect with ranks"):
         tvm_fusion.compile(network(), ranks=2, weights="int8")
+
+
+def looked_up(
+    nodes: list[onnx.NodeProto], constants: dict[str, Array], kind: int = TensorProto.FLOAT
+) -> onnx.ModelProto:
+    """A model from row numbers ``ids`` [2, 5] to ``y``."""
+    graph = helper.make_graph(
+        nodes,
+        "embedding",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, [2, 5])],
+        [helper.make_tensor_value_info("y", kind, None)],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+def check_rows(model: onnx.ModelProto, first: int, bytes_: int, path: Path) -> None:
+    """The rows of ONNX Runtime to the bit, from a table of few bytes in the file."""
+    ids = np.random.default_rng(3).integers(first, 300, (2, 5))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    (wanted,) = session.run(None, {"ids": ids})
+    compiled = tvm_fusion.compile(model, threads=1)
+    found = compiled(ids)
+    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(found, wanted)
+    compiled.save(path / "model.so")
+    code = 250_000  # more than that of one kernel
+    assert (path / "model.so").stat().st_size < bytes_ + code
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint4"])
+@pytest.mark.parametrize(
+    ("axis", "block", "groups"), [(0, 0, (300,)), (1, 16, (300, 63)), (0, 32, (10, 1001))]
+)
+def test_rows_of_a_dequantised_table(kind, axis, block, groups, tmp_path) -> None:
+    """An odd number of columns, and numbers of rows from the end."""
+    random, few = np.random.default_rng(axis + block), 16 if kind == "uint4" else 128
+    dtype = getattr(ml_dtypes, kind, None) or np.dtype(kind)
+    constants = {
+        "w": random.integers(0, few, (300, 1001)).astype(dtype),
+        "scale": random.uniform(0.01, 0.02, groups).astype("float32"),
+        "zero": random.integers(0, few, groups).astype(dtype),
+    }
+    given = {"block_size": block} if block else {}
+    nodes = [
+        helper.make_node("DequantizeLinear", [*constants], ["d"], axis=axis, **given),
+        helper.make_node("Gather", ["d", "ids"], ["y"]),
+    ]
+    numbers = 300 * 1001 if kind == "int8" else 300 * 1001 // 2
+    scales = int(np.prod(groups)) * 5
+    check_rows(looked_up(nodes, constants), -300, numbers + scales, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("with_zero", [False, True])
+@pytest.mark.parametrize("columns", [512, 32], ids=["large", "small"])
+def test_rows_that_are_gathered_in_blocks(bits, with_zero, columns, tmp_path) -> None:
+    random, per_byte = np.random.default_rng(bits), 8 // bits
+    rows, blocks = 300 if columns == 512 else 40, columns // 16
+    shapes = {"w": (rows, columns // per_byte), "zero": (rows, -(-blocks // per_byte))}
+    constants = {name: random.integers(0, 256, shape, "uint8") for name, shape in shapes.items()}
+    constants["scale"] = random.uniform(0.01, 0.02, (rows, blocks)).astype("float32")
+    names = ["w", "ids", "scale", *["zero"] * with_zero]
+    constants = {name: constants[name] for name in names if name != "ids"}
+    attributes = {"block_size": 16, "bits": bits, "quantize_axis": 1}
+    node = helper.make_node(
+        "GatherBlockQuantized", names, ["y"], domain="com.microsoft", **attributes
+    )
+    model = looked_up([node], constants)
+    if columns == 32:
+        model.graph.node.insert(0, helper.make_node("Mod", ["ids", "rows"], ["some"]))
+        model.graph.node[1].input[1] = "some"
+        model.graph.initializer.append(numpy_helper.from_array(np.array(rows), "rows"))
+    check_rows(
+        model, 0, sum(array.nbytes for array in constants.values()) + rows * blocks, tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("attributes", "groups", "message"),
+    [
+        ({"bits": 2}, 4, "its numbers have 2 bits; expected 4 or 8"),
+        ({"gather_axis": 1}, 4, "it gathers along axis 1 of 2 with blocks along 1"),
+        ({}, 3, r"its scales have shape \(300, 3\); expected \(300, 4\) for blocks of 32"),
+    ],
+)
+def test_rows_in_blocks_that_have_no_kernel(attributes, groups, message) -> None:
+    constants = {"w": np.zeros((300, 64), "uint8"), "s": np.ones((300, groups), "float32")}
+    given = {"block_size": 32, "quantize_axis": 1} | attributes
+    node = helper.make_node(
+        "GatherBlockQuantized", ["w", "ids", "s"], ["y"], domain="com.microsoft", **given
+    )
+    with pytest.raises(UnsupportedOperatorError, match=message):
+        tvm_fusion.compile(looked_up([node], constants))

@@ -188,6 +188,46 @@ def matmul_of_few_bits(parts: Expansion) -> str | None:
     return _finish_product(parts, right)
 
 
+def gather_in_blocks(parts: Expansion) -> str | None:
+    """Rows of a constant matrix of 4 or 8 bits whose rows have a scale for each block."""
+    places = (0, 2, 3) if parts.input(3) else (0, 2)
+    given = [parts.facts.constant(parts.input(place)) for place in places]
+    data, scales, *zeros = given
+    if data is None or scales is None or any(zero is None for zero in zeros):
+        return "its data, scales or zero points are only known at run time"
+    axes = parts.get("gather_axis", 0), parts.get("quantize_axis", 1)
+    if data.ndim != 2 or axes not in ((0, 1), (0, -1)):
+        return f"it gathers along axis {axes[0]} of {data.ndim} with blocks along {axes[1]}"
+    size, bits, is_packed = parts.get("block_size", 128), parts.get("bits", 4), False
+    if data.dtype == np.uint8:
+        if bits not in (4, 8):
+            return f"its numbers have {bits} bits; expected 4 or 8"
+        is_packed = bits == 4
+        zeros = zeros or [np.full(scales.shape, 1 << (bits - 1), np.uint8)]
+    if is_packed:
+        data = _split(data, 4).astype(ml_dtypes.uint4)
+        zeros = (
+            [_split(zero, 4)[:, : scales.shape[1]] for zero in zeros] if parts.input(3) else zeros
+        )
+    blocks = data.shape[0], -(-data.shape[1] // size)
+    if any(each.shape != blocks for each in (scales, *zeros)):
+        return f"its scales have shape {scales.shape}; expected {blocks} for blocks of {size}"
+    zero = zeros[0] if zeros else None
+    found = narrow_weight(data, scales, zero, axis=1, block=size)
+    name = f"{parts.node.output[0]}/weight"
+    if found is not None:
+        table = parts.facts.add_weight(name, found)
+    else:
+        columns = np.arange(data.shape[1]) // size
+        numbers = data.astype(np.float32)
+        if zero is not None:
+            numbers = numbers - zero.astype(np.float32)[:, columns]
+        numbers = (numbers * scales.astype(np.float32)[:, columns]).astype(scales.dtype)
+        table = parts.facts.add_constant(name, numbers)
+    parts.finish(parts.emit("Gather", table, parts.input(1), axis=0))
+    return None
+
+
 def _finish_product(parts: Expansion, right: str) -> str | None:
     product = parts.emit("MatMul", parts.input(0), right)
     parts.finish(parts.emit("Add", product, parts.input(5)) if parts.input(5) else product)
@@ -257,6 +297,7 @@ OPERATORS = [
             ("DequantizeLinear", as_onnx),
             ("DynamicQuantizeMatMul", dynamic_matmul),
             ("MatMulIntegerToFloat", integer_matmul),
+            ("GatherBlockQuantized", gather_in_blocks),
             ("MatMulNBits", matmul_of_few_bits),
             ("QGemm", qgemm),
             ("QLinearAdd", qlinear_binary),
