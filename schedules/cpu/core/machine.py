@@ -60,8 +60,9 @@ class CPUInfo:
     has_streaming_stores : bool
         Whether vectors can be stored past the caches.
     word_channels : int
-        Products of bytes that are added to each int32 of a vector at once: four (VNNI), or two of
-        bytes in 16 bits where that is faster than floats (AVX2); else 0.
+        Products of bytes that are added to each int32 of a vector at once: four (VNNI, or the
+        mixed signs of AArch64's I8MM), or two of bytes in 16 bits where that is faster than floats
+        (AVX2); else 0.
     byte_dots : str
         Instruction for products of bytes: ``"vpdpbusd"``; ``"maddubs"``, whose sums of two products
         have 16 bits; ``"sdot"``; or none.
@@ -260,7 +261,7 @@ def _word_channels(features: set[str], bits: int) -> int:
     Those of 16 bits take a multiplication and an addition: on two ports for vectors of 512 bits
     they are no faster than two multiply-adds of floats.
     """
-    if ("avx512vnni" if bits == 512 else "avxvnni") in features:
+    if "i8mm" in features or ("avx512vnni" if bits == 512 else "avxvnni") in features:
         return WORDS["int8"]
     return WORDS["int16"] if bits == 256 else 0
 

@@ -646,13 +646,18 @@ def add_word_products(
     """Add to each int32 of ``total`` the products of the channels of its words.
 
     Those are four of bytes, or two in 16 bits, which cannot saturate: their sum is at most
-    ``2 * 255 * 128``. Four of ``limited`` weights are first added up in pairs, as AVX2 does with
-    saturation. Two, and four so, need :func:`word_functions`.
+    ``2 * 255 * 128``. Vectors of 128 bits are multiplied in words of four by AArch64 alone. Four of
+    ``limited`` weights are first added up in pairs, as AVX2 does with saturation. Two, and four so,
+    need :func:`word_functions`.
     """
     bits, vector_type = 32 * lanes, f"int32x{lanes}"
     if word != WORD_BYTES:
         pairs = (T.reinterpret(f"int16x{bits // 16}", each) for each in (factor, vector))
         return _add_pairs(total, *pairs)
+    if lanes == LANES_OF_128_BITS:
+        name, bytes_ = "llvm.aarch64.neon.usdot.v4i32.v16i8", "int8x16"
+        factor, vector = (T.reinterpret(bytes_, each) for each in (factor, vector))
+        return T.call_llvm_pure_intrin(vector_type, name, total, factor, vector)
     if llvm_version_major() >= BYTES_SINCE_LLVM:
         factor, vector = (T.reinterpret(f"int8x{bits // 8}", each) for each in (factor, vector))
     if limited:

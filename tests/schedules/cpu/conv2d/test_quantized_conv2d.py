@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tvm
 from cpu.conv2d.test_conv2d import KNOBS, SEED
-from cpu.conv_cases import TARGET, assembly, compile_function, pack
+from cpu.conv_cases import TARGET, assembly, compile_function, loop_bodies, pack
 from cpu.quantized_cases import (
     ADDITIONS,
     ROUNDINGS,
@@ -25,6 +26,7 @@ from tvm.target import Target, codegen
 from relay_passes.layout.packed.weight_packing import fits_pairs
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
+from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
@@ -235,6 +237,58 @@ def test_cpus_without_an_instruction(cpu):
         Conv2D().apply(QuantizedCase(ConvLayer(8, 8, (1, 1)), lanes=4).build(), target, False)
         is None
     )
+
+
+NEON = Target(
+    {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v2", "num-cores": 2}
+)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ConvLayer(64, 64, (3, 3), padding=(1, 1, 1, 1), activation=ROUNDED),
+        ConvLayer(128, 64, (1, 1), activation=ROUNDED),
+        ConvLayer(3, 32, (3, 3), (2, 2), activation=ROUNDED),
+    ],
+    ids=str,
+)
+def test_words_of_bytes_on_aarch64(layer):
+    """Tiles stay in registers: no loop over them loads or stores a sum."""
+    case = QuantizedCase(layer, 1, 28, 28, 4, out_dtype="uint8")
+    text = assembly(schedule(case, NEON), NEON)
+    loops = [body for body in loop_bodies(text) if any("usdot" in line for line in body)]
+    assert max(sum("usdot" in line for line in body) for body in loops) >= 12
+    for body in loops:
+        if not any(line.startswith("scvtf") for line in body):  # the end of a tile stores bytes
+            assert not any(re.match(r"st[rp]\s", line) or "sp" in line for line in body), body
+    without = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"})
+    assert Conv2D().apply(case.build(), without, False) is None
+
+
+def portable_products(total, factor, vector, lanes, word, limited=False):
+    """What the instruction of AArch64 does, part by part."""
+
+    def all_lanes(number: int) -> tirx.Expr:
+        return tirx.Broadcast(tirx.const(number, "int32"), lanes)
+
+    assert (word, limited) == (4, False)
+    for part in range(0, 32, 8):
+        byte = (factor >> all_lanes(part)) & all_lanes(255)
+        total = total + byte * ((vector << all_lanes(24 - part)) >> all_lanes(24))
+    return total
+
+
+@given(quantized_cases((4, False)), st.sampled_from(ROUNDINGS), SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_of_the_kernels_of_aarch64(case, rounding, seed):
+    can_round = case.rounding is not None
+    case = replace(case, lanes=4, rounding=rounding if can_round else None)
+    knobs = CONV2D.default(case.kernel, CPUInfo.from_target(NEON))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(micro_kernel, "add_word_products", portable_products)
+        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
+    case.check(compile_function(func), seed)
 
 
 def test_blocks_that_are_larger_than_vectors_are_left_to_others():
