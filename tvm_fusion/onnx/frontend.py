@@ -22,9 +22,8 @@ from ..runtime.tensor_spec import TensorSpec
 from .checks import check_nodes, check_operators
 from .foreign import expand_foreign, is_classical
 from .interface_checks import check_interface, choose_outputs
-from .model.graph_edits import node_label
+from .model.graph_edits import node_label, sort_nodes
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
-from .model.node_order import sort_nodes
 from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
 from .opsets import admit_newer_operators, upgrade_opset

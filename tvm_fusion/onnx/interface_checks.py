@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import onnx
 
 from ..errors import InvalidInputError, InvalidModelError, UnsupportedOperatorError
-from .model.graph_edits import attribute, drop_unread_nodes, used_names
-from .model.node_order import sort_nodes
+from .model.graph_edits import attribute, drop_unread_nodes, sort_nodes, used_names
 from .operators.classical.refusals import TEXT_ADVICE
 from .operators.operator import ML_DOMAIN
 

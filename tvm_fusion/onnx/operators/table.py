@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import onnx
 
+from ..graph.loops import loop_problem
+from ..graph.tensor_lists import LIST_OPERATORS, list_problem
 from ..model.expansion import Expansion, inherit_conditions
 from ..model.graph_edits import is_default_domain, replace_nodes
 from ..model.tensor_facts import GraphFacts
 from . import (
-    activations,
     arithmetic,
     casts,
-    control_flow,
     convolution,
     indexing,
     normalization,
@@ -28,21 +28,53 @@ from . import (
     shapes,
     transforms,
 )
+from .casts import widen_sum
 from .classical import features, linear, trees
 from .classical.refusals import REFUSED
 from .contrib import attention, integers, pointwise
-from .operator import Operator, Rule
+from .operator import Operator, Rule, operators
 
 _FAMILIES = (
-    *(activations, arithmetic, casts, control_flow, convolution, indexing, normalization, pooling),
-    *(quantization, recurrent, reductions, regions, resampling, selection, shapes, transforms),
+    *(arithmetic, casts, convolution, indexing, normalization, pooling, quantization, recurrent),
+    *(reductions, regions, resampling, selection, shapes, transforms),
     *(attention, integers, pointwise, features, linear, trees),
 )
 
+
+def _branch_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    return "its condition depends on data, and its branches return other shapes; expected the same"
+
+
+def _draws(node: onnx.NodeProto) -> str:
+    return (
+        "its numbers are drawn at random; make them an input of the model and draw them by numpy: "
+        "export it with the noise as an argument, or delete this node and list its output as a "
+        "graph input"
+    )
+
+
+_OTHERS = (
+    Operator("If", check=_branch_problem),
+    *operators("Loop Scan", check=loop_problem),
+    *operators(" ".join(sorted(LIST_OPERATORS)), check=list_problem),
+    *operators("Attention CausalConvWithState RotaryEmbedding", is_defined=True),
+    *operators(
+        "LinearAttention NegativeLogLikelihoodLoss SoftmaxCrossEntropyLoss",
+        is_defined=True,
+        widen=widen_sum,
+    ),
+    *operators(
+        """Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform
+        RandomUniformLike""",
+        refuse=_draws,
+    ),
+)
+"""Operators with bodies, of lists, that ONNX makes of others, and that draw numbers."""
+
 TABLE = {
     (operator.domain, operator.name): operator
-    for operators in (*(family.OPERATORS for family in _FAMILIES), REFUSED)
-    for operator in operators
+    for entries in (*(family.OPERATORS for family in _FAMILIES), REFUSED, _OTHERS)
+    for operator in entries
 }
 """Operators by domain and name; those of our own have names that begin with ``tvm_fusion.``."""
 
@@ -75,10 +107,10 @@ def expand_nodes(
         return found or [node]
 
     nodes: list[onnx.NodeProto] = []
-    count = 0
+    changed = False
     for node in model.graph.node:
         found = parts(node, frozenset())
-        count += found != [node]
+        changed = changed or len(found) > 1 or found[0] is not node
         nodes += found
     replace_nodes(model.graph, nodes)
-    return bool(count)
+    return changed

@@ -13,7 +13,7 @@ from onnx_cases import assert_same_as_onnx_runtime, onnx_model
 
 from tvm_fusion.errors import InvalidModelError
 from tvm_fusion.onnx.frontend import import_onnx
-from tvm_fusion.onnx.model.node_order import sort_nodes
+from tvm_fusion.onnx.model.graph_edits import sort_nodes
 
 
 def test_shuffled_nodes() -> None:
