@@ -86,9 +86,9 @@ bench-gpu: ## race reductions and whole models on a GPU; ends with 2 where there
 	first=$$?; [ $$first -eq 2 ] && exit 2; \
 	$(PYTHON) examples/benchmarks/models_gpu.py $(BENCH_ARGS) $(MODEL_ARGS) && exit $$first
 
-# For a GPU machine without network; PYTHON needs pip only, and is of the same minor version there.
-pack-gpu: ## pack this checkout and wheels of what it needs into PACK=FOLDER, for bench-gpu elsewhere
-	$(PYTHON) examples/benchmarks/pack_gpu.py $(or $(PACK),build/gpu) $(PACK_ARGS)
+# For a GPU machine without TVM and network: there, bash .gpu/device_run.sh 500.
+pack-gpu: $(VENV)/.stamp-cuda $(VENV)/.stamp-check ## compile the cases and models of a run on a GPU elsewhere into PACK=.gpu; PACK_ARGS="--only small"
+	$(BIN)/python examples/benchmarks/pack_gpu.py $(PACK) $(PACK_ARGS)
 
 bench-predict: $(VENV)/.stamp-bench ## check predicted times against the measured ones of PREDICT_DATA=DIR
 	$(BIN)/python examples/benchmarks/predict.py $(BENCH_ARGS)

@@ -26,7 +26,8 @@ from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.written_aside import written_aside
 
-FOLDER = Path(__file__).resolve().parent / "results"
+FOLDER = Path(os.environ.get("TVM_FUSION_RESULTS") or Path(__file__).resolve().parent / "results")
+"""Folder of the results: the environment's, or the checkout's own."""
 CPU_FOLDER = FOLDER / host_cpu()
 
 Results = dict[str, dict[str, Any]]

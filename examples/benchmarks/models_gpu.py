@@ -8,8 +8,8 @@ Needs a CUDA GPU and PyTorch, which allocates the inputs and times; Triton, and 
 its CUDA provider, may be absent. No network. The outputs of every engine are compared with those of
 ONNX Runtime on the CPU first, and a wrong one is not timed. The gain by the passes, which
 Panamera's Table 3 reports as 21 % in the mean, is the time without them over the time with them.
-Writes results/models_gpu.json and .png. Exit code: 0, or 1 if our outputs are wrong or a model does
-not compile, or 2 if there is no GPU, or the architecture of --dry-run does not exist.
+Writes results/GPU/models_gpu.json and .png. Exit code: 0, or 1 if our outputs are wrong or a model
+does not compile, or 2 if there is no GPU, or the architecture of --dry-run does not exist.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.campaign import FOLDER, output_file  # noqa: E402
-from examples.benchmarks.gpu import command_line, machine, report  # noqa: E402
+from examples.benchmarks.gpu import machine, report  # noqa: E402
 from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
 from examples.benchmarks.gpu.compare import Trial, clear, race  # noqa: E402
 from examples.benchmarks.gpu.engine import Engine  # noqa: E402
-from examples.benchmarks.gpu.model_case import (  # noqa: E402
+from examples.benchmarks.gpu.protocol import Plan, Rotation, Verdict, reason  # noqa: E402
+from examples.benchmarks.gpu.with_tvm import command_line  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.model_case import (  # noqa: E402
     ModelCase,
     gpu_target,
     judge,
@@ -42,9 +44,8 @@ from examples.benchmarks.gpu.model_case import (  # noqa: E402
     our_phases,
     reference,
 )
-from examples.benchmarks.gpu.model_engines import model_engines  # noqa: E402
-from examples.benchmarks.gpu.protocol import Plan, Rotation, Verdict, reason  # noqa: E402
-from examples.benchmarks.gpu.relax_build import cuda_texts  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.model_engines import model_engines  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.relax_build import cuda_texts  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.compiler.gpu_phases import stock_phases  # noqa: E402
@@ -72,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--only", nargs="+", choices=MODELS, metavar="NAME", help="of models")
     command_line.add_options(options, "model")
     options.add_argument(
-        "--output", type=output_file, metavar="FILE", default=str(FOLDER / "models_gpu.json")
+        "--output", type=output_file, metavar="FILE", help="default: under results/, by GPU"
     )
     return options
 
@@ -213,6 +214,8 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> int:
     plan = replace(plan, samples=options.samples or plan.samples)
     clock, arch = CudaClock(), machine.arch()
     settings = {"machine": machine.describe(), "plan": asdict(plan)}
+    gpu = machine.folder_name(settings["machine"]["gpu"].get("name", ""))
+    options.output = options.output or FOLDER / gpu / "models_gpu.json"
     engines = command_line.chosen(model_engines(arch), options.engines)
     results = measure_all(names, engines, clock, plan, settings, options)
     title = f"Models on {settings['machine']['gpu']['name']}"

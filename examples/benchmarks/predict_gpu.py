@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import reduction_cases  # noqa: E402
 from examples.benchmarks.campaign import FOLDER, output_file, save  # noqa: E402
-from examples.benchmarks.gpu import command_line, sass  # noqa: E402
-from examples.benchmarks.gpu.relax_build import our_passes, our_reduce, relax_module  # noqa: E402
+from examples.benchmarks.gpu import sass  # noqa: E402
 from examples.benchmarks.gpu.warp_paths import block_cycles  # noqa: E402
+from examples.benchmarks.gpu.with_tvm import command_line  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.relax_build import our_passes, our_reduce, relax_module  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from schedules.cost.machine import Machine, load_machine  # noqa: E402
 from schedules.cost.memory_bound import (  # noqa: E402

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.subgraphs import SUB_GRAPHS, SubGraph
+from examples.subgraph_table import ROWS, Row
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 
 BYTES = {
@@ -177,7 +177,7 @@ def matches(case: Case, patterns: Sequence[str]) -> bool:
 
 def paper2() -> list[Case]:
     """Panamera's Table 2."""
-    return [_sub_graph(graph) for graph in SUB_GRAPHS]
+    return [_sub_graph(row) for row in ROWS]
 
 
 def paper4() -> list[Case]:
@@ -300,7 +300,7 @@ def _case(
     return Case(name, shape, dtype, (reduction,), 1 + max(others, default=0))
 
 
-def _sub_graph(graph: SubGraph) -> Case:
+def _sub_graph(graph: Row) -> Case:
     """A row of the table with its inputs numbered."""
     reductions, used = [], 0
     for branch in graph.branches:

@@ -6,9 +6,9 @@
     python examples/benchmarks/reductions_gpu.py --dry-run        # no GPU needed
 
 Needs a CUDA GPU and PyTorch, which allocates the inputs and times; every other engine may be
-absent. No network. Writes results/reductions_gpu.json and .png, and subgraphs_gpu.png: the paper's
-sub-graphs (its Figure 11) with and without CUDA graphs. Exit code: 0, or 1 if one of our results is
-wrong or not repeatable, or 2 if there is no GPU.
+absent. No network. Writes results/GPU/reductions_gpu.json and .png, and subgraphs_gpu.png: the
+paper's sub-graphs (its Figure 11) with and without CUDA graphs. Exit code: 0, or 1 if one of our
+results is wrong or not repeatable, or 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks import reduction_cases  # noqa: E402
 from examples.benchmarks.campaign import FOLDER, output_file  # noqa: E402
-from examples.benchmarks.gpu import command_line, machine, report  # noqa: E402
+from examples.benchmarks.gpu import machine, report  # noqa: E402
 from examples.benchmarks.gpu.clock import Clock, CudaClock  # noqa: E402
 from examples.benchmarks.gpu.compare import compare  # noqa: E402
 from examples.benchmarks.gpu.cupy_cub import CupyCub  # noqa: E402
 from examples.benchmarks.gpu.engine import Engine  # noqa: E402
-from examples.benchmarks.gpu.ours import Ours  # noqa: E402
 from examples.benchmarks.gpu.protocol import Plan, Verdict, reason  # noqa: E402
-from examples.benchmarks.gpu.relax_build import (  # noqa: E402
+from examples.benchmarks.gpu.report import Result  # noqa: E402
+from examples.benchmarks.gpu.torch_compile import TorchCompile  # noqa: E402
+from examples.benchmarks.gpu.torch_eager import TorchEager  # noqa: E402
+from examples.benchmarks.gpu.torch_mv import TorchMV  # noqa: E402
+from examples.benchmarks.gpu.with_tvm import command_line  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.ours import Ours  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.relax_build import (  # noqa: E402
     build,
     cuda_texts,
     our_passes,
     our_reduce,
     relax_module,
 )
-from examples.benchmarks.gpu.report import Result  # noqa: E402
-from examples.benchmarks.gpu.torch_compile import TorchCompile  # noqa: E402
-from examples.benchmarks.gpu.torch_eager import TorchEager  # noqa: E402
-from examples.benchmarks.gpu.torch_mv import TorchMV  # noqa: E402
-from examples.benchmarks.gpu.tvm_default import TVMDefault  # noqa: E402
-from examples.benchmarks.gpu.variants import (  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.tvm_default import TVMDefault  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.variants import (  # noqa: E402
     Forced,
     gain,
     threshold_cases,
@@ -69,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--thresholds", action="store_true", help="force splits and finishes")
     options.add_argument("--assemble", action="store_true", help="with --dry-run: to machine code")
     options.add_argument(
-        "--output", type=output_file, metavar="FILE", help="default: under results/"
+        "--output", type=output_file, metavar="FILE", help="default: under results/, by GPU"
     )
     return options
 
@@ -204,12 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(cases: Sequence[Case], options: argparse.Namespace) -> int:
     """Race on this machine's GPU, and show the results."""
     name = "reductions_gpu_thresholds" if options.thresholds else "reductions_gpu"
-    options.output = options.output or FOLDER / f"{name}.json"
     plan = Plan().quick() if options.quick or options.thresholds else Plan()
     plan = replace(plan, samples=options.samples or plan.samples)
     clock, arch = CudaClock(), machine.arch()
     limits = machine.measure_limits(clock)
     settings = {"machine": machine.describe(), "plan": asdict(plan), "limits": asdict(limits)}
+    gpu = machine.folder_name(settings["machine"]["gpu"].get("name", ""))
+    options.output = options.output or FOLDER / gpu / f"{name}.json"
     found = engines(arch, options.quick, options.engines)
 
     def engines_of(case: Case) -> Sequence[Engine]:

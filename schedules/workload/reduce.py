@@ -13,11 +13,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias
-
-from tvm import tirx
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..errors import OpError
+
+if TYPE_CHECKING:
+    from tvm import tirx
 
 Extent: TypeAlias = "int | tirx.Expr"
 Form = Literal["all", "x", "y"]
@@ -221,6 +222,8 @@ def unravel(
     An index that is not negative is divided towards zero by extents that are not known: rounding
     down would test the signs.
     """
+    from tvm import tirx  # machines that only measure have no compiler, and read descriptions
+
     subscripts: list[tirx.Expr] = []
     rest = index
     live = [i for i, extent in enumerate(extents) if not is_one(extent)]
@@ -239,14 +242,13 @@ def unravel(
 
 def is_one(extent: Extent) -> bool:
     """Return whether an extent is the constant 1."""
-    return not isinstance(extent, tirx.Var) and constant(extent) == 1
+    return constant(extent) == 1
 
 
 def constant(extent: Extent) -> int | None:
     """An extent as an integer; None where it is symbolic."""
-    if isinstance(extent, int):
-        return extent
-    return int(extent) if isinstance(extent, tirx.IntImm) else None
+    value = extent if isinstance(extent, int) else getattr(extent, "value", None)
+    return value if isinstance(value, int) else None
 
 
 def extent_of(extent: Extent) -> Extent:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -10,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm_fusion.codegen.nvrtc import compiler
-from tvm_fusion.compiler.targets.target import resolve
-from tvm_fusion.errors import EngineError, TargetError
+from tvm_fusion.errors import EngineError
 from tvm_fusion.machine.host_info import host_info
 
 from .clock import Clock
@@ -56,15 +56,6 @@ def find_gpu() -> str:
     return ""
 
 
-def refusal_of(arch: str) -> str:
-    """Reason why nothing can be compiled for an architecture; an empty text if it can."""
-    try:
-        resolve({"kind": "cuda", "arch": arch})
-    except TargetError as error:
-        return str(error)
-    return ""
-
-
 def describe() -> dict[str, Any]:
     """The machine and the software, for the record."""
     torch = module("torch")
@@ -86,6 +77,16 @@ def arch() -> str:
     """Architecture of the first GPU, such as ``sm_90``."""
     major, minor = module("torch").cuda.get_device_capability(0)
     return f"sm_{major}{minor}"
+
+
+def folder_name(device: str) -> str:
+    """Name of the folder with the results of a device: ``h200`` of ``NVIDIA H200``."""
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    models = [place for place, word in enumerate(words) if re.search(r"\d", word)]
+    if not models:
+        return "-".join(words) or "gpu"
+    word = words[models[0]]
+    return words[models[0] - 1] + word if word.isdigit() and models[0] else word
 
 
 def gpu_state() -> dict[str, str]:

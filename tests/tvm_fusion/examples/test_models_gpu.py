@@ -17,9 +17,10 @@ import pytest
 from gpu_fakes import FakeClock, FakeEngine
 
 from examples.benchmarks import models_gpu, reductions_gpu
-from examples.benchmarks.gpu import compare, machine, model_case, model_engines, report
-from examples.benchmarks.gpu.model_case import ModelCase, judge, our_phases
+from examples.benchmarks.gpu import compare, machine, report
 from examples.benchmarks.gpu.protocol import Plan, Summary, Verdict
+from examples.benchmarks.gpu.with_tvm import model_case, model_engines
+from examples.benchmarks.gpu.with_tvm.model_case import ModelCase, judge, our_phases
 from examples.mobilenet_v3 import mobilenet_v3_large
 from examples.models import mobilenet_v2, resnet_18
 from examples.transformers import bert_base, gpt2

@@ -23,10 +23,8 @@ from examples.benchmarks.gpu import (
     compare,
     cupy_cub,
     machine,
-    relax_build,
     report,
     torch_mv,
-    variants,
 )
 from examples.benchmarks.gpu.protocol import (
     Plan,
@@ -39,6 +37,7 @@ from examples.benchmarks.gpu.protocol import (
     warm_up,
 )
 from examples.benchmarks.gpu.report import Result
+from examples.benchmarks.gpu.with_tvm import relax_build, variants
 from examples.benchmarks.reduction_cases import Case, Reduction, all_cases, select
 from schedules.workload.reduce import OPERATORS
 from tvm_fusion.cli.json_text import json_text

@@ -36,8 +36,6 @@ from .target_names import (
 
 _SEVERAL = re.compile(r"[^\s{,]+(,[^\s{,]+)+")
 """Names separated by commas."""
-
-
 _COMMON_HOST = "x86-64-v3"
 
 

@@ -14,10 +14,12 @@ from rich.console import Console
 
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.errors import TargetError
 
-from . import machine
-from .compare import presence
-from .engine import Engine
+from .. import machine
+from ..compare import presence
+from ..engine import Engine
 
 NO_GPU = 2
 """Exit code where no GPU was found, no case matches, or the architecture does not exist."""
@@ -52,10 +54,12 @@ def lacks_gpu() -> bool:
 
 def refuses(arch: str) -> bool:
     """Return whether nothing can be compiled for an architecture; prints the reason, too."""
-    refusal = machine.refusal_of(arch)
-    if refusal:
-        print(f"bench-gpu: {refusal}", file=sys.stderr)
-    return bool(refusal)
+    try:
+        resolve({"kind": "cuda", "arch": arch})
+    except TargetError as error:
+        print(f"bench-gpu: {error}", file=sys.stderr)
+        return True
+    return False
 
 
 def show_presence(engines: Sequence[Engine], console: Console) -> None:

@@ -14,9 +14,9 @@ from tvm_fusion.compiler.gpu_phases import stock_phases
 from tvm_fusion.compiler.pipeline import build
 from tvm_fusion.errors import EngineError
 
-from .engine import Engine, Launcher, Sets, module
+from ..engine import Engine, Launcher, Sets, module
+from ..onnx_torch import TorchTwin
 from .model_case import ModelCase, Phases, gpu_target, launches, optimize, our_phases
-from .onnx_torch import TorchTwin
 from .ours import check_tvm
 
 PROVIDER = "CUDAExecutionProvider"

@@ -14,7 +14,7 @@ from examples.benchmarks.reduction_cases import Case
 from schedules.workload.reduce import FLOATS
 from tvm_fusion.errors import EngineError
 
-from .engine import Engine, Launcher, Sets
+from ..engine import Engine, Launcher, Sets
 from .relax_build import build, kernel_count, our_passes, our_reduce, relax_module
 
 

@@ -20,7 +20,7 @@ from schedules.gpu.reduce.plan.group_workload import GroupWorkload
 from schedules.gpu.reduce.plan.read_group import read_group
 from tvm_fusion.errors import EngineError
 
-from .engine import Launcher, Sets
+from ..engine import Launcher, Sets
 from .ours import Ours
 from .relax_build import cuda_target
 

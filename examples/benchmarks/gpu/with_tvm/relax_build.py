@@ -25,7 +25,7 @@ from schedules.workload.reduce import ReduceWorkload
 from tvm_fusion.codegen.nvrtc import tvm_compiler
 from tvm_fusion.errors import EngineError
 
-from .array_steps import sizes
+from ..array_steps import sizes
 
 Reduce = Callable[[relax.Expr, ReduceWorkload], relax.Expr]
 

@@ -10,7 +10,7 @@ import tvm_ffi
 
 from examples.benchmarks.reduction_cases import Case
 
-from .engine import Engine, Launcher, Sets
+from ..engine import Engine, Launcher, Sets
 from .ours import check_tvm, tvm_launcher
 from .relax_build import build, relax_module, stock_passes, stock_reduce
 

@@ -24,8 +24,8 @@ from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import EngineError
 from tvm_fusion.onnx.frontend import import_onnx
 
-from .engine import module
-from .reference import as_torch
+from ..engine import module
+from ..reference import as_torch
 
 TOLERANCE = 1e-3
 """Relative to the largest magnitude of an output."""
