@@ -118,6 +118,9 @@ class EmulatedTensorCore:
         ]
         return bits[0] | (bits[1] << 16)
 
+    def exp2(self, value: tirx.Expr) -> tirx.Expr:
+        return tirx.exp2(value)
+
     def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
         factors = _next(self.factors)
         T.buffer_store(factors, value, [self.thread])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -11,8 +12,9 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 
-from ..core.kernel_function import unless_empty, write_kernels
+from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
 from ..core.rule import GPURule
 from ..gemm.matmul.skinny_matmul import MOST_ROWS
 from ..gemm.matmul.tensor_core_tile import factor_dtype
@@ -22,6 +24,8 @@ from .attention_pattern import AttentionFunction, read_attention
 from .attention_tile import choose_attention_tile
 from .tensor_core_attention import choose_tensor_attention, write_tensor_attention
 from .tiled_attention import write_attention
+
+_REGISTERS = 255  # that a thread may have; the compiler would spill some to fit more blocks
 
 
 def is_taken(func: tirx.PrimFunc, gpu: GPUInfo) -> bool:
@@ -65,6 +69,7 @@ class Attention(GPURule):
                 func,
                 attention,
                 tensor.rows,
+                resident_blocks(gpu, COSTS.register_file // (_REGISTERS * tensor.threads)),
                 lambda block: write_tensor_attention(
                     attention, tensor, Views.declare(func, gpu), block
                 ),
@@ -76,6 +81,7 @@ class Attention(GPURule):
             func,
             attention,
             tile.rows,
+            nullcontext(),
             lambda block: write_attention(attention, tile, gpu, Views.declare(func, gpu), block),
         )
 
@@ -84,13 +90,14 @@ def _kernels(
     func: tirx.PrimFunc,
     attention: AttentionFunction,
     rows: int,
+    registers: AbstractContextManager,
     write: Callable[[tirx.Expr], None],
 ) -> tirx.PrimFunc:
     """The function with one launch, of a block for each ``rows`` queries."""
     blocks = simplified(i64(attention.batches) * ceildiv(attention.m, rows))
 
     def body() -> None:
-        with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block:
+        with unless_empty(blocks), T.launch_thread("blockIdx.x", blocks) as block, registers:
             write(block)
 
     return write_kernels(func, body)

@@ -9,6 +9,7 @@ from typing import Any
 
 import tvm_ffi
 from tvm import ir, tirx
+from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, op_name
@@ -22,10 +23,10 @@ from ..gemm.matmul.matmul_pattern import (
     read_in_place,
     read_operand,
 )
-from ..pointwise.element_program import ElementProgram, Read, Step, Value
+from ..pointwise.element_program import ElementProgram, Read, Step
 from ..pointwise.iteration_domain import IterationSpace, Store
+from .logit import Logit
 
-_HIDDEN = -1e30  # a logit of at most this has no weight beside any score
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -63,16 +64,10 @@ class AttentionFunction:
         Extents of the batch axes; heads are one of them.
     m, n, depth, columns : Extent
         Queries, keys, elements of a key and of a value.
-    score : tirx.Var
-        Stands for a product of a query and a key, in float32.
-    logits : IterationSpace
-        Axes: those of the batch, ``m``, ``n``; no stores.
-    logit : tirx.Expr
-        The argument of softmax, float32: the score after scale, mask and bias.
+    logit : Logit
+        The argument of softmax.
     results : OutputElements
         The output.
-    ahead : int | None
-        Row ``m`` depends on the keys up to ``m + ahead`` only; None if it may depend on all.
     """
 
     query: Operand
@@ -83,17 +78,25 @@ class AttentionFunction:
     n: Extent
     depth: Extent
     columns: Extent
-    score: tirx.Var
-    logits: IterationSpace
-    logit: tirx.Expr
+    logit: Logit
     results: OutputElements
-    ahead: int | None
+
+    def place(self, block: tirx.Expr, rows: int) -> tuple[list[tirx.Expr], tirx.Expr]:
+        """Emit the place in the batch, and the first query, of the block with a number.
+
+        Of queries with more and more keys the last ones come first.
+        """
+        count = ceildiv(self.m, rows)
+        *batch, number = map(T.bind, unravel(block, [*self.batch, count], is_natural=True))
+        if self.logit.ahead is not None:
+            number = count - i64(1) - number
+        return batch, T.bind(number * i64(rows))
 
     def tiles(self, first: tirx.Expr, rows: int, keys: int) -> tirx.Expr:
         """Tiles of ``keys`` on which the ``rows`` queries from ``first`` on depend."""
-        if self.ahead is None:
+        if self.logit.ahead is None:
             return ceildiv(self.n, keys)
-        last = tirx.min(first + i64(rows + self.ahead), i64(self.n))
+        last = tirx.min(first + i64(rows + self.logit.ahead), i64(self.n))
         return (last + i64(keys - 1)) // i64(keys)
 
     @property
@@ -233,16 +236,12 @@ class _Reader:
         if row in dependences(result, self.before, value):
             return None
         operand = self._operand(result, value, -1, shape[-1])
-        score = tirx.Var("score", "float32")
         results = self._results(after)
         if results is None:
             return None
         batch = tuple(shape[i] for i in self.batch)
-        logits, logit = self._logits(score)
-        m, n, columns = shape[-2], shape[-1], result.shape[-1]
-        parts = (batch, m, n, depth, columns)
-        ahead = _ahead(logits, logit)
-        return AttentionFunction(query, key, operand, *parts, score, logits, logit, results, ahead)
+        parts = (batch, *shape[-2:], depth, result.shape[-1])
+        return AttentionFunction(query, key, operand, *parts, self._logit(), results)
 
     def _are_floats(self) -> bool:
         return all(str(stage.output.dtype) in _FLOATS for stage in (self.scores, self.result))
@@ -279,12 +278,13 @@ class _Reader:
             product, self.before, factor, part, self.batch, reduced, depth, "float32"
         )
 
-    def _logits(self, score: tirx.Var) -> tuple[IterationSpace, tirx.Expr]:
-        axes = _axes(self.batch, ("m", "n"))
+    def _logit(self) -> Logit:
+        score, axes = tirx.Var("score", "float32"), _axes(self.batch, ("m", "n"))
         stored = score.astype(str(self.scores.output.dtype))
         program = ElementProgram(self.before, {self.scores.output: stored})
         value = program.element(self.argument, axes)
-        return IterationSpace(axes, self.scores.shape, tuple(program.steps), ()), _single(value)
+        space = IterationSpace(axes, self.scores.shape, tuple(program.steps), ())
+        return Logit.of(score, space, value)
 
     def _results(self, after: Sequence[Stage]) -> OutputElements | None:
         """The output, which only moves and converts the elements of the second product."""
@@ -311,33 +311,9 @@ class _Reader:
         return OutputElements(shape[-2], shape[-1], element, epilogue)
 
 
-def _ahead(logits: IterationSpace, logit: tirx.Expr) -> int | None:
-    """By how much the last key that a row depends on is ahead of the row.
-
-    Other keys have weight zero: their logits are next to the least float, and a key before them has
-    a score of its own. With a mask in memory that might be hidden, too.
-    """
-    values = {step.var: step.expression for step in logits.steps if isinstance(step, Value)}
-    if len(values) < len(logits.steps):
-        return None
-    while isinstance(logit, tirx.Cast) or logit in values:
-        logit = logit.value if isinstance(logit, tirx.Cast) else values[logit]
-    past = logit.condition if isinstance(logit, tirx.Select) else None
-    if not isinstance(past, tirx.LE):
-        return None
-    least = getattr(logit.false_value, "value", 0.0)
-    row, column = logits.axes[-2:]
-    ahead = constant(logits.analyzer().simplify(past.b - past.a - row + column))
-    return ahead if ahead is not None and ahead >= 0 and least <= _HIDDEN else None
-
-
 def _axes(batch: Sequence[int], own: Sequence[str]) -> tuple[tirx.Var, ...]:
     names = [*(f"b{i}" for i in batch), *own]
     return tuple(tirx.Var(name, "int64") for name in names)
-
-
-def _single(value: tirx.Expr) -> tirx.Expr:
-    return value if str(value.ty.dtype) == "float32" else value.astype("float32")
 
 
 def _replaced(expression: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
@@ -361,7 +337,7 @@ def _moved(
 
 def _reads_inputs(func: tirx.PrimFunc, found: AttentionFunction) -> bool:
     """Return whether all parts are computed from the function's inputs."""
-    spaces = [found.query.space, found.key.space, found.value.space, found.logits]
+    spaces = [found.query.space, found.key.space, found.value.space, found.logit.space]
     steps: list[Step] = [step for space in spaces for step in space.steps]
     params = list(func.params)
     return all(step.buffer in params for step in steps if isinstance(step, Read))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers of a thread's scores, and their change to the arguments of softmax."""
+"""Registers of a thread's scores, and their change to the values of logits."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def fill(buffer: tirx.Buffer, value: float) -> None:
 
 def logit_lanes(attention: AttentionFunction, count: int) -> Lanes:
     """Lanes that read the bias and mask of ``count`` neighbouring scores at once, if aligned."""
-    lanes = classify(attention.logits, count, [attention.score])
-    return lanes if lanes.is_aligned else classify(attention.logits, 1, [attention.score])
+    logit = attention.logit
+    lanes = classify(logit.space, count, [logit.score])
+    return lanes if lanes.is_aligned else classify(logit.space, 1, [logit.score])
 
 
 def row_that_exists(attention: AttentionFunction, rows: int, row: tirx.Expr) -> tirx.Expr:
@@ -50,9 +51,9 @@ def store_logits(
     place: Sequence[tirx.Expr],
     scores: tirx.Buffer,
     at: Sequence[int],
-    keys: int,
+    keys: int | None,
 ) -> None:
-    """Replace neighbouring scores by the arguments of softmax; -inf past the last key.
+    """Replace neighbouring scores by the values of logits; -inf past the last key.
 
     Parameters
     ----------
@@ -64,18 +65,20 @@ def store_logits(
         Registers.
     at : Sequence[int]
         Those of the scores.
-    keys : int
-        Keys of a tile.
+    keys : int | None
+        Keys of a tile, or None if all of them exist and are visible.
     """
     *before, column = place
-    is_whole = divides(keys, attention.n)
+    logit = attention.logit
+    is_whole = keys is None or divides(keys, attention.n)
+    value = logit.visible if keys is None else logit.value
     with when(None if is_whole else column < i64(attention.n)):
         places = [[*before, column + i64(k)] for k in range(lanes.vector)]
         writer = PointWriter(lanes, views, places)
-        writer.give(attention.score, [scores[e] for e in at])
+        writer.give(logit.score, [scores[e] for e in at])
         writer.steps()
         for k, e in enumerate(at):
-            T.buffer_store(scores, writer.value(attention.logit, k), [e])
+            T.buffer_store(scores, writer.value(value, k), [e])
     if not is_whole:
         with when(column >= i64(attention.n)):
             for e in at:

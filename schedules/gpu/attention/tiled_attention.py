@@ -8,10 +8,10 @@ all keys, a tile at a time; it never stores a score::
     maximum, total, output = -inf, 0, 0
     for tile of keys:
         scores = queries * keys                               # tiles in shared memory
-        logits = scale, bias and mask of the scores; -inf past the last key
+        logits = bias and mask of the scores; -inf past the last key
         higher = max(maximum, logits)
-        weights = exp(logits - higher)                        # to shared memory
-        rescaling = exp(maximum - higher)
+        weights = exp((logits - higher) * factor)             # to shared memory
+        rescaling = exp((maximum - higher) * factor)
         total, output = total * rescaling + weights, output * rescaling + weights * values
         maximum = higher
     output / total
@@ -28,8 +28,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
-from schedules.tir.index_math import ceildiv, i64
-from schedules.workload.reduce import unravel
+from schedules.tir.index_math import i64
 
 from ..core.intrinsics import shuffle_xor, sync
 from ..core.machine import GPUInfo
@@ -48,10 +47,8 @@ def write_attention(
     attention: AttentionFunction, tile: AttentionTile, gpu: GPUInfo, views: Views, block: tirx.Expr
 ) -> None:
     """Emit the body of a block: the queries with the number ``block``, counted over the batch."""
-    rows = ceildiv(attention.m, tile.rows)
-    *batch, number = (T.bind(s) for s in unravel(block, [*attention.batch, rows], is_natural=True))
+    batch, first = attention.place(block, tile.rows)
     with T.launch_thread("threadIdx.x", i64(tile.threads)) as thread:
-        first = T.bind(number * i64(tile.rows))
         _ThreadPart(attention, tile, gpu, views, batch, first, thread).write()
 
 
@@ -165,7 +162,7 @@ class _ThreadPart:
         self._store_weights()
 
     def _logits(self, i: int, first: tirx.Expr) -> None:
-        """Replace the scores of a row by the arguments of softmax."""
+        """Replace the scores of a row by the values of logits."""
         count = self.tile.thread_keys
         lanes = logit_lanes(self.attention, count)
         row = row_that_exists(self.attention, self.tile.rows, self.first + self._row(i))
@@ -188,12 +185,14 @@ class _ThreadPart:
         reference, rescaling = registers(1), registers(1)
         nothing = tirx.EQ(most[0], lowest)
         T.buffer_store(reference, tirx.Select(nothing, tirx.const(0, _FLOAT), most[0]), [0])
-        T.buffer_store(rescaling, tirx.exp(self.maximum[i] - reference[0]), [0])
+        factor = tirx.const(self.attention.logit.factor, _FLOAT)
+        T.buffer_store(rescaling, tirx.exp((self.maximum[i] - reference[0]) * factor), [0])
         T.buffer_store(self.maximum, most[0], [i])
         T.buffer_store(self.total, self.total[i] * rescaling[0], [i])
         for j in range(across):
             e = i * across + j
-            T.buffer_store(self.scores, tirx.exp(self.scores[e] - reference[0]), [e])
+            weight = tirx.exp((self.scores[e] - reference[0]) * factor)
+            T.buffer_store(self.scores, weight, [e])
             T.buffer_store(self.total, self.total[i] + self.scores[e], [i])
         for c in range(columns):
             e = i * columns + c

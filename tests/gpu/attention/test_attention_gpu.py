@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnxruntime
 import pytest
-from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
 from onnx import TensorProto, helper
 from relax_on_opencl import RelaxOnOpenCL
 from tensor_core_emulation import emulate_tensor_cores
@@ -261,20 +261,23 @@ def in_half(query: relax.Expr, key: relax.Expr, value: relax.Expr, mask: relax.E
 
 
 @pytest.mark.parametrize(
-    ("shape", "warps"),
+    ("shape", "rows"),
     [
-        pytest.param((1, 70, 69, 16, 32), 4, marks=pytest.mark.slow),
-        ((2, 20, 37, 21, 19), 1),
-        pytest.param((2, 17, 40, 80, 24), 1, marks=pytest.mark.slow),
-        pytest.param((1, 20, 37, 21, 19), 2, marks=pytest.mark.slow),
+        pytest.param((1, 70, 69, 16, 32), (4, 16), marks=pytest.mark.slow),
+        ((2, 20, 37, 21, 19), (1, 16)),
+        pytest.param((2, 17, 40, 80, 24), (1, 16), marks=pytest.mark.slow),
+        pytest.param((1, 70, 37, 21, 19), (2, 32), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_numbers_on_tensor_cores(
-    shape: tuple[int, ...], warps: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    shape: tuple[int, ...],
+    rows: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
 ) -> None:
     emulate_tensor_cores(monkeypatch)
-    monkeypatch.setattr(tensor_core_attention, "_WARPS", (warps,))
+    monkeypatch.setattr(tensor_core_attention, "_ROWS", (rows,))
     batch, m, n, depth, columns = shape
     sizes = [(batch, m, depth), (batch, n, depth), (batch, n, columns)]
     query, key, value = (array.astype("float16") for array in heads(rng, *sizes))
@@ -284,6 +287,87 @@ def test_numbers_on_tensor_cores(
     exact = attend(query, key, value, lambda scores: scores + mask)
     found = run(in_half, query, key, value, mask)
     np.testing.assert_allclose(found, exact, 0, 2e-3)
+
+
+def all_half(mask: np.ndarray | None, factor: float) -> Build:
+    """A graph of float16 throughout, whose scores are divided, and hidden by a constant mask."""
+
+    def build(query: relax.Expr, key: relax.Expr, value: relax.Expr) -> relax.Expr:
+        block = relax.BlockBuilder.current()
+        transposed = block.emit(op.permute_dims(key, [0, 2, 1]))
+        scores = block.emit(op.matmul(query, transposed))
+        scores = block.emit(op.divide(scores, relax.const(1 / factor, "float16")))
+        if mask is not None:
+            least = relax.const(np.finfo("float16").min, "float16")
+            scores = block.emit(op.where(relax.const(mask), scores, least))
+        return op.matmul(block.emit(op.nn.softmax(scores)), value)
+
+    return build
+
+
+@pytest.mark.parametrize("factor", [0.125, 2.0])
+def test_scores_of_half_precision_are_not_rounded(
+    factor: float, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Two keys for each query, with large scores that float16 has no digits to tell apart."""
+    emulate_tensor_cores(monkeypatch)
+    monkeypatch.setattr(tensor_core_attention, "_ROWS", ((1, 32),))
+    query = np.zeros((1, 32, 32), "float16")
+    query[..., 0], query[..., 1] = 1024 / factor, rng.uniform(-1, 1, 32) / factor
+    key, value = np.ones((1, 2, 32), "float16"), np.zeros((1, 2, 32), "float16")
+    key[0, 1, 1], value[0, 1] = -1, rng.standard_normal(32)
+    exact = attend(query, key, value, lambda scores: scores * factor)
+    rounded = attend(query, key, value, lambda s: (s.astype("float16") * factor).astype("float16"))
+    found = run(all_half(None, factor), query, key, value)
+    assert np.abs(rounded - exact).max() > 0.05
+    np.testing.assert_allclose(found, exact, 0, 3e-3)
+
+
+def test_a_causal_mask_of_half_precision(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Keys are hidden by the least float16, and those behind the last tile are not read."""
+    emulate_tensor_cores(monkeypatch)
+    monkeypatch.setattr(tensor_core_attention, "_ROWS", ((1, 32),))
+    past = np.tri(70, 100, 30, dtype=bool)[None]
+    sizes = (1, 70, 16), (1, 100, 16), (1, 100, 16)
+    query, key, value = (array.astype("float16") for array in heads(rng, *sizes))
+    exact = attend(query, key, value, lambda scores: np.where(past, scores * 0.125, -np.inf))
+    build, types = all_half(past, 0.125), [(size, "float16") for size in sizes]
+    machine = RelaxOnOpenCL(scheduled(module(build, *types), OPENCL), OPENCL)
+    [found] = machine(query, key, value)
+    np.testing.assert_allclose(found, exact, 0, 3e-3)
+    key[0, 64:], value[0, 64:] = np.nan, np.nan
+    [found] = machine(query, key, value)
+    np.testing.assert_allclose(found[:, :32], exact[:, :32], 0, 3e-3)
+    assert np.isnan(found[:, 32:]).all()
+
+
+def test_logits_of_each_form(rng: np.random.Generator) -> None:
+    """Factors are taken out of the logits where they are positive, and of masks with them."""
+    query, key, value = heads(rng, (1, 9, 8), (1, 11, 8), (1, 11, 8))
+    past, least = np.tri(9, 11, 1, dtype=bool)[None], float(np.finfo(F32).min)
+    hide = lambda s: op.where(relax.const(past), s, relax.const(least, F32))  # noqa: E731
+    times = lambda s, c: op.multiply(s, relax.const(c, F32))  # noqa: E731
+    forms: list[tuple[Callable[..., relax.Expr], Callable[[np.ndarray], np.ndarray]]] = [
+        (lambda s: times(s, -0.5), lambda s: -0.5 * s),
+        (lambda s: times(s, 0.0), lambda s: 0 * s),
+        (lambda s: op.divide(relax.const(2.0), s), lambda s: 2 / s),
+        (lambda s: times(op.divide(s, relax.const(3.0)), 0.5), lambda s: s / 6),
+        (lambda s: times(hide(times(s, 0.25)), 4.0), lambda s: np.where(past, s, -np.inf)),
+        (lambda s: hide(times(s, 1e-3)), lambda s: np.where(past, s * 1e-3, -np.inf)),
+        (lambda s: op.add(times(s, 0.5), relax.const(1.0)), lambda s: s / 2 + 1),
+    ]
+    for graph, logits in forms:
+        found = run(of_logits(_emitted(graph)), query, key, value)
+        np.testing.assert_allclose(found, attend(query, key, value, logits), 2e-5, 2e-5)
+
+
+def _emitted(graph: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
+    return lambda scores: relax.BlockBuilder.current().normalize(graph(scores))
+
+
+MOST_INSTRUCTIONS = 7  # of a warp, for each product, in the loop over keys
 
 
 @pytest.mark.parametrize(
@@ -306,4 +390,6 @@ def test_machine_code_on_tensor_cores(kind: tuple[tuple[int, ...], str], arch: s
     names = opcodes(code)
     assert count(names, "HMMA") and count(names, "LDSM") and count(names, "LDGSTS.E.BYPASS.128")
     assert not count(names, "HMMA.1688") and not count(names, "I2F")
-    assert count(names, "BAR") == 1
+    assert count(names, "BAR") == 2  # one for the queries
+    [loop] = loops(code)
+    assert count(loop, "BAR") == 1 and len(loop) <= MOST_INSTRUCTIONS * count(loop, "HMMA")
