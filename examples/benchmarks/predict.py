@@ -31,7 +31,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from examples.benchmarks.prediction import choices, intervals, whole_models  # noqa: E402
+from examples.benchmarks.prediction import choices, intervals, joint, whole_models  # noqa: E402
 from examples.benchmarks.prediction.data import (  # noqa: E402
     OPS,
     Sweep,
@@ -44,11 +44,17 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
 )
 from examples.benchmarks.prediction.whole_models import session_spread  # noqa: E402
 from schedules.cost.features import limits  # noqa: E402
-from schedules.cost.kernel_call import KernelCall  # noqa: E402
+from schedules.cost.kernel_call import KernelCall, element_bytes  # noqa: E402
 from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
 from schedules.cost.kernels.gemm import GEMM  # noqa: E402
 from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
-from schedules.cost.learned import FOLDER, find_model, load_model, seconds  # noqa: E402
+from schedules.cost.learned import (  # noqa: E402
+    FOLDER,
+    find_joint,
+    find_model,
+    load_model,
+    seconds,
+)
 from schedules.cost.machine import load_machine  # noqa: E402
 from schedules.cost.registry import predict  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
@@ -116,6 +122,58 @@ def kernels(folder: Path, all_rows: bool) -> list[dict[str, Any]]:
                 row["as_measured"] = errors(part.measured, predicted + late)
             rows.append(row | {"inside": round(100 * float(inside.mean()), 1)})
     return rows + list(_together(rows))
+
+
+def joint_models(folder: Path, all_rows: bool) -> dict[str, Any]:
+    """What the joint models' reports say, and their errors on sizes as the package has them."""
+    found = {}
+    for name, (kernel, read) in joint.KERNELS.items():
+        known = find_joint(name)
+        if known is None:
+            continue
+        text = (FOLDER / f"{name}-joint.json").read_text()
+        report = {key: json.loads(text)[key] for key in ("left_out", "error_by_distance")}
+        rows = []
+        for sweep in read(folder):
+            chosen = sweep if all_rows else sweep[sweep.held_out()]
+            bounds, width = joint.machine_limits(chosen), element_bytes(sweep.dtype)
+            predicted = seconds(kernel, known[0], chosen.sizes, bounds, width)[0]
+            for machine in np.unique(chosen.machine).tolist():
+                mine = chosen.machine == machine
+                row = {"machine": machine, "dtype": sweep.dtype}
+                rows.append(row | errors(chosen.seconds[mine], predicted[mine]))
+        found[name] = {"now": rows, **report}
+    return found
+
+
+def joint_report(found: dict[str, Any]) -> None:
+    """Print the errors of the joint models: of sizes, machines and harnesses that were left out."""
+    table = Table("joint model", "left out", "machine", "dtype", "part")
+    for heading in ("GMAE %", "MAPE %", "inside %", "median width %", "launches"):
+        table.add_column(heading, justify="right")
+    for name, report in found.items():
+        for split, rows in report["left_out"].items():
+            for row in rows:
+                texts = (row[x] for x in ("machine", "dtype", "part"))
+                figures = (row[x] for x in ("gmae", "mape", "inside", "width", "count"))
+                table.add_row(name, split, *texts, *map(str, figures))
+    Console().print(table)
+
+
+def distance_plot(found: dict[str, Any], path: Path) -> None:
+    """Error of the joint models against the distance from what they were taught."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
+    for axis, split in zip(axes, ("sizes", "machines"), strict=True):
+        for name, report in found.items():
+            near, error = np.array(report["error_by_distance"][split]).T
+            axis.plot(near, error, "o-", label=name)
+        axis.set_xlabel(f"distance of the {split} left out, in doublings")
+        axis.set_ylabel("MAPE, %")
+        axis.legend()
+    figure.tight_layout()
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png", dpi=100)
+    pyplot.close(figure)
 
 
 def harness_growth(model: str) -> float:
@@ -351,12 +409,15 @@ def main() -> None:
         found["session_spread"] = round(session_spread(session_errors(found["models"])), 3)
         print("whole runs differ from their kernels by a factor of", found["session_spread"])
     report(found)
+    found["joint"] = joint_models(folder, all_rows)
+    joint_report(found["joint"])
     if not found["models"]:
         print("left out: whole models (no gpu_kernels/model_times.csv)")
     text = json.dumps(found, indent=1) + "\n"
     with written_aside(RESULTS / "predict.json") as aside:
         aside.write_text(text)
     plot(found, RESULTS / "predict.png")
+    distance_plot(found["joint"], RESULTS / "predict_distance.png")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ All are known for a machine that was never measured. Arguments are vectors, one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from .kernel_call import element_bytes
 from .machine import Machine
 
 TILES = ((32, 32), (64, 32), (32, 128), (64, 64), (128, 64), (128, 128), (256, 128))
@@ -30,12 +31,21 @@ class Limits:
         Bytes/s of the memory.
     cache : np.ndarray
         Bytes of L2.
+    clock : np.ndarray
+        Hz.
+    unit : np.ndarray
+        What multiplies matrices, see :func:`matrix_unit`.
+    floor : np.ndarray
+        Least seconds of a launch that the harness of a kernel's data shows, 0 if not known.
     """
 
     multiprocessors: np.ndarray
     peak: np.ndarray
     bandwidth: np.ndarray
     cache: np.ndarray
+    clock: np.ndarray = field(default_factory=lambda: np.float64(1.0))
+    unit: np.ndarray = field(default_factory=lambda: np.float64(0.0))
+    floor: np.ndarray = field(default_factory=lambda: np.float64(0.0))
 
     def roofline(self, flops: np.ndarray, moved: np.ndarray) -> np.ndarray:
         """Least seconds of some floating-point operations and bytes."""
@@ -50,17 +60,39 @@ class Limits:
         )
         return [np.broadcast_to(np.log(figure), (count,)) for figure in figures]
 
+    def chip(self, count: int) -> list[np.ndarray]:
+        """Clock, FLOP a cycle of a multiprocessor (logarithms), and what multiplies matrices."""
+        each = self.peak / self.multiprocessors / self.clock
+        figures = (np.log(self.clock), np.log(each), self.unit)
+        return [np.broadcast_to(figure, (count,)) for figure in figures]
 
-def limits(machine: Machine, dtype: str) -> Limits:
-    """Limits of a machine.
+
+UNITS = {7: 1, 8: 1, 9: 2, 10: 3, 11: 3, 12: 1}
+"""Generation of the matrix unit by compute capability: fed by a warp, by a group of warps from
+shared memory, and with accumulators in a memory of its own."""
+
+OTHER_VENDOR = 4.0
+
+
+def matrix_unit(machine: Machine, dtype: str) -> float:
+    """What multiplies matrices: 0 the lanes, 1 to 3 one of ``UNITS``, or ``OTHER_VENDOR``."""
+    if "compute_capability" not in machine.figures:
+        return OTHER_VENDOR
+    return float(UNITS.get(int(machine["compute_capability"]), 0)) if dtype != "float32" else 0.0
+
+
+def limits(machine: Machine, dtype: str, kernel: str = "") -> Limits:
+    """Limits of a machine, and the floor of a kernel's launches by its figure of the harness.
 
     Raises
     ------
     PredictionError
         If it has no such figure.
     """
-    names = ("multiprocessors", f"peak_flops.{dtype}", "bandwidth.memory", "capacity.L2")
-    return Limits(*(np.float64(machine[name]) for name in names))
+    names = ("multiprocessors", f"peak_flops.{dtype}", "bandwidth.memory", "capacity.L2", "clock")
+    figures = [machine[name] for name in names]
+    floor = machine.get(f"time.{kernel}.harness", 0.0) if element_bytes(dtype) == 2 else 0.0
+    return Limits(*map(np.float64, (*figures, matrix_unit(machine, dtype), floor)))
 
 
 def waves(blocks: np.ndarray, block_flops: np.ndarray, seconds: np.ndarray, machine: Limits):

@@ -23,6 +23,8 @@ from schedules.errors import PredictionError
 from .json_file import read_json
 
 KINDS = ("cpu", "gpu")
+PORT_BYTES = 64
+"""Bytes a cycle from the second-level cache to a multiprocessor of a GPU."""
 _FOLDER = Path(__file__).with_name("machines")
 _MAX_FILE_BYTES = 4 << 20
 
@@ -91,6 +93,19 @@ class Machine:
         """Value of a figure, or ``default``."""
         found = self.figures.get(figure)
         return default if found is None else found.value
+
+    @property
+    def cache_bandwidth(self) -> float:
+        """Bytes/s of L2; of a GPU without that figure half of the ports of its multiprocessors.
+
+        Raises
+        ------
+        PredictionError
+            If it has no figure that says so.
+        """
+        if "bandwidth.L2" in self.figures or self.kind != "gpu":
+            return self["bandwidth.L2"]
+        return 0.5 * PORT_BYTES * self["multiprocessors"] * self["clock"]
 
     def peak_flops(self, dtype: str) -> float:
         """Peak of a data type, or what follows from that of float32 if it has no figure.

@@ -20,14 +20,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .machine import Machine
+from .machine import PORT_BYTES, Machine
 
 WARP = 32
 _ISSUED = 4  # warps a cycle of a multiprocessor
 _REGISTERS, _THREADS, _BLOCKS, _SHARED = 65536, 2048, 32, 96 * 1024  # of a multiprocessor
 _REGISTER_UNIT = 8  # registers of a thread are allotted in eights
 _TICKET_CYCLES = 1  # between two updates of one address
-_PORT = 64  # bytes a cycle from the second-level cache to a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def predict_streaming(
     seconds = start + latency + finish + whole * math.hypot(busy, slots * own / limit)
     if last:
         # A multiprocessor may issue and receive for one block more than the others have.
-        most = max(per_byte / (_ISSUED * WARP), 1 / _PORT) / clock
+        most = max(per_byte / (_ISSUED * WARP), 1 / PORT_BYTES) / clock
         seconds += math.hypot(busy, max(last * own / limit, -(-last // count) * own * most))
     here = min(kernel.resident, -(-kernel.blocks // count))
     return StreamingTime(

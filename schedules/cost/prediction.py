@@ -29,6 +29,8 @@ class Prediction:
     harness, latency : float
         Where launches were timed one by one, no time is below the host's ``harness``, and longer
         ones hold ``latency`` seconds that are not the kernel's. Zero for times of kernels alone.
+    extrapolated : tuple of str
+        Those of ``machine``, ``type`` and ``size`` that the model was not fitted to.
     """
 
     seconds: float
@@ -40,6 +42,7 @@ class Prediction:
     in_range: bool
     harness: float = 0.0
     latency: float = 0.0
+    extrapolated: tuple[str, ...] = ()
 
     @property
     def roofline_share(self) -> float:

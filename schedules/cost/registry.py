@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .kernel_call import KernelCall
+from .kernels.attention import predict_attention
 from .kernels.conv2d import predict_conv2d
 from .kernels.cpu_kernels import predict_cpu_kernel
 from .kernels.cpu_library import predict_cpu_library
@@ -27,6 +28,7 @@ MODELS: dict[str, KernelModel] = {
     **dict.fromkeys(sorted(STREAMING | BY_BYTES), predict_streaming),
     "gemm": predict_gemm,
     "bmm": predict_bmm,
+    "attention": predict_attention,
     "conv2d": predict_conv2d,
     "softmax": predict_softmax,
     "layer_norm": predict_layer_norm,

@@ -12,20 +12,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from schedules.cost.json_file import read_json
+from schedules.cost.machine import Machine, load_machine
 
 from ..errors import PredictionError
 from ..written_aside import written_aside
 
 Model = Callable[[float], float]
 """Seconds by bytes."""
+
+LINKS = Path(__file__).with_name("links")
+"""Curves of NCCL on the GPUs of a node, a file a machine."""
 
 _FORMAT = "tvm-fusion collectives 1"
 _MAX_FILE_BYTES = 16 << 20
@@ -348,6 +352,48 @@ def load_collectives(path: Path) -> Collectives:
     if not curves:
         raise PredictionError(f"{path}: no curves")
     return Collectives(curves)
+
+
+def link_bandwidth(machine: Machine) -> float:
+    """Bytes/s of a GPU to others of its node in each direction: NVLink, else PCIe.
+
+    Raises
+    ------
+    PredictionError
+        If the machine has neither figure.
+    """
+    return machine.get("bandwidth.nvlink", 0.0) or machine["bandwidth.pcie"]
+
+
+def node_collectives(machine: Machine) -> tuple[Collectives, str]:
+    """Curves of a machine within a node, and what to know about them.
+
+    A machine that was not measured takes those of the one with the most similar link; what a
+    message takes beyond the shortest one is scaled by the bandwidth of the links.
+
+    Raises
+    ------
+    PredictionError
+        If the machine has no figure of a link.
+    """
+    return _node_curves(machine.name, link_bandwidth(machine))
+
+
+@cache
+def _node_curves(machine: str, bandwidth: float) -> tuple[Collectives, str]:
+    known = {path.stem: path for path in sorted(LINKS.glob("*.json"))}
+    if machine in known:
+        return load_collectives(known[machine]), ""
+    links = {name: link_bandwidth(load_machine(name)) for name in known}
+    name = min(links, key=lambda each: abs(math.log(links[each] / bandwidth)))
+    share = links[name] / bandwidth
+    curves = {}
+    for key, curve in load_collectives(known[name]).curves.items():
+        least = min(curve.seconds)
+        seconds = tuple(least + share * (each - least) for each in curve.seconds)
+        curves[key] = replace(curve, seconds=seconds)
+    note = f"collectives are estimated: those of {name}, at {1 / share:.2g} of its link's bandwidth"
+    return Collectives(curves), note
 
 
 def collectives_of(path: Path) -> Collectives | None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured times of kernels on GPUs, as the training and the checks of the kernel models read them.
 
-``PREDICT_DATA`` names a folder with ``gpu_kernels`` (from sitar-lab/NeuSight) and ``gemm_fp16``
-(from microsoft/vidur); what is missing there is left out.
+``PREDICT_DATA`` names a folder with ``gpu_kernels`` (from sitar-lab/NeuSight), ``gemm_fp16`` (from
+microsoft/vidur), and ``gpu_16bit`` (from ai-dynamo/aiconfigurator); what is missing there is left
+out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
+from schedules.cost.kernels.gemm import HARNESSES
 
 MACHINES = {
     "NVIDIA A100-PCIE-40GB": "a100-40",
@@ -29,11 +32,16 @@ MACHINES = {
     "a100": "a100-80",
     "a40": "a40",
     "h100": "h100",
+    "a100_sxm": "a100-sxm-80",
+    "h100_sxm": "h100",
+    "h200_sxm": "h200",
+    "b200_sxm": "b200",
 }
 """Machine by the name that the data give the device."""
 
 NEUSIGHT = "sitar-lab/NeuSight, commit 6945927 (MIT)"
 VIDUR = "microsoft/vidur, commit 7d47513 (MIT)"
+DYNAMO = "ai-dynamo/aiconfigurator, commit 095f58a51 (Apache-2.0)"
 
 OPS = {
     "add": ("add", 3),
@@ -160,6 +168,43 @@ def gemm_fp16_sweep(folder: Path) -> Sweep | None:
     sizes["batched"] = np.zeros(len(table["M"]))
     machine, seconds = _machines(table["gpu"]), table["us"] / 1e6
     return Sweep("gemm", "float16", machine, sizes, seconds, table["model"], VIDUR)
+
+
+def gemm_bf16_sweep(folder: Path) -> Sweep | None:
+    """Products in bfloat16, replayed as a graph of launches."""
+    table = _tables(folder / "gpu_16bit", "gemm_bf16.csv.gz")
+    if table is None:
+        return None
+    sizes = {"B": np.ones(len(table["M"])), **{name: table[name] for name in "MNK"}}
+    sizes["batched"] = np.zeros(len(table["M"]))
+    machine, seconds = _machines(table["device"]), table["us"] / 1e6
+    return Sweep("gemm", "bfloat16", machine, sizes, seconds, machine, DYNAMO)
+
+
+def joint_gemm_sweeps(folder: Path) -> list[Sweep]:
+    """Products of all types, each with the number of its harness (``HARNESSES``)."""
+    found = []
+    for number, sweep in enumerate(
+        (gemm_sweep(folder), gemm_fp16_sweep(folder), gemm_bf16_sweep(folder))
+    ):
+        if sweep is not None:
+            batched = sweep.sizes["batched"]
+            harness = batched if number == 0 else np.full(len(batched), 1.0 + number)
+            part = np.array(HARNESSES)[harness.astype(int)]
+            found.append(replace(sweep, sizes={**sweep.sizes, "harness": harness}, part=part))
+    return found
+
+
+def attention_sweeps(folder: Path) -> list[Sweep]:
+    """Attention in bfloat16: prefills of whole sequences, and steps of decoders."""
+    table = _tables(folder / "gpu_16bit", "attention_bf16.csv.gz")
+    if table is None:
+        return []
+    names = {"B": "batch", "L": "length", "H": "heads", "KV": "kv_heads", "D": "head_size"}
+    sizes = {ours: table[name] for ours, name in names.items()}
+    sizes["S"] = table["length"] + table["step"]
+    machine, seconds = _machines(table["device"]), table["us"] / 1e6
+    return [Sweep("attention", "bfloat16", machine, sizes, seconds, table["phase"], DYNAMO)]
 
 
 def conv2d_sweep(folder: Path) -> Sweep | None:

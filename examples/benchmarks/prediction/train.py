@@ -31,7 +31,8 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
     row_sweeps,
 )
 from examples.benchmarks.prediction.fit_streaming import fit_streaming  # noqa: E402
-from schedules.cost.features import Limits, limits  # noqa: E402
+from examples.benchmarks.prediction.joint import KERNELS as JOINT_KERNELS  # noqa: E402
+from examples.benchmarks.prediction.joint import machine_limits, train_joint  # noqa: E402
 from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
 from schedules.cost.kernels.gemm import GEMM  # noqa: E402
 from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
@@ -42,7 +43,6 @@ from schedules.cost.learned import (  # noqa: E402
     model_from_arrays,
     seconds,
 )
-from schedules.cost.machine import load_machine  # noqa: E402
 from schedules.cost.trees import LEAF  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 
@@ -64,14 +64,6 @@ UNSEEN: dict[str, float] = {"rounds": 300, "max_depth": 7}
 
 CONTRADICTORY = {"gemm-float32": "p4"}
 """GPU that teaches nothing about others: P4's linear layers contradict each other."""
-
-
-def machine_limits(sweep: Sweep) -> Limits:
-    """Limits of each launch's machine."""
-    names, index = np.unique(sweep.machine, return_inverse=True)
-    found = [limits(load_machine(str(name)), sweep.dtype) for name in names]
-    fields = ("multiprocessors", "peak", "bandwidth", "cache")
-    return Limits(*(np.array([getattr(x, field) for x in found])[index] for field in fields))
 
 
 def harness(kernel: LearnedKernel, sweep: Sweep) -> tuple[np.ndarray, np.ndarray]:
@@ -264,9 +256,6 @@ def write(
     kernel: LearnedKernel, sweep: Sweep, kind: str, arrays: dict[str, np.ndarray], report
 ) -> None:
     """Write a model and its report."""
-    path = FOLDER / f"{kernel.name}-{sweep.dtype}-{kind}.npz"
-    with written_aside(path) as aside:
-        _save(aside, arrays)
     whole = {
         "kernel": kernel.name,
         "dtype": sweep.dtype,
@@ -281,15 +270,32 @@ def write(
         "xgboost": xgboost.__version__,
         **report,
     }
-    text = json.dumps(whole, indent=2) + "\n"
-    with written_aside(path.with_suffix(".json")) as aside:
-        aside.write_text(text)
-    print(path.name, path.stat().st_size, json.dumps(report["held_out"]), flush=True)
+    _save(f"{kernel.name}-{sweep.dtype}-{kind}", arrays, whole)
 
 
-def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    with path.open("wb") as file:
+def write_joint(kernel: str, folder: Path) -> None:
+    """Train a joint model and write it with its report."""
+    model = train_joint(kernel, folder)
+    if model is None:
+        return
+    learned, _ = JOINT_KERNELS[kernel]
+    arrays = arrays_of(model.trees) | model.intervals()
+    arrays |= {"harness": model.harness, "latency": model.latency}
+    ranges = [
+        [seen["ranges"][n] for seen in model.report["taught"].values()] for n in learned.sizes
+    ]
+    arrays["low"] = np.array([min(low for low, _ in each) for each in ranges])
+    arrays["high"] = np.array([max(high for _, high in each) for each in ranges])
+    _save(f"{kernel}-joint", arrays, model.report)
+
+
+def _save(stem: str, arrays: dict[str, np.ndarray], report: dict[str, Any]) -> None:
+    path = FOLDER / f"{stem}.npz"
+    with written_aside(path) as aside, aside.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
+    with written_aside(path.with_suffix(".json")) as aside:
+        aside.write_text(json.dumps(report, indent=1) + "\n")
+    print(path.name, path.stat().st_size, json.dumps(report["held_out"]), flush=True)
 
 
 def sweeps(folder: Path) -> Iterator[Sweep]:
@@ -303,13 +309,18 @@ def sweeps(folder: Path) -> Iterator[Sweep]:
 def main() -> None:
     """Train what ``--only`` names, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="KERNEL-DTYPE[-KIND], or streaming")
+    parser.add_argument(
+        "--only", default="", help="KERNEL-DTYPE[-KIND], KERNEL-joint, or streaming"
+    )
     only = parser.parse_args().only
     folder = data_folder()
     if folder is None:
         parser.error("PREDICT_DATA names no folder")
     if only in ("", "streaming"):
         fit_streaming(folder)
+    for name in JOINT_KERNELS:
+        if f"{name}-joint".startswith(only):
+            write_joint(name, folder)
     for sweep in sweeps(folder):
         kernel = KERNELS[sweep.kernel]
         kinds = np.array([KINDS.get(name, name) for name in sweep.machine.tolist()])

@@ -128,7 +128,7 @@ def _predict(
     kernel = least = 0.0
     for table, count in Counter(tables).items():
         memory, cache = _traffic(table, machine["capacity.L2"] / at_once, is_backward)
-        kernel += count * (memory / streamed + cache / machine["bandwidth.L2"])
+        kernel += count * (memory / streamed + cache / machine.cache_bandwidth)
         least += count * memory / peak
     seconds = floor + kernel
     bound = "latency" if floor > kernel else "memory"

@@ -2,7 +2,9 @@
 """Matrix products of libraries on GPUs, learned: sizes B, M, N and K, the inner dimension.
 
 B = 1 is a linear layer, which adds a bias; ``bmm`` is a batched product even of a single one.
-(Dissertation, section 4.3.2.2, with the features of ``features.py`` beside the sizes.)
+Products of float32, and of float16 on a GPU where that was measured, have a model a GPU; types of
+16 bits have one for all GPUs, that has learned from all types. (Dissertation, section 4.3.2.2, with
+the features of ``features.py`` beside the sizes.)
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import numpy as np
 
 from ..features import Limits, divisibility, tile_features
 from ..kernel_call import KernelCall
-from ..learned import LearnedKernel, Sizes, predict_learned
+from ..learned import LearnedKernel, Sizes, find_model, predict_jointly, predict_learned
 from ..machine import Machine
 from ..prediction import Prediction
 
@@ -45,6 +47,8 @@ GEMM = LearnedKernel("gemm", ("B", "M", "N", "K"), _work, _features, _group, ("B
 
 def predict_gemm(call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict a matrix product: a linear layer if B is 1."""
+    if call.dtype in _JOINT and not _has_own(call, machine):
+        return predict_jointly(JOINT, call, machine, harness=_JOINT[call.dtype])
     return predict_learned(GEMM, call, machine)
 
 
@@ -59,4 +63,37 @@ BMM = LearnedKernel(
 
 def predict_bmm(call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict a batched matrix product."""
+    if call.dtype in _JOINT and not _has_own(call, machine):
+        return predict_jointly(JOINT, call, machine, harness=_JOINT[call.dtype])
     return predict_learned(BMM, call, machine)
+
+
+HARNESSES = ("linear", "batched", "layers", "graph")
+"""How products were timed: linear layers and batched products of float32 launch by launch, layers
+of language models in float16 by a profiler, products in bfloat16 in a graph of launches."""
+
+_JOINT = {"float16": 3, "bfloat16": 3, "tfloat32": 1}
+"""Harness whose times are predicted, by the types that the joint model serves."""
+
+
+def _has_own(call: KernelCall, machine: Machine) -> bool:
+    """Return whether float16 was measured on this GPU by itself."""
+    found = find_model("gemm", call.dtype, machine.name)
+    return found is not None and not found[1].endswith("unseen")
+
+
+def _joint_features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: int) -> np.ndarray:
+    rows = _features({**sizes, "batched": sizes["harness"] == 1}, machine, roofline, width)
+    count = len(rows)
+    columns = [sizes["harness"], np.broadcast_to(width, (count,)), *machine.chip(count)]
+    return np.concatenate([rows, np.stack(columns, axis=1)], axis=1)
+
+
+JOINT = LearnedKernel(
+    "gemm",
+    ("B", "M", "N", "K"),
+    _work,
+    _joint_features,
+    lambda sizes: sizes["harness"].astype(int),
+    ("B",),
+)

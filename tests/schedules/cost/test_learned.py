@@ -10,18 +10,27 @@ import pytest
 from schedules.cost import learned
 from schedules.cost.features import Limits, divisibility, tile_features, waves
 from schedules.cost.kernel_call import KernelCall, element_bytes
+from schedules.cost.kernels.attention import ATTENTION
 from schedules.cost.kernels.conv2d import CONV2D
 from schedules.cost.kernels.cpu_lookups import RANGES
-from schedules.cost.kernels.gemm import GEMM
+from schedules.cost.kernels.gemm import GEMM, JOINT
 from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX
-from schedules.cost.learned import FOLDER, LearnedKernel, find_model, model_from_arrays, seconds
+from schedules.cost.learned import (
+    FOLDER,
+    LearnedKernel,
+    find_joint,
+    find_model,
+    model_from_arrays,
+    seconds,
+)
 from schedules.cost.machine import known_machines, load_machine
 from schedules.cost.prediction import Prediction
 from schedules.cost.registry import predict
 from schedules.errors import PredictionError
 
 TEN = Limits(*(np.float64(x) for x in (10, 1e12, 1e9, 1e6)))
-MODELS = sorted(path.stem for path in FOLDER.glob("*.npz"))
+MODELS = sorted(path.stem for path in FOLDER.glob("*-*-*.npz"))
+JOINT_KERNELS = {kernel.name: kernel for kernel in (JOINT, ATTENTION)}
 KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
 GPUS = [name for name in known_machines() if load_machine(name).kind == "gpu"]
 
@@ -193,12 +202,88 @@ def test_half_precision():
     single = predict(KernelCall("gemm", sizes), machine)
     assert half.seconds < single.seconds / 4
     assert half.model == "gemm-float16-a100"
-    assert predict(KernelCall("gemm", sizes, "bfloat16"), machine).seconds == half.seconds
+    assert not half.extrapolated
+    brain = predict(KernelCall("gemm", sizes, "bfloat16"), machine)
+    assert brain.seconds == pytest.approx(half.seconds, rel=0.15)
+    assert (brain.model, brain.extrapolated) == ("gemm-joint", ("type",))
     batched = predict(KernelCall("bmm", {"B": 8, **sizes}, "float16"), machine)
-    assert not batched.in_range
+    assert batched.extrapolated == ("size",)
     assert batched.seconds > half.seconds
     with pytest.raises(PredictionError, match="no figure 'peak_flops.bfloat16'"):
         predict(KernelCall("gemm", sizes, "bfloat16", flops=1.0), load_machine("v100"))
+
+
+def test_joint_models_say_what_they_were_not_taught():
+    sizes = {"M": 128, "N": 4096, "K": 4096}
+    for name, beyond in (("h200", ()), ("l40s", ("machine",)), ("a40", ("type",))):
+        found = predict(KernelCall("gemm", sizes, "bfloat16"), load_machine(name))
+        assert (found.extrapolated, found.in_range) == (beyond, not beyond)
+    known, new = (
+        predict(KernelCall("gemm", sizes, "bfloat16"), load_machine(x)) for x in ("b200", "b300")
+    )
+    assert (new.high - new.low) / new.seconds > (known.high - known.low) / known.seconds
+    far = predict(KernelCall("bmm", {"B": 100, **sizes}, "bfloat16"), load_machine("h200"))
+    assert far.extrapolated == ("size",)
+    alike = predict(KernelCall("gemm", sizes, "tfloat32"), load_machine("h100"))
+    assert alike.extrapolated == ("type",)
+
+
+def test_work_of_an_attention():
+    sizes = dict(zip(ATTENTION.sizes, (2, 3, 5, 8, 4, 16), strict=True))
+    flops, moved = ATTENTION.work({name: vector(size) for name, size in sizes.items()}, 2)
+    # Queries 2, 3, 4 see 3, 4, 5 keys.
+    assert flops == 4 * 2 * 8 * 16 * (3 + 4 + 5)
+    assert moved == 2 * 2 * 16 * (2 * 5 * 4 + 2 * 3 * 8)
+
+
+@pytest.mark.parametrize("name", ["a100-sxm-80", "h100", "b200", "b60"])
+def test_a_step_of_a_decoder_reads_its_keys(name):
+    machine, sizes = load_machine(name), {"B": 64, "H": 32, "KV": 8, "D": 128}
+    near, far = (
+        predict(KernelCall("attention", {**sizes, "S": keys}, "bfloat16"), machine)
+        for keys in (1024, 8192)
+    )
+    assert 4 < far.seconds / near.seconds < 9
+    assert far.bound == "memory" and not far.extrapolated
+    prefill = predict(KernelCall("attention", {**sizes, "L": 64, "S": 64}, "bfloat16"), machine)
+    assert not prefill.extrapolated and prefill.seconds < far.seconds
+
+
+@pytest.mark.parametrize("kernel", JOINT_KERNELS)
+def test_joint_models_of_the_package(kernel):
+    model, taught = find_joint(kernel)
+    assert len(model.low) == len(JOINT_KERNELS[kernel].sizes)
+    assert {"a100-sxm-80", "h100", "h200", "b200", "gb200", "b60"} <= taught["bfloat16"].machines
+    assert len(model.far_below) == len(model.far_edges) + 1
+    report = json.loads((FOLDER / f"{kernel}-joint.json").read_text())
+    assert report["held_out"]["mape"] < 7
+    assert set(report["left_out"]) >= {"sizes", "machines"}
+
+
+def test_a_damaged_report_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(learned, "FOLDER", tmp_path)
+    np.savez(tmp_path / "toy-joint.npz", **arrays())
+    (tmp_path / "toy-joint.json").write_text('{"taught": {"float16": 3}}')
+    with pytest.raises(PredictionError, match="toy-joint.json: 'taught' is damaged"):
+        find_joint("toy")
+    assert find_joint("none") is None
+
+
+def test_a_floor_of_the_machine_replaces_the_usual_one():
+    model = model_from_arrays(arrays())
+    usual, own = (model.base(vector(0, 1), np.zeros(2, int), floor) for floor in (0.0, 50e-6))
+    assert usual.tolist() == pytest.approx([30e-6, 1 + 10e-6])
+    assert own.tolist() == pytest.approx([50e-6, 1 + 25e-6])
+
+
+def test_an_interval_of_a_machine_that_was_left_out():
+    far = {"far_edges": np.zeros(0), "far_below": vector(0.4), "far_above": vector(3)}
+    model = model_from_arrays(arrays(**far))
+    assert model.interval(1.0, False) == (0.9, 1.2)
+    assert model.interval(1.0, True) == (0.4, 3.0)
+    assert model_from_arrays(arrays()).interval(1.0, True) == (0.9, 1.2)
+    with pytest.raises(PredictionError, match="do not match in length"):
+        model_from_arrays(arrays(far_below=vector(0.4)))
 
 
 def test_rows_in_half_precision_stream():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from schedules.cost.machine import load_machine
 from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.collectives import (
+    LINKS,
     Collectives,
     Curve,
     all_to_all_bytes,
@@ -21,7 +22,9 @@ from tvm_fusion.prediction.collectives import (
     bus_bandwidth,
     collectives_of,
     interpolation,
+    link_bandwidth,
     load_collectives,
+    node_collectives,
     three_sections,
 )
 
@@ -178,3 +181,28 @@ def test_curves_in_the_file_of_a_machine(tmp_path) -> None:
     plain = tmp_path / "collectives.json"
     found.save(plain)
     assert load_collectives(plain) == found and collectives_of(plain) is None
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in LINKS.glob("*.json")))
+def test_nodes_of_the_package(name: str) -> None:
+    machine = load_machine(name)
+    curves, note = node_collectives(machine)
+    assert not note
+    for ranks in (2, 4):
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+            found = curves.predict(kind, ranks, 512e6)
+            link = bus_bandwidth(kind, ranks, 512e6, found.seconds)
+            # In-switch reductions pass a message once, not twice.
+            assert 0.3 < link / link_bandwidth(machine) < 1.3
+    small, large = (curves.predict("all_reduce", 2, size).seconds for size in (1e3, 1e6))
+    assert 4e-6 < small < large < 60e-6
+
+
+def test_a_node_that_was_not_measured_has_the_nearest_link() -> None:
+    known, _ = node_collectives(load_machine("a100-sxm-80"))
+    found, note = node_collectives(load_machine("l40s"))
+    assert "those of a100-sxm-80, at 0.1" in note
+    small = [each.predict("all_reduce", 2, 1e3).seconds for each in (known, found)]
+    large = [each.predict("all_reduce", 2, 5e8).seconds for each in (known, found)]
+    assert small[0] == pytest.approx(small[1], rel=0.2)
+    assert large[1] / large[0] == pytest.approx(300 / 31.5, rel=0.05)

@@ -46,6 +46,20 @@ from ..progress import progress_bar
     show_default=True,
     help="Our kernels, or those of PyTorch's libraries, operator by operator.",
 )
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32", "fp16", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Type of the floats on a GPU; tf32 is of matrix products only.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 4096),
+    default=1,
+    show_default=True,
+    help="GPUs of a node that share MODEL by tensor parallelism; engine pytorch.",
+)
 @click.option("--batch", type=click.IntRange(min=1), help="Size of the dimension `batch`.")
 @click.option("--check", is_flag=True, help="Also compile and run MODEL here, and compare.")
 @model_options
@@ -88,8 +102,8 @@ from ..progress import progress_bar
     multiple=True,
     metavar="CHANGE",
     help="Change to predict: machine=a100-40, batch=2, graph, fuse=REGEX, remove=REGEX, "
-    "resize=REGEX:0.5 or parallelize=REGEX; of MODEL engine=pytorch, fusion=none or "
-    "winograd=never; of traces link=FILE, ranks=4:FILE, bucket=25:FILE or "
+    "resize=REGEX:0.5 or parallelize=REGEX; of MODEL engine=pytorch, precision=bf16, ranks=2, "
+    "fusion=none or winograd=never; of traces link=FILE, ranks=4:FILE, bucket=25:FILE or "
     "sharding=size_greedy. Several are joined by ' and '. May be repeated.",
 )
 @json_option
@@ -116,7 +130,8 @@ def predict_command(
 
 _OF_TRACES = ("save_overheads", "profiler_cost", "timeline")
 _OF_MODELS = (
-    *("machines", "engine", "batch", "check", "shapes", "fuse", "winograd", "records", "threads"),
+    *("machines", "engine", "precision", "ranks", "batch", "check", "shapes", "fuse", "winograd"),
+    *("records", "threads"),
 )
 
 
@@ -126,6 +141,8 @@ def predict_model(
     overheads: Path | None,
     machines: Sequence[str],
     engine: str,
+    precision: str,
+    ranks: int,
     batch: int | None,
     check: bool,
     shapes: dict[str, Any],
@@ -142,10 +159,12 @@ def predict_model(
     if check:
         if set(machines) - {"native"}:
             raise click.UsageError("--check runs here: expected no --machine, or native")
-        refuse_given(["engine", "overheads", "what_if"], "--check is of our kernels on this CPU")
+        of_gpus = ["engine", "precision", "ranks", "overheads", "what_if"]
+        refuse_given(of_gpus, "--check is of our kernels on this CPU")
         _check(model, as_json, shapes=shapes, **options)
         return
-    options["overheads"] = load_overheads(overheads) if overheads else None
+    options |= {"overheads": load_overheads(overheads) if overheads else None}
+    options |= {"precision": precision, "ranks": ranks}
     asked = [
         Question(model, machine, engine, shapes, options) for machine in machines or ["native"]
     ]

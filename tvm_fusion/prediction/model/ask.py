@@ -11,9 +11,10 @@ from ...errors import PredictionError
 from ...onnx.frontend import ImportedModel
 from ..report import Answer
 from ..timeline.execution_graph import HostCosts
+from .lowered import PRECISIONS
 from .predict_model import ENGINES, ModelPrediction, import_static, predict_on
 
-_OF_RANKS = ("link", "ranks", "bucket", "sharding")
+_OF_RANKS = ("link", "bucket", "sharding")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Question:
         ``machine=NAME|FILE``       on another machine
         ``batch=FACTOR``            so many times the size of the open dimension ``batch``
         ``engine=ENGINE``           by the other engine
+        ``precision=PRECISION``     in another type of floats, on a GPU
+        ``ranks=N``                 shared by so many GPUs of a node
         ``fusion=auto|all|none``    pairs of convolutions that are fused
         ``winograd=auto|always|never``  convolutions by Winograd's algorithm
         =========================== ========================================================
@@ -71,9 +74,7 @@ class Question:
         for part in text.split(" and "):
             name, _, value = part.strip().partition("=")
             if name in _OF_RANKS:
-                raise PredictionError(
-                    f"{part!r} is for traces of several ranks; a model runs on one"
-                )
+                raise PredictionError(f"{part!r} is for traces of several ranks")
             if name in _SETTINGS:
                 asked = _SETTINGS[name](asked, value)
             elif name in _EDITS:
@@ -97,6 +98,17 @@ def _machine(asked: Question, value: str) -> Question:
 
 def _engine(asked: Question, value: str) -> Question:
     return replace(asked, engine=_one_of("engine", value, ENGINES))
+
+
+def _precision(asked: Question, value: str) -> Question:
+    precision = _one_of("precision", value, tuple(PRECISIONS))
+    return replace(asked, options={**asked.options, "precision": precision})
+
+
+def _ranks(asked: Question, value: str) -> Question:
+    if not value.isdecimal() or not 0 < int(value) <= 4096:
+        raise PredictionError(f"ranks={value}: expected a number of GPUs")
+    return replace(asked, options={**asked.options, "ranks": int(value)})
 
 
 def _fusion(asked: Question, value: str) -> Question:
@@ -135,6 +147,8 @@ _SETTINGS: dict[str, Callable[[Question, str], Question]] = {
     "machine": _machine,
     "batch": _batch,
     "engine": _engine,
+    "precision": _precision,
+    "ranks": _ranks,
     "fusion": _fusion,
     "winograd": _winograd,
 }
@@ -153,6 +167,8 @@ def predict(
     records: Any = None,
     threads: int | None = None,
     overheads: HostCosts | None = None,
+    precision: str = "fp32",
+    ranks: int = 1,
     what_if: Sequence[str] = (),
 ) -> ModelPrediction:
     """Predict how long a run of an ONNX model takes; nothing is compiled to code or run.
@@ -174,6 +190,10 @@ def predict(
         Threads of a CPU; by default those that its figures were measured with.
     overheads : HostCosts, optional
         Overheads of the host, such as those of :func:`load_overheads`.
+    precision : str
+        Type of the floats on a GPU: ``fp32``, ``tf32`` (matrices only), ``fp16`` or ``bf16``.
+    ranks : int
+        GPUs of a node that share the model by tensor parallelism; engine ``pytorch`` only.
     what_if : sequence of str
         Changes whose effect is predicted, such as ``machine=h100``, see :meth:`Question.what_if`.
 
@@ -190,6 +210,7 @@ def predict(
         As for ``compile``, or if the shape of an input is open.
     """
     options = {"fuse": fuse, "winograd": winograd, "records": records, "threads": threads}
-    asked = Question(model, machine, engine, shapes, {**options, "overheads": overheads})
+    options |= {"overheads": overheads, "precision": precision, "ranks": ranks}
+    asked = Question(model, machine, engine, shapes, options)
     imported = asked.imported()
     return asked.what_if(imported, asked.predict(imported), what_if)

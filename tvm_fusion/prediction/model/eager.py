@@ -52,10 +52,37 @@ class _Value:
     tensor: Tensor
     strides: tuple[int, ...]
     constant: bool = False
+    split: bool = False  # each rank has its share
 
 
 def lower_to_eager(mod: tvm.IRModule, kind: str = "gpu") -> list[LoweredOp]:
+    """Operators of an imported module; see :func:`lower_to_ranks`."""
+    return lower_to_ranks(mod, kind).ops
+
+
+@dataclass(frozen=True)
+class EagerRun:
+    """Operators of one rank, and the memory that they need.
+
+    Parameters
+    ----------
+    ops : list of LoweredOp
+        In order.
+    weight_bytes, activation_bytes : float
+        Parameters of a rank, and the most that inputs and results hold at once.
+    """
+
+    ops: list[LoweredOp]
+    weight_bytes: float
+    activation_bytes: float
+
+
+def lower_to_ranks(mod: tvm.IRModule, kind: str = "gpu", ranks: int = 1) -> EagerRun:
     """Operators of an imported module in order, each with the kernels that it launches.
+
+    Over several ranks linear layers are shared out as tensor parallelism does (Megatron-LM): the
+    columns of one whose input every rank has, the rows of the next, whose results are summed by an
+    all-reduce. What lies between, such as the heads of an attention, is shared out, too.
 
     Parameters
     ----------
@@ -63,10 +90,12 @@ def lower_to_eager(mod: tvm.IRModule, kind: str = "gpu") -> list[LoweredOp]:
         An imported module of static shapes, before our passes; it is not changed.
     kind : str
         ``gpu``, where a convolution adds its bias by a kernel of its own, or ``cpu``.
+    ranks : int
+        GPUs that share the model.
 
     Returns
     -------
-    list of LoweredOp
+    EagerRun
         An operator that is unknown here has one kernel of its own name, whose bytes are those of
         its operands and results.
     """
@@ -77,15 +106,19 @@ def lower_to_eager(mod: tvm.IRModule, kind: str = "gpu") -> list[LoweredOp]:
             relax.transform.DeadCodeElimination(),
         ]
     )
-    return _Eager(tidy(simplify(tidy(mod), EAGER_RULES))["main"], kind).ops
+    main = tidy(simplify(tidy(mod), EAGER_RULES))["main"]
+    walk = _Eager(main, kind, ranks)
+    return EagerRun(walk.ops, walk.weight_bytes, walk.activation_bytes)
 
 
 class _Eager:
     """Walks over the bindings of ``main``."""
 
-    def __init__(self, main: relax.Function, kind: str) -> None:
+    def __init__(self, main: relax.Function, kind: str, ranks: int = 1) -> None:
         self.ops: list[LoweredOp] = []
-        self._kind = kind
+        self.weight_bytes = self.activation_bytes = 0.0
+        self._kind, self._ranks, self._shared = kind, ranks, False
+        self._weights: set[relax.Expr] = set()
         self._values: dict[relax.Var, _Value | tuple[_Value, ...]] = {}
         self._bindings = {
             binding.var: binding.value
@@ -98,8 +131,41 @@ class _Eager:
         )
         for param in main.params:
             self._values[param] = _fresh(param.ty)
-        for var, value in self._bindings.items():
+        last = {
+            self._root(operand): number
+            for number, value in enumerate(self._bindings.values())
+            for operand in operands(value)
+        }
+        alive = {param: self._held(self._values[param]) for param in main.params}
+        for number, (var, value) in enumerate(self._bindings.items()):
             self._values[var] = self._visit(var, value)
+            alive.setdefault(self._root(var), self._held(self._values[var]))
+            self.activation_bytes = max(self.activation_bytes, sum(alive.values()))
+            alive = {each: size for each, size in alive.items() if last.get(each, 0) > number}
+        result = main.body.body
+        for field in result.fields if isinstance(result, relax.Tuple) else [result]:
+            value = self._value(field)
+            for part in value if isinstance(value, tuple) else (value,):
+                self._whole(part)
+
+    def _root(self, expr: relax.Expr) -> relax.Expr:
+        """The tensor that a view shows."""
+        while (value := self._bindings.get(expr)) is not None:
+            is_view = op_name(value) in (*VIEWS, *_VIEWS, TUPLE_GET_ITEM)
+            shown = value if isinstance(value, relax.Var) else next(iter(operands(value)), None)
+            if shown is None or not (is_view or shown is value):
+                break
+            expr = shown
+        return expr
+
+    def _held(self, value: _Value | tuple[_Value, ...]) -> float:
+        """Bytes on a rank."""
+        parts = value if isinstance(value, tuple) else (value,)
+        return sum(
+            part.tensor.bytes / (self._ranks if part.split else 1)
+            for part in parts
+            if not part.constant
+        )
 
     def _visit(self, var: relax.Var, value: relax.Expr) -> Any:
         if isinstance(value, relax.Var):
@@ -118,9 +184,38 @@ class _Eager:
         return self._call(var, value, name or "unknown", args)
 
     def _call(self, var: relax.Var, call: relax.Call, name: str, args: list[_Value]) -> Any:
+        out = _fresh(var.ty)
+        first = out[0] if isinstance(out, tuple) else out
+        if any(self._is_whole(arg, first) for arg in args) and name in ELEMENTWISE:
+            args = [self._whole(arg) for arg in args]
+        self._shared = any(arg.split for arg in args)
         handler: Callable[..., Any] | None = _HANDLERS.get(name)
+        found = self._plain(var, call, name, args) if handler is None else None
         if handler is not None:
-            return handler(self, var, call, args)
+            found = handler(self, var, call, args)
+        split, self._shared = self._shared, False
+        parts = found if isinstance(found, tuple) else (found,)
+        parts = tuple(replace(part, split=split) for part in parts)
+        return parts if isinstance(found, tuple) else parts[0]
+
+    def _is_whole(self, arg: _Value, out: _Value) -> bool:
+        """Return whether every rank has all of an operand as large as the result."""
+        is_large = arg.tensor.elements == out.tensor.elements > 1
+        return is_large and not arg.constant and not arg.split
+
+    def _whole(self, value: _Value) -> _Value:
+        """The value on every rank."""
+        if not value.split:
+            return value
+        self._exchange("all_gather", value.tensor)
+        return replace(value, split=False)
+
+    def _exchange(self, kind: str, tensor: Tensor) -> None:
+        """Add a collective, whose message is the tensor."""
+        call = KernelCall(kind, {"ranks": self._ranks}, tensor.dtype, 0.0, tensor.bytes, 0.0, kind)
+        self.ops.append(LoweredOp(f"c10d::{kind}", (LoweredKernel(call, _label(call)),)))
+
+    def _plain(self, var: relax.Var, call: relax.Call, name: str, args: list[_Value]) -> Any:
         short = name.rpartition(".")[2]
         if name in VIEWS:
             return self._reshaped(args[0], _fresh(var.ty).tensor)
@@ -140,7 +235,10 @@ class _Eager:
         return out
 
     def _add(self, name: str, *calls: KernelCall) -> None:
+        """Add an operator; of one that is shared out every rank has the same part."""
         named = [replace(call, name=call.name or name) for call in calls]
+        if self._shared:
+            named = [_share(call, self._ranks) for call in named]
         kernels = tuple(LoweredKernel(call, _label(call)) for call in named)
         self.ops.append(LoweredOp(f"aten::{name}", kernels))
 
@@ -149,7 +247,11 @@ class _Eager:
             return self._values[expr]
         if isinstance(expr, relax.Tuple):
             return tuple(self._value(field) for field in expr.fields)
-        return replace(_fresh(expr.ty), constant=True)
+        found = replace(_fresh(expr.ty), constant=True)
+        if expr not in self._weights:
+            self._weights.add(expr)
+            self.weight_bytes += found.tensor.bytes
+        return found
 
     def _dense(self, value: _Value) -> _Value:
         """The tensor itself if it is contiguous, else a copy."""
@@ -217,7 +319,9 @@ class _Eager:
     def _matmul(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
         left, right = args
         out = _fresh(var.ty)
-        if right.constant and len(right.tensor.shape) <= 2:
+        if right.constant and len(right.tensor.shape) == 2 and self._ranks > 1:
+            self._linear(left, right.tensor, out.tensor)
+        elif right.constant and len(right.tensor.shape) <= 2:
             self._add("linear", gemm(left.tensor, right.tensor, out.tensor, batched=False))
         elif len(out.tensor.shape) <= 2:
             self._add("mm", gemm(left.tensor, right.tensor, out.tensor, batched=False))
@@ -225,6 +329,28 @@ class _Eager:
             left, right = self._batched(left), self._batched(right)
             self._add("matmul", gemm(left.tensor, right.tensor, out.tensor, batched=True))
         return out
+
+    def _linear(self, left: _Value, right: Tensor, out: Tensor) -> None:
+        """Share out a linear layer: its rows if its input is shared out, else its columns."""
+        rows, columns = right.shape
+        by_rows, ranks = left.split, self._ranks
+        if (rows if by_rows else columns) % ranks:
+            left, by_rows = self._whole(left), False
+        self._shared = False
+        if not by_rows and columns % ranks:
+            self._add("linear", gemm(left.tensor, right, out, batched=False))
+            return
+        self.weight_bytes -= right.bytes * (1 - 1 / ranks)
+        x, w, y = left.tensor.shape, right.shape, out.shape
+        if by_rows:
+            x, w = (*x[:-1], x[-1] // ranks), (rows // ranks, columns)
+        else:
+            w, y = (rows, columns // ranks), (*y[:-1], y[-1] // ranks)
+        parts = (Tensor(x, out.dtype), Tensor(w, right.dtype), Tensor(y, out.dtype))
+        self._add("linear", gemm(*parts, batched=False))
+        if by_rows:
+            self._exchange("all_reduce", out)
+        self._shared = not by_rows
 
     def _batched(self, value: _Value) -> _Value:
         """A factor as ``bmm`` takes it: its outer axes merged, with a copy where that needs one."""
@@ -245,7 +371,7 @@ class _Eager:
             if not bias.constant or self._uses[operand] != 1:
                 continue
             name, channels = op_name(before), bias.tensor.elements
-            if name == "relax.matmul" and self.ops[-1].name == "aten::linear":
+            if name == "relax.matmul" and self._is_linear_last():
                 if channels == out.tensor.shape[-1] == bias.tensor.shape[-1]:
                     return out
             if name == "relax.nn.conv2d" and self.ops[-1].name == "aten::conv2d":
@@ -258,6 +384,11 @@ class _Eager:
                     return out
         self._add("add", elementwise("add", _of(args), out.tensor))
         return out
+
+    def _is_linear_last(self) -> bool:
+        """Return whether the last kernel is of a linear layer, before its collective."""
+        names = [op.name for op in self.ops[-2:] if not op.name.startswith("c10d::")]
+        return names[-1:] == ["aten::linear"]
 
     def _conv2d(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
         data, weight = self._dense(args[0]), args[1]
@@ -277,7 +408,8 @@ class _Eager:
         return out
 
     def _layer_norm(self, var: relax.Var, call: relax.Call, args: list[_Value]) -> _Value:
-        data = self._dense(args[0]).tensor
+        whole, self._shared = self._whole(args[0]), False
+        data = self._dense(whole).tensor
         out, extra = _fresh(var.ty), sum(arg.tensor.bytes for arg in args[1:])
         reduced = prod(data.shape[int(axis)] for axis in call.attrs.axes)
         self._add("layer_norm", rows("layer_norm", data, reduced, out.tensor, extra))
@@ -300,6 +432,19 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "relax.nn.log_softmax": _Eager._softmax,
     "relax.nn.layer_norm": _Eager._layer_norm,
 }
+
+
+_VIEWS = ("relax.permute_dims", "relax.broadcast_to", "relax.strided_slice", "relax.split")
+"""Operators that view their operand, besides ``VIEWS``."""
+
+
+def _share(call: KernelCall, ranks: int) -> KernelCall:
+    """One rank's part of a call."""
+    sizes = dict(call.sizes)
+    if "B" in sizes:
+        sizes["B"] = max(1, sizes["B"] // ranks)
+    flops, read, written = (x / ranks for x in (call.flops, call.read_bytes, call.written_bytes))
+    return KernelCall(call.op, sizes, call.dtype, flops, read, written, call.name)
 
 
 def _kernel(name: str) -> str:

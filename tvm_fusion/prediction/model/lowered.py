@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernel_call import KernelCall, element_bytes
+
+PRECISIONS = {"fp32": "float32", "tf32": "tfloat32", "fp16": "float16", "bf16": "bfloat16"}
+"""Types of floats by the names that users give them."""
+_MATRIX_OPS = ("gemm", "bmm", "conv2d", "attention")
 
 
 @dataclass(frozen=True)
@@ -41,3 +46,28 @@ class LoweredOp:
 
     name: str
     kernels: tuple[LoweredKernel, ...] = ()
+
+
+def bytes_share(precision: str) -> float:
+    """Bytes of a tensor in a type of ``PRECISIONS``, over those in float32."""
+    return 1.0 if precision == "tf32" else element_bytes(PRECISIONS[precision]) / 4
+
+
+def in_precision(ops: Sequence[LoweredOp], precision: str) -> list[LoweredOp]:
+    """The operators with their float32 tensors in another type of ``PRECISIONS``.
+
+    TF32 is only of what multiplies matrices, and moves as many bytes as float32.
+    """
+    dtype = PRECISIONS[precision]
+
+    def cast(call: KernelCall) -> KernelCall:
+        if call.dtype != "float32" or (precision == "tf32" and call.op not in _MATRIX_OPS):
+            return call
+        share = bytes_share(precision)
+        read, written = share * call.read_bytes, share * call.written_bytes
+        return replace(call, dtype=dtype, read_bytes=read, written_bytes=written)
+
+    def kernel(one: LoweredKernel) -> LoweredKernel:
+        return replace(one, call=cast(one.call), like=one.like and cast(one.like))
+
+    return [replace(op, kernels=tuple(map(kernel, op.kernels))) for op in ops]

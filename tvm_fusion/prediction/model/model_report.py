@@ -44,7 +44,7 @@ def kernels_table(found: ModelPrediction, title: str = "") -> Table:
             f"{row.seconds / found.kernel_seconds:.1%}",
             row.bound,
             f"{row.roofline_share:.0%}",
-            row.model if row.in_range else f"{row.model} *",
+            row.model if row.in_range else " ".join((row.model, "*", ", ".join(row.extrapolated))),
         )
     return table
 
@@ -56,8 +56,12 @@ def _totals(found: ModelPrediction) -> str:
         f"{found.high * 1e3:.3f}): kernels {found.kernel_seconds * 1e3:.3f} ms, and "
         f"{found.host_seconds * 1e3:.3f} ms of the host that they do not hide."
     )
+    if found.memory_bytes is not None:
+        text += f"\nPeak memory of a rank: {found.memory_bytes / 1e9:.3g} GB."
     if outside:
-        text += f"\n* {outside} kernels outside of what their model was fitted to"
+        text += (
+            f"\n* {outside} kernels outside of what their model was fitted to: machine, type, size"
+        )
     return text
 
 

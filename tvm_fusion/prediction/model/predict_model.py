@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from schedules.cost import registry
+from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.gpu_kernels import has_latencies
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction
@@ -17,6 +18,7 @@ from ...compiler.tuned import choose_records
 from ...errors import InvalidModelError, PredictionError
 from ...onnx.frontend import ImportedModel, import_onnx
 from ...runtime.tensor_spec import refuse_open_shapes
+from ..collectives import bus_factor, link_bandwidth, node_collectives
 from ..host import host_costs
 from ..machines import cpu_target, find_machine, gpu_target
 from ..report import Answer
@@ -24,9 +26,9 @@ from ..scenario import Scenario
 from ..timeline.execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
 from ..timeline.ranks import simulate
 from .compiled import lower_to_cpu_kernels, lower_to_gpu_kernels
-from .eager import lower_to_eager
+from .eager import lower_to_ranks
 from .estimate import estimate
-from .lowered import LoweredKernel, LoweredOp
+from .lowered import PRECISIONS, LoweredKernel, LoweredOp, bytes_share, in_precision
 
 ENGINES = ("tvm_fusion", "pytorch")
 
@@ -48,13 +50,15 @@ class KernelRow:
     seconds, low, high : float
         Most likely time, and the interval of four of five measured ones.
     bound : str
-        ``compute``, ``memory`` or ``latency``.
+        ``compute``, ``memory``, ``latency`` or ``network``.
     roofline_seconds, roofline_share : float
         Least time by peak and bandwidth, and the share of it that is reached.
     model : str
         What said so.
     in_range : bool
         Whether the sizes lie in the range that the model was fitted to.
+    extrapolated : tuple of str
+        Those of ``machine``, ``type`` and ``size`` that it was not fitted to, if it says so.
     """
 
     position: int
@@ -69,6 +73,7 @@ class KernelRow:
     roofline_share: float
     model: str
     in_range: bool
+    extrapolated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,10 @@ class ModelPrediction:
         The run as a graph, to be changed and simulated.
     answers : tuple of Answer
         One for each change that was asked for.
+    memory_bytes : float or None
+        Peak of weights, inputs and results of a rank; None where it is not known.
+    fits : bool or None
+        Whether the machine has as much.
     """
 
     machine: str
@@ -108,6 +117,8 @@ class ModelPrediction:
     notes: tuple[str, ...]
     scenario: Scenario = field(repr=False, compare=False)
     answers: tuple[Answer, ...] = ()
+    memory_bytes: float | None = None
+    fits: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain dictionaries and lists, without the scenario."""
@@ -142,25 +153,59 @@ def predict_on(
     records: Any = None,
     threads: int | None = None,
     overheads: HostCosts | None = None,
+    precision: str = "fp32",
+    ranks: int = 1,
 ) -> ModelPrediction:
     """Predict an imported model, which can serve several machines; see :func:`.ask.predict`."""
     if engine not in ENGINES:
         raise PredictionError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}")
+    if precision not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise PredictionError(f"precision is {precision!r}; expected one of {known}")
     found = machine if isinstance(machine, Machine) else find_machine(machine, threads)
+    if precision != "fp32" and found.kind != "gpu":
+        raise PredictionError(
+            f"precision {precision} is for GPUs; {found.name!r} is a CPU: predict a model that is "
+            "stored in this type"
+        )
+    if ranks != 1 and (engine != "pytorch" or found.kind != "gpu" or ranks < 1):
+        raise PredictionError(
+            f"ranks is {ranks!r}: tensor parallelism is predicted for engine 'pytorch' on GPUs"
+        )
+    memory = None
     if engine == "pytorch":
-        ops = lower_to_eager(imported.mod, found.kind)
+        run = lower_to_ranks(imported.mod, found.kind, ranks)
+        ops, memory = run.ops, run.weight_bytes + run.activation_bytes
     elif found.kind == "gpu":
         target = gpu_target(found)
         decides = found if has_latencies(found) else None
-        known = choose_records(records, target)
-        options = pipeline.Options(fuse=fuse, records=known, machine=decides)
+        chosen = choose_records(records, target)
+        options = pipeline.Options(fuse=fuse, records=chosen, machine=decides)
         ops = lower_to_gpu_kernels(imported.mod, target, options)
     else:
         target = cpu_target(found)
-        known = choose_records(records, target)
-        options = pipeline.Options(fuse=fuse, winograd=winograd, records=known)
+        chosen = choose_records(records, target)
+        options = pipeline.Options(fuse=fuse, winograd=winograd, records=chosen)
         ops = lower_to_cpu_kernels(imported.mod, target, found, options)
-    return _assemble(ops, found, engine, overheads)
+    whole = _assemble(in_precision(ops, precision), found, engine, overheads)
+    if memory is None or "capacity.memory" not in found.figures:
+        return whole
+    return _with_memory(whole, memory * bytes_share(precision), found["capacity.memory"], ranks)
+
+
+def _with_memory(
+    found: ModelPrediction, needed: float, capacity: float, ranks: int
+) -> ModelPrediction:
+    """Add the memory of a rank, and whether it fits."""
+    fits, notes = needed <= capacity, found.notes
+    if not fits:
+        rank = "each of its ranks" if ranks > 1 else "it"
+        notes = (
+            f"does not fit: {rank} needs {needed / 1e9:.1f} GB for weights, inputs and "
+            f"intermediate results, the machine has {capacity / 1e9:.1f} GB",
+            *notes,
+        )
+    return replace(found, memory_bytes=needed, fits=fits, notes=notes)
 
 
 def _assemble(
@@ -207,9 +252,24 @@ def _assemble(
 
 
 def _predict(kernel: LoweredKernel, machine: Machine) -> Prediction:
+    if "ranks" in kernel.call.sizes:
+        return _collective(kernel.call, machine)
     if kernel.like is not None:
         return estimate(kernel.call, kernel.like, machine)
     return registry.predict(kernel.call, machine)
+
+
+def _collective(call: KernelCall, machine: Machine) -> Prediction:
+    """A collective within a node, by the curves of NCCL."""
+    curves, note = node_collectives(machine)
+    ranks = call.size("ranks")
+    found = curves.predict(call.op, ranks, call.read_bytes)
+    least = call.read_bytes * bus_factor(call.op, ranks) / link_bandwidth(machine)
+    beyond = ("machine",) * bool(note) + ("size",) * (not found.in_range)
+    ends, model = (found.low, found.high), f"nccl, {found.model}"
+    return Prediction(
+        found.seconds, *ends, "network", least, model, not beyond, extrapolated=beyond
+    )
 
 
 def _row(position: int, kernel: LoweredKernel, found: Prediction, floor: float) -> KernelRow:
@@ -228,6 +288,7 @@ def _row(position: int, kernel: LoweredKernel, found: Prediction, floor: float) 
         found.roofline_seconds / seconds,
         found.model,
         found.in_range,
+        found.extrapolated,
     )
 
 

@@ -26,6 +26,18 @@ def test_settings_are_predicted_anew():
     assert any("have not been measured" in note for note in ours.notes)
 
 
+def test_another_precision():
+    (half,) = ask("precision=bf16 and machine=h100").answers
+    assert half.seconds == pytest.approx(ask(machine="h100", precision="bf16").seconds)
+
+
+def test_more_ranks():
+    (two,) = ask("ranks=2 and machine=h100").answers
+    assert two.seconds == pytest.approx(ask(machine="h100", ranks=2).seconds)
+    with pytest.raises(PredictionError, match="ranks=two: expected a number of GPUs"):
+        ask("ranks=two")
+
+
 def test_our_own_fusions():
     options = {"machine": "znver4", "engine": "tvm_fusion", "fuse": "all"}
     (apart, direct) = ask("fusion=none", "winograd=never", **options).answers

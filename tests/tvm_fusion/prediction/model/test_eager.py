@@ -7,7 +7,7 @@ from onnx import helper, numpy_helper
 
 from examples.transformers import bert_base
 from tvm_fusion.onnx.frontend import import_onnx
-from tvm_fusion.prediction.model.eager import lower_to_eager
+from tvm_fusion.prediction.model.eager import lower_to_eager, lower_to_ranks
 
 
 def lowered(nodes, inputs, outputs, constants=(), kind="gpu"):
@@ -163,3 +163,75 @@ def test_a_layer_of_bert():
     assert names.count("aten::embedding") == 2 and "aten::erf" not in names
     # The context is merged back from its heads; queries and keys of one sequence are views.
     assert names.count("aten::contiguous") == 1
+
+
+def on_ranks(ranks, nodes, inputs, outputs, constants):
+    float_ = onnx.TensorProto.FLOAT
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, float_, shape) for name, shape in each.items()]
+        for each in (inputs, outputs)
+    )
+    weights = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    return lower_to_ranks(import_onnx(model).mod, "gpu", ranks)
+
+
+def perceptron(ranks, hidden=32):
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("MatMul", ["r", "v"], ["s"]),
+        helper.make_node("Add", ["s", "x"], ["y"]),
+    ]
+    rng = np.random.default_rng(0)
+    w, v = (rng.normal(size=shape).astype(np.float32) for shape in ((6, hidden), (hidden, 6)))
+    return on_ranks(ranks, nodes, {"x": [4, 6]}, {"y": [4, 6]}, {"w": w, "v": v})
+
+
+def test_a_perceptron_is_shared_out_by_columns_and_then_by_rows():
+    run = perceptron(4)
+    names = ["aten::linear", "aten::relu", "aten::linear", "c10d::all_reduce", "aten::add"]
+    assert [op.name for op in run.ops] == names
+    first, relu, second, reduce, add = (op.kernels[0].call for op in run.ops)
+    assert dict(first.sizes) == {"B": 1, "M": 4, "N": 8, "K": 6}
+    assert relu.read_bytes == relu.written_bytes == 4 * 4 * 8
+    assert dict(second.sizes) == {"B": 1, "M": 4, "N": 6, "K": 8}
+    assert (dict(reduce.sizes), reduce.read_bytes) == ({"ranks": 4}, 4 * 4 * 6)
+    assert add.read_bytes == 2 * 4 * 4 * 6
+    # x, h and r: two shares of 4 x 32 beside 4 x 6.
+    assert run.weight_bytes == 4 * 2 * 6 * 8
+    assert run.activation_bytes == 4 * (4 * 6 + 2 * 4 * 8)
+    alone = perceptron(1)
+    assert alone.weight_bytes == 4 * 2 * 6 * 32
+    assert alone.activation_bytes == 4 * (4 * 6 + 2 * 4 * 32)
+
+
+def test_layers_that_cannot_be_divided_are_on_every_rank():
+    run = perceptron(4, hidden=30)
+    assert not any(op.name.startswith("c10d") for op in run.ops)
+    assert run.weight_bytes == 4 * 2 * 6 * 30
+
+
+def test_what_is_shared_out_is_gathered_where_all_of_it_is_needed():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Add", ["h", "x"], ["s"]),
+        helper.make_node("MatMul", ["s", "w"], ["y"]),
+    ]
+    run = on_ranks(2, nodes, {"x": [4, 8]}, {"y": [4, 8]}, {"w": 2 * ones(8, 8)})
+    gathers = [op for op in run.ops if op.name == "c10d::all_gather"]
+    assert [op.kernels[0].call.read_bytes for op in gathers] == [4 * 4 * 8] * 2
+    assert run.ops[-1] is gathers[-1]  # results are whole
+
+
+def test_heads_of_an_attention_are_shared_out():
+    model = import_onnx(bert_base(layers=1)).mod
+    alone, shared = (lower_to_ranks(model, "gpu", ranks) for ranks in (1, 4))
+    heads = [
+        [k.call.sizes["B"] for op in run.ops for k in op.kernels if k.call.op == "bmm"]
+        for run in (alone, shared)
+    ]
+    assert heads[0] and heads[1] == [count // 4 for count in heads[0]]
+    reduces = [op.name for op in shared.ops if op.name.startswith("c10d")]
+    assert reduces.count("c10d::all_reduce") == 2

@@ -2,13 +2,16 @@
 """Predictions of whole models: engines, machines, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from gpu_onnx import long_sums
 from small_onnx import dense_model, small_model
 
 import tvm_fusion
+from examples.transformers import bert_base
 from examples.wide_and_deep import wide_and_deep
 from schedules.cost.machine import Figure, load_machine, machine_from_json
 from schedules.cpu.core.machine import CPUInfo
@@ -59,6 +62,69 @@ def test_engines_have_their_own_kernels():
     assert len(eager.kernels) > len(ours.kernels)
     assert eager.host_seconds > ours.host_seconds
     assert any("PyTorch" in note for note in eager.notes)
+
+
+def test_halves_move_half_the_bytes():
+    single, half, tensor = (
+        predict("h200", bert_base(layers=1), engine="pytorch", precision=precision)
+        for precision in ("fp32", "bf16", "tf32")
+    )
+    gemms = [
+        [row for row in found.kernels if row.op in ("gemm", "bmm")]
+        for found in (single, half, tensor)
+    ]
+    assert gemms[0] and {row.model for row in gemms[1]} == {"gemm-joint"}
+    assert all("type" in row.extrapolated for row in gemms[2])
+    for one, two in zip(single.kernels, half.kernels, strict=True):
+        if one.bound == two.bound == "memory":
+            assert two.roofline_seconds == pytest.approx(one.roofline_seconds / 2)
+    ours = predict("h200", dense_model(), precision="bf16").kernels
+    assert all(row.model.startswith("estimate") for row in ours)
+
+
+def test_precisions_that_are_refused():
+    with pytest.raises(PredictionError, match="precision is 'int4'; expected one of fp32, tf32"):
+        predict("h200", precision="int4")
+    with pytest.raises(PredictionError, match="precision bf16 is for GPUs; 'znver4' is a CPU"):
+        predict("znver4", precision="bf16")
+
+
+def test_a_model_is_shared_by_the_gpus_of_a_node():
+    model = bert_base(layers=2, width=1024, heads=16)
+    alone, shared = (
+        predict("h200", model, engine="pytorch", precision="bf16", ranks=ranks) for ranks in (1, 4)
+    )
+    reduces = [row for row in shared.kernels if row.op == "all_reduce"]
+    assert len(reduces) == 4 and {row.bound for row in reduces} == {"network"}
+    assert all(row.model.startswith("nccl") and row.in_range for row in reduces)
+    assert shared.memory_bytes < alone.memory_bytes and alone.fits and shared.fits
+    work = sum(row.seconds for row in shared.kernels if row.op != "all_reduce")
+    assert work < alone.kernel_seconds
+    for options in ({"engine": "tvm_fusion"}, {"ranks": 0}, {"machine": "znver4"}):
+        with pytest.raises(PredictionError, match="tensor parallelism is predicted for engine"):
+            predict(**{"machine": "h200", "engine": "pytorch", "ranks": 2, **options})
+
+
+def test_a_machine_of_ten_figures_as_the_page_shows_it(tmp_path):
+    page = (Path(tvm_fusion.__file__).parents[1] / "docs" / "prediction.md").read_text()
+    (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert len(json.loads(text)["figures"]) == 10
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    found = predict(file, bert_base(layers=1), engine="pytorch", precision="bf16")
+    assert found.title == "My GPU" and found.fits
+    assert any("machine" in row.extrapolated for row in found.kernels)
+    assert predict(file).seconds > 0
+    with pytest.raises(PredictionError, match="no figure 'bandwidth.pcie'"):
+        predict(file, bert_base(layers=1), engine="pytorch", ranks=2)
+
+
+def test_a_model_that_does_not_fit():
+    machine = changed(load_machine("h200"), capacity__memory=4e3)
+    found = predict(machine, engine="pytorch")
+    assert found.fits is False
+    assert found.notes[0].startswith("does not fit: it needs 0.0 GB for weights")
+    assert predict("h200").fits is None
 
 
 def test_a_run_on_a_gpu_differs_from_session_to_session():
