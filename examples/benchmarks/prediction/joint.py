@@ -177,8 +177,8 @@ def boosted(rows: Rows, taught: np.ndarray, kernel: str, seed: int = 0) -> xgboo
     weight = (1 / np.sqrt(count))[index]
     target = np.log(rows.seconds / rows.base)[taught]
     parameters: dict[str, Any] = {"tree_method": "hist", "subsample": 0.8, "nthread": 1}
-    base = {"base_score": float(target.mean())}
-    parameters |= {"colsample_bynode": 0.5, "seed": seed, **base, **PARAMETERS[kernel]}
+    chosen: dict[str, Any] = {"colsample_bynode": 0.5, "base_score": float(target.mean())}
+    parameters |= {**chosen, "seed": seed, **PARAMETERS[kernel]}
     rounds = int(parameters.pop("rounds"))
     matrix = xgboost.DMatrix(rows.features[taught], target, weight=weight / weight.mean())
     return xgboost.train(parameters, matrix, rounds)

@@ -60,6 +60,12 @@ from ..progress import progress_bar
     show_default=True,
     help="GPUs of a node that share MODEL by tensor parallelism; engine pytorch.",
 )
+@click.option(
+    "--phase",
+    type=click.Choice(["prefill", "decode"]),
+    help="Of a decoder: a prompt of --step tokens, or the token after so many others.",
+)
+@click.option("--step", type=click.IntRange(min=1), help="Tokens of --phase.")
 @click.option("--batch", type=click.IntRange(min=1), help="Size of the dimension `batch`.")
 @click.option("--check", is_flag=True, help="Also compile and run MODEL here, and compare.")
 @model_options
@@ -130,7 +136,19 @@ def predict_command(
 
 _OF_TRACES = ("save_overheads", "profiler_cost", "timeline")
 _OF_MODELS = (
-    *("machines", "engine", "precision", "ranks", "batch", "check", "shapes", "fuse", "winograd"),
+    *(
+        "machines",
+        "engine",
+        "precision",
+        "ranks",
+        "phase",
+        "step",
+        "batch",
+        "check",
+        "shapes",
+        "fuse",
+        "winograd",
+    ),
     *("records", "threads"),
 )
 
@@ -143,6 +161,8 @@ def predict_model(
     engine: str,
     precision: str,
     ranks: int,
+    phase: str | None,
+    step: int | None,
     batch: int | None,
     check: bool,
     shapes: dict[str, Any],
@@ -154,19 +174,22 @@ def predict_model(
     from ...prediction.model.model_report import predictions_table
     from ...prediction.traces.overheads import load_overheads
 
+    if (phase is None) != (step is None):
+        raise click.UsageError("expected --phase and --step together")
     if batch is not None:
         shapes = {"batch": batch, **shapes}
     if check:
         if set(machines) - {"native"}:
             raise click.UsageError("--check runs here: expected no --machine, or native")
-        of_gpus = ["engine", "precision", "ranks", "overheads", "what_if"]
+        of_gpus = ["engine", "precision", "ranks", "phase", "overheads", "what_if"]
         refuse_given(of_gpus, "--check is of our kernels on this CPU")
         _check(model, as_json, shapes=shapes, **options)
         return
     options |= {"overheads": load_overheads(overheads) if overheads else None}
     options |= {"precision": precision, "ranks": ranks}
     asked = [
-        Question(model, machine, engine, shapes, options) for machine in machines or ["native"]
+        Question(model, machine, engine, shapes, options, phase or "", step or 0)
+        for machine in machines or ["native"]
     ]
     imported = asked[0].imported()
     found = [one.what_if(imported, one.predict(imported), what_if) for one in asked]

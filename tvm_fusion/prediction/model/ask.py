@@ -9,11 +9,13 @@ from typing import Any
 
 from ...errors import PredictionError
 from ...onnx.frontend import ImportedModel
+from ...onnx.model.loader import parse_model, read_model
 from ..report import Answer
 from ..timeline.execution_graph import HostCosts
 from .lowered import PRECISIONS
 from .predict_model import ENGINES, ModelPrediction, import_static, predict_on
 
+PHASES = ("prefill", "decode")
 _OF_RANKS = ("link", "bucket", "sharding")
 
 
@@ -35,9 +37,15 @@ class Question:
     shapes: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    phase: str = ""
+    step: int = 0
+
     def imported(self) -> ImportedModel:
         """The model with its shapes, which serves any machine."""
-        return import_static(self.model, self.shapes)
+        shapes = dict(self.shapes or {})
+        if self.phase:
+            shapes = {**phase_shapes(self.model, self.phase, self.step), **shapes}
+        return import_static(self.model, shapes)
 
     def predict(self, imported: ImportedModel) -> ModelPrediction:
         """The answer, without changes."""
@@ -54,6 +62,8 @@ class Question:
         ``engine=ENGINE``           by the other engine
         ``precision=PRECISION``     in another type of floats, on a GPU
         ``ranks=N``                 shared by so many GPUs of a node
+        ``phase=PHASE``             ``prefill`` or ``decode`` of a decoder
+        ``step=N``                  with so many tokens before, or in the prompt
         ``fusion=auto|all|none``    pairs of convolutions that are fused
         ``winograd=auto|always|never``  convolutions by Winograd's algorithm
         =========================== ========================================================
@@ -84,12 +94,59 @@ class Question:
                 raise PredictionError(f"unknown change {part!r}; expected {known}")
         scenario = found.scenario
         if asked != self:
-            same = asked.shapes == self.shapes
+            same = all(getattr(asked, x) == getattr(self, x) for x in ("shapes", "phase", "step"))
             changed = asked.predict(imported if same else asked.imported())
             scenario = replace(changed.scenario, notes=changed.notes)
         if edits:
             scenario = scenario.change(" and ".join(edits))
         return scenario.answer(text, found.seconds)
+
+
+def phase_shapes(model: Any, phase: str, step: int) -> dict[str, int]:
+    """Sizes of a decoder's open dimensions, which exporters name alike.
+
+    A name with ``total``, or with ``past`` and a sum, is of all tokens; one with ``past`` of those
+    whose keys and values are given; one with ``seq`` or ``length`` of the new ones.
+
+    Raises
+    ------
+    PredictionError
+        If phase or step is none, or the model has no such dimension: the message lists those that
+        it has.
+    """
+    _one_of("phase", phase, PHASES)
+    if type(step) is not int or not 0 < step < 1 << 31:
+        raise PredictionError(f"step is {step!r}; expected a number of tokens from 1 on")
+    past, new = (step, 1) if phase == "decode" else (0, step)
+    graph = parse_model(read_model(model)).graph
+    stored = {each.name for each in graph.initializer}
+    names = {
+        dim.dim_param: dim.dim_param.lower()
+        for each in graph.input
+        if each.name not in stored
+        for dim in each.type.tensor_type.shape.dim
+        if dim.dim_param
+    }
+    found = {}
+    for name, low in names.items():
+        if "total" in low or ("past" in low and "+" in low):
+            found[name] = past + new
+        elif "past" in low:
+            found[name] = past
+        elif "seq" in low or "length" in low:
+            found[name] = new
+    if new not in found.values() or (past and not {past, past + new} & set(found.values())):
+        wanted = "sequence" if new not in found.values() else "past"
+        raise PredictionError(
+            f"phase {phase}: no open dimension is called like {wanted!r}; the model has "
+            f"{', '.join(names) or 'none'}: bind them by shapes (--shape NAME=SIZE)"
+        )
+    if 0 in found.values():
+        name = next(name for name, size in found.items() if not size)
+        raise PredictionError(
+            f"phase prefill: {name!r} would be 0; expected a model of the prompt, without a past"
+        )
+    return found
 
 
 def _machine(asked: Question, value: str) -> Question:
@@ -109,6 +166,16 @@ def _ranks(asked: Question, value: str) -> Question:
     if not value.isdecimal() or not 0 < int(value) <= 4096:
         raise PredictionError(f"ranks={value}: expected a number of GPUs")
     return replace(asked, options={**asked.options, "ranks": int(value)})
+
+
+def _phase(asked: Question, value: str) -> Question:
+    return replace(asked, phase=_one_of("phase", value, PHASES))
+
+
+def _step(asked: Question, value: str) -> Question:
+    if not asked.phase or not value.isdecimal() or not 0 < int(value) < 1 << 31:
+        raise PredictionError(f"step={value}: expected a number of tokens, and a phase")
+    return replace(asked, step=int(value))
 
 
 def _fusion(asked: Question, value: str) -> Question:
@@ -149,6 +216,8 @@ _SETTINGS: dict[str, Callable[[Question, str], Question]] = {
     "engine": _engine,
     "precision": _precision,
     "ranks": _ranks,
+    "phase": _phase,
+    "step": _step,
     "fusion": _fusion,
     "winograd": _winograd,
 }
@@ -169,6 +238,8 @@ def predict(
     overheads: HostCosts | None = None,
     precision: str = "fp32",
     ranks: int = 1,
+    phase: str = "",
+    step: int = 0,
     what_if: Sequence[str] = (),
 ) -> ModelPrediction:
     """Predict how long a run of an ONNX model takes; nothing is compiled to code or run.
@@ -194,6 +265,9 @@ def predict(
         Type of the floats on a GPU: ``fp32``, ``tf32`` (matrices only), ``fp16`` or ``bf16``.
     ranks : int
         GPUs of a node that share the model by tensor parallelism; engine ``pytorch`` only.
+    phase, step : str, int
+        Of a decoder, whose open dimensions they bind: ``prefill`` of a prompt of ``step`` tokens,
+        or ``decode``, the token after ``step`` others; see :func:`phase_shapes`.
     what_if : sequence of str
         Changes whose effect is predicted, such as ``machine=h100``, see :meth:`Question.what_if`.
 
@@ -211,6 +285,6 @@ def predict(
     """
     options = {"fuse": fuse, "winograd": winograd, "records": records, "threads": threads}
     options |= {"overheads": overheads, "precision": precision, "ranks": ranks}
-    asked = Question(model, machine, engine, shapes, options)
+    asked = Question(model, machine, engine, shapes, options, phase, step)
     imported = asked.imported()
     return asked.what_if(imported, asked.predict(imported), what_if)
