@@ -21,7 +21,7 @@ from ..model.graph_edits import (
     set_attributes,
     used_names,
 )
-from ..model.narrow_weight import NarrowWeight, narrow_weight
+from ..model.narrow_weight import NarrowWeight, is_divisor, narrow_weight
 from ..model.shapes import MAX_ELEMENTS, infer_shapes, static_shape
 from ..model.weights import SMALL_ELEMENTS, Weights, add_weight, floats_of, keep_tensors, to_array
 
@@ -124,6 +124,8 @@ class _Folder:
             if node.op_type == "ReduceLogSumExp" and not np.isfinite(value).all():
                 return False  # what evaluates it subtracts infinities
             feeds[name] = value
+        if node.op_type == "QuantizeLinear" and not is_divisor(feeds[node.input[1]]):
+            return False  # such a node is refused later
         if not self._reserve(node, feeds) or _is_beyond(node, feeds):
             return False
         results = _evaluate(node, feeds, self.opsets)

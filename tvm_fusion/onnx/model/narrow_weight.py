@@ -117,6 +117,8 @@ def narrow_weight(
     if not block:
         axis, shape = 1 - axis, [1, 1]
         block, shape[1 - axis] = integers.shape[axis], integers.shape[1 - axis]
+        if any(one is not None and one.size not in (1, shape[1 - axis]) for one in (scale, zero)):
+            return None
         scale = np.broadcast_to(scale.ravel(), shape[1 - axis]).reshape(shape)
         if zero is not None:
             zero = np.broadcast_to(zero.ravel(), shape[1 - axis]).reshape(shape)
@@ -142,3 +144,8 @@ def narrow_weight(
         bits=max(bits, 4),
         dtype=np.dtype(dtype or scale.dtype),
     )
+
+
+def is_divisor(scale: np.ndarray) -> bool:
+    """Return whether numbers can be divided by all of a scale."""
+    return bool((np.abs(scale.astype(np.float32)) > 0).all())

@@ -21,6 +21,7 @@ from onnx import TensorProto
 
 from ..model.expansion import Expansion, conv_attributes
 from ..model.graph_edits import all_graphs, attribute, is_default_domain, replace_nodes
+from ..model.narrow_weight import is_divisor
 from ..model.tensor_facts import GraphFacts
 from .casts import NARROW, NARROW_FLOATS, saturate
 from .operator import Operator
@@ -131,7 +132,7 @@ def expand_quantize(expansion: Expansion) -> None:
     is_own = is_known and not _is_wider_inside(kind, facts.dtype(scale))
     if is_own and not expansion.get("block_size", 0):
         return
-    if blocks_problem(expansion.node, facts):
+    if quantization_problem(expansion.node, facts):
         return  # which refuses the node later
     wide = expansion.emit("Cast", x, to=TensorProto.FLOAT)
     divisor = expansion.emit("Cast", _blocked(expansion, scale), to=TensorProto.FLOAT)
@@ -173,7 +174,7 @@ def expand_dequantize(expansion: Expansion) -> None:
     types = expansion.facts.dtype(x), expansion.facts.dtype(scale)
     if not expansion.get("block_size", 0) and not _is_wider_inside(*types):
         return
-    if blocks_problem(expansion.node, expansion.facts):
+    if quantization_problem(expansion.node, expansion.facts):
         return  # which refuses the node later
     kind = expansion.get("output_dtype", 0) or expansion.facts.dtype(scale)
     centred = expansion.emit("Cast", x, to=TensorProto.FLOAT)
@@ -205,16 +206,36 @@ def _blocked(expansion: Expansion, name: str) -> str:
     return expansion.emit("Gather", name, expansion.constant("blocks", places), axis=axis)
 
 
-def blocks_problem(node: onnx.NodeProto, facts: Any) -> str | None:
-    """Return the reason why a quantisation in blocks cannot be written out, if any."""
-    if not attribute(node, "block_size", 0):
-        return None
+def quantization_problem(node: onnx.NodeProto, facts: Any) -> str | None:
+    """Return the reason why a node's scales and zero points do not fit its tensor, if any."""
+    size = attribute(node, "block_size", 0)
     shapes = {name: facts.shape(name) for name in filter(None, node.input)}
+    data, *others = shapes.values()
     for name, shape in shapes.items():
-        if shape is None:
+        if size and shape is None:
             return f"the shape of {name!r} is only known at run time"
-    if len({len(shape) for shape in shapes.values()}) > 1:
+    if size and len({len(shape) for shape in shapes.values()}) > 1:
         return f"with blocks its inputs need as many dimensions as each other; got {shapes}"
+    axis = attribute(node, "axis", 1)
+    is_one = all(shape is not None and math.prod(shape) == 1 for shape in others)
+    if data is not None and not is_one:
+        if not -len(data) <= axis < len(data):
+            return f"its axis is {axis}; expected one of {len(data)} dimensions"
+        expected = [data[axis]]
+        if size:
+            expected = [*data]
+            expected[axis] = -(-data[axis] // size)
+        for name, shape in list(shapes.items())[1:]:
+            is_single = shape is None or (not size and math.prod(shape) == 1)
+            if not is_single and list(shape) != expected:
+                per = f"each block of {size} numbers" if size else "each number"
+                return (
+                    f"{name!r} has shape {shape}; expected {tuple(expected)}, one for {per} along "
+                    f"axis {axis}"
+                )
+    scale = facts.constant(node.input[1]) if node.op_type == "QuantizeLinear" else None
+    if scale is not None and not is_divisor(scale):
+        return f"its scale {node.input[1]!r} is 0 or NaN; expected numbers to divide by"
     return None
 
 
@@ -283,10 +304,10 @@ def _requantize(
 
 OPERATORS = (
     Operator("ConvInteger", expand=expand_conv_integer),
-    Operator("DequantizeLinear", expand=expand_dequantize, check=blocks_problem),
+    Operator("DequantizeLinear", expand=expand_dequantize, check=quantization_problem),
     Operator("DynamicQuantizeLinear", expand=expand_dynamic_quantize),
     Operator("MatMulInteger", expand=expand_matmul_integer),
     Operator("QLinearConv", expand=expand_qlinear_conv),
     Operator("QLinearMatMul", expand=expand_qlinear_matmul),
-    Operator("QuantizeLinear", expand=expand_quantize, check=blocks_problem),
+    Operator("QuantizeLinear", expand=expand_quantize, check=quantization_problem),
 )

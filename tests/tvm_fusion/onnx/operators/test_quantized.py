@@ -168,6 +168,49 @@ def test_blocks_of_other_dimensions_are_refused(op_type: str) -> None:
         tvm_fusion.compile(model, threads=1)
 
 
+@pytest.mark.parametrize(
+    ("op_type", "scale", "attributes", "message"),
+    [
+        ("QuantizeLinear", np.array(0), {}, "'s' is 0 or NaN; expected numbers to divide by"),
+        ("QuantizeLinear", np.array([1, np.nan, 1, 1]), {"axis": 1}, "'s' is 0 or NaN"),
+        (
+            "DequantizeLinear",
+            np.ones(3),
+            {"axis": 1},
+            r"shape \(3,\); expected \(4,\), one for each",
+        ),
+        (
+            "DequantizeLinear",
+            np.ones(4),
+            {"axis": 2},
+            "its axis is 2; expected one of 2 dimensions",
+        ),
+        (
+            "DequantizeLinear",
+            np.ones((6, 1)),
+            {"axis": 1, "block_size": 3},
+            r"shape \(6, 1\); expected \(6, 2\), one for each block of 3 numbers along axis 1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_scales_that_do_not_fit(op_type, scale, attributes, message, is_constant) -> None:
+    data = np.ones((6, 4), "int8" if op_type[0] == "D" else "float32")
+    constants = {"s": scale.astype("float32")}
+    feeds = {} if is_constant else {"x": data}
+    constants = {"x": data, **constants} if is_constant else constants
+    kind = "float32" if op_type[0] == "D" else "uint8"
+    with pytest.raises(UnsupportedOperatorError, match=f"{op_type}.*{message}"):
+        tvm_fusion.compile(model_of(op_type, feeds, constants, kind, **attributes), threads=1)
+
+
+@pytest.mark.parametrize("scale", [0.0, np.nan])
+def test_floats_of_such_scales_are_theirs(scale: float) -> None:
+    data, scales = integers(6, 4, dtype="int8"), np.array([1, scale, 2, 3], "float32")
+    model = model_of("DequantizeLinear", {"x": data}, {"s": scales}, "float32", axis=1)
+    np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(data), data * scales)
+
+
 @pytest.mark.parametrize(("axis", "inverse", "onesided"), [(1, 0, 0), (2, 0, 1), (1, 1, 0)])
 def test_transforms(axis: int, inverse: int, onesided: int) -> None:
     parts = 1 if onesided else 2

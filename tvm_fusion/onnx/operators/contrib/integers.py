@@ -159,8 +159,10 @@ def matmul_of_few_bits(parts: Expansion) -> str | None:
     """The product with columns of 2, 4 or 8 bits that have a scale for each block of rows."""
     rows, columns, bits = parts.get("K"), parts.get("N"), parts.get("bits", 4)
     size = parts.get("block_size")
-    if bits not in (2, 4, 8) or parts.input(4):
-        return f"its numbers have {bits} bits, or its rows are reordered"
+    if bits not in (2, 4, 8):
+        return f"its numbers have {bits} bits; expected 2, 4 or 8"
+    if parts.input(4):
+        return f"its rows are reordered by {parts.input(4)!r}; expected them in order"
     blocks = -(-rows // size)
     weight = _narrow_matrix(parts, (rows, columns), bits, size)
     if weight is not None:
