@@ -37,6 +37,7 @@ from onnx import helper, numpy_helper
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 import tvm_fusion  # noqa: E402
+from examples.benchmarks.gpu.offline.device_run import CANDIDATES  # noqa: E402
 from examples.benchmarks.gpu.offline.kernel_cases import BLOCK, KernelCase, select  # noqa: E402
 from examples.benchmarks.gpu.offline.model_cases import MODELS, PackedModel  # noqa: E402
 from examples.benchmarks.gpu.protocol import reason  # noqa: E402
@@ -187,8 +188,14 @@ def digest_of_sources() -> str:
     return digest.hexdigest()
 
 
-def pack_cases(built: Path, index: dict[str, Any], cases: Sequence[AnyCase], target: Path) -> None:
-    """Write the compiled cases and their index into an archive."""
+def pack_cases(
+    built: Path,
+    index: dict[str, Any],
+    cases: Sequence[AnyCase],
+    candidates: Path | None,
+    target: Path,
+) -> None:
+    """Write the compiled cases, their index, and candidates of a tuning job into an archive."""
     with tempfile.TemporaryDirectory() as name, _archive(target) as archive:
         about = Path(name) / "cases.json"
         about.write_text(json.dumps(index))
@@ -197,6 +204,8 @@ def pack_cases(built: Path, index: dict[str, Any], cases: Sequence[AnyCase], tar
             for path in (built / case.file, built / f"{case.file}.npz"):
                 if path.exists():
                     archive.add(path, path.name)
+        if candidates is not None:
+            archive.add(candidates, CANDIDATES)
 
 
 def pack_runtime(target: Path, python: str) -> None:
@@ -269,6 +278,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--arch", default="sm_90", help="of the GPU (default: %(default)s)")
     options.add_argument("--python", default="3.12", help="version there (default: %(default)s)")
     options.add_argument(
+        "--candidates", type=Path, metavar="FOLDER", help="of tvm-fusion tune --export, to race"
+    )
+    options.add_argument(
         "--built", type=Path, default=ROOT / "build" / "gpu", help="compiled cases, kept"
     )
     return options
@@ -285,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     index = build(cases, built, f"cuda -arch={options.arch} -host=x86-64-v3")
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    pack_cases(built, index, cases, folder / "cases.tar.xz")
+    pack_cases(built, index, cases, options.candidates, folder / "cases.tar.xz")
     pack_runtime(folder / "runtime.tar.xz", options.python)
     (folder / "python-version").write_text(f"{options.python}\n")
     shutil.copy(OFFLINE / "device_run.sh", folder / "device_run.sh")

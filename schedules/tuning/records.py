@@ -15,9 +15,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .template import Space
+if TYPE_CHECKING:
+    from .template import Space
 
 RECORD = "tvm_fusion.record"
 """Attribute of a scheduled function: the record that chose its knobs, as JSON."""
@@ -27,7 +28,7 @@ _SHOWN = 3
 CPU_KIND = "llvm"
 GPU_KINDS = ("cuda", "opencl")
 
-AnySpace = Space[Any, Any, Any]
+AnySpace: TypeAlias = "Space[Any, Any, Any]"
 
 
 class Key(NamedTuple):

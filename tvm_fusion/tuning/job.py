@@ -31,24 +31,26 @@ from ..errors import InvalidInputError, TargetError, TuningError
 from ..machine.host import check_host, host_cpu
 from ..runtime.device import find_device
 from ..runtime.thread_pool import choose_threads
+from .contest import (
+    BATCH_ROUNDS,
+    BATCH_SECONDS,
+    FINAL_ROUNDS,
+    FINAL_SECONDS,
+    LEAST_GAIN,
+    Outcome,
+    finalists,
+    winner,
+)
 from .database import Database, require_extra
 from .forms import FormTask, find_forms, form_record
-from .measure import DeviceHost, Host, LostHost, Outcome, Pool, Session
+from .measure import DeviceHost, Host, LostHost, Pool, Session
 from .search import BATCH, Search
 from .tasks import Task, extract_tasks, import_model, merged, networks, text_of
 
-LEAST_GAIN = 0.01
-"""Gain in the second race below which the default stays, and expected gain that ends a search."""
 LEAST_TRIALS = 5 * BATCH
 """Before these the trees promise next to nothing, and are wrong."""
-MOST_LOSS = 0.01
-"""Loss in one state of the caches above which a setting does not win."""
-BATCH_ROUNDS, BATCH_SECONDS = (8, 60), 0.4
-FINAL_ROUNDS, FINAL_SECONDS = (16, 400), 2.0
 FORM_SECONDS = 10.0
 """Expected time to build and race the forms of a layer or a pair."""
-FINALISTS = 8
-"""Settings that meet again: the first race orders those that differ by less than 2 % by chance."""
 SEEDS = 2
 """Neighbours' winners that are tried first."""
 
@@ -542,7 +544,7 @@ class _Job:
     def _confirm(self, session: Session, task: Task, search: Search, state: TaskState) -> None:
         """Race the best settings again in a fresh process, and record the winner or the default."""
         outcomes, default = _second_race(session, search.measured)
-        best, ratio = _winner(outcomes)
+        best, ratio = winner(outcomes)
         _tell_winner(state, best, default, default * ratio)
         self._name_best(task, state, best)
         self.database.add_record(_record(session, task, best, default, default * ratio, search))
@@ -570,7 +572,7 @@ class _Job:
             self.tell()
             logs = {number: math.log(ratio) for number, ratio in ratios.items()}
             second, default = _second_race(session, logs)
-            best, ratio = _winner(second)
+            best, ratio = winner(second)
             again = {number: one.ratio for number, one in second.items() if one.ratio is not None}
             ratios = {0: 1.0} | ratios | again
             state.times = {task.title(n): default * one for n, one in sorted(ratios.items())}
@@ -616,23 +618,10 @@ def _second_race(
         Outcomes of the best ones, and the default's seconds.
     """
     session.end_worker()
-    ranked = sorted(measured, key=measured.__getitem__)
-    finalists = [number for number in ranked if number and measured[number] < 0][:FINALISTS]
-    session.build([0, *finalists])
-    outcomes, default = session.race(finalists, FINAL_ROUNDS, FINAL_SECONDS)
-    return {number: outcomes[number] for number in finalists}, default
-
-
-def _winner(outcomes: Mapping[int, Outcome]) -> tuple[int, float]:
-    """The best setting with its ratio if it gains enough and loses nowhere, else the default."""
-    able = {
-        number: one.ratio
-        for number, one in outcomes.items()
-        if one.ratio is not None and max(one.states, default=1.0) <= 1 + MOST_LOSS
-    }
-    best = min(able, key=able.__getitem__, default=0)
-    wins = best and able[best] <= 1 / (1 + LEAST_GAIN)
-    return (best, able[best]) if wins else (0, 1.0)
+    chosen = finalists(measured)
+    session.build([0, *chosen])
+    outcomes, default = session.race(chosen, FINAL_ROUNDS, FINAL_SECONDS)
+    return {number: outcomes[number] for number in chosen}, default
 
 
 def _tell_winner(state: TaskState, best: int, default: float, seconds: float) -> None:

@@ -7,14 +7,6 @@ The process runs on this machine (:class:`Host`), or is started there by a serve
 
 from __future__ import annotations
 
-import contextlib
-import json
-import mmap
-import os
-import select
-import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,26 +27,12 @@ from ..codegen.device_code import machine_code_of
 from ..codegen.linker import SharedLinker
 from ..codegen.nvrtc import tvm_compiler
 from ..compiler.targets.target import host_of, is_gpu
-from ..errors import TuningError
-from ..machine.ended_process import how_it_ended
 from ..machine.host import physical_cores
 from ..machine.host_info import cpu_name
 from ..runtime.device import DeviceInfo
-from .database import measuring
-from .worker import BEACON, REFERENCE
-
-PATIENCE = 10.0
-"""Seconds without a new call after which a candidate counts as hanging."""
-REFERENCE_PATIENCE = 300.0
+from .contest import PATIENCE, Contest, MeasuringWorker, Outcome, Worker, prepared
 
 _LONGEST_VECTOR = 1024  # of the code that writes a tensor
-
-ROOT = Path(__file__).resolve().parents[2]
-# TVM's runtime imports PyTorch where it finds it, which would be most of a measuring process.
-_BOOT = (
-    "import runpy, sys; sys.modules['torch'] = None; "
-    "sys.path[:1] = [sys.argv.pop(1)]; runpy.run_module({!r}, run_name={!r})"
-)
 
 
 @dataclass(frozen=True)
@@ -105,55 +83,8 @@ class Subject(Protocol):
         """Draw the tensors that all settings share, the outputs last."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a setting's measurement.
-
-    Parameters
-    ----------
-    ratio : float | None
-        Its time over that of the default, the geometric mean of ``states``; None for a failure.
-    failure : str
-        ``compile``, ``hang``, ``crash`` or ``wrong``; empty otherwise.
-    reason : str
-        Of the failure.
-    states : tuple of float
-        The ratio in each state of the caches, median over its rounds.
-    """
-
-    ratio: float | None
-    failure: str = ""
-    reason: str = ""
-    states: tuple[float, ...] = ()
-
-    @classmethod
-    def of_rounds(cls, rounds: Sequence[Sequence[Any]], position: int, states: int) -> Outcome:
-        """Compare the candidate at ``position`` with the one at 0, round by round."""
-        ratios = [turn[position] / turn[0] for turn in rounds]
-        found = tuple(statistics.median(ratios[state::states]) for state in range(states))
-        return cls(statistics.geometric_mean(found), states=found)
-
-
-class LostWorker(Exception):
-    """A measuring process that hangs or died while a candidate ran."""
-
-    def __init__(self, candidate: int, failure: str, reason: str) -> None:
-        super().__init__(reason)
-        self.candidate, self.failure, self.reason = candidate, failure, reason
-
-
 class LostHost(Exception):
     """A machine that no longer answers; its work can be done by another."""
-
-
-class Worker(Protocol):
-    """A measuring process, here or elsewhere."""
-
-    def call(self, patience: float, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer; the machine measures nothing else."""
-
-    def close(self) -> None:
-        """End the process."""
 
 
 class Host:
@@ -226,91 +157,7 @@ class Pool:
         """Give the machines back."""
 
 
-class MeasuringWorker:
-    """A measuring process on this machine.
-
-    Parameters
-    ----------
-    threads : int
-        Threads of a kernel.
-    folder : Path
-        For its files.
-    device : str
-        Kind of the GPU on which kernels run; empty for the CPU.
-    """
-
-    def __init__(self, threads: int, folder: Path, device: str = "") -> None:
-        self._log = tempfile.TemporaryFile()
-        self._beacon_file = tempfile.NamedTemporaryFile(dir=folder)
-        self._beacon_file.truncate(BEACON.size)
-        self._beacon = mmap.mmap(self._beacon_file.fileno(), BEACON.size)
-        self._answers, theirs = os.pipe()
-        module = "device_worker" if device else "worker"
-        boot = _BOOT.format(f"{__package__}.{module}", "__main__")
-        command = [sys.executable, "-c", boot, str(ROOT), str(theirs)]
-        self._process = subprocess.Popen(
-            [*command, self._beacon_file.name, device or str(threads)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": str(threads)},
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=[theirs],
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
-        os.close(theirs)
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
-    def call(self, patience: float, **request: Any) -> dict[str, Any]:
-        """Send a request and wait for the answer, while no other job measures on this machine.
-
-        Raises
-        ------
-        LostWorker
-            If the process dies, or begins no new call for ``patience`` seconds.
-        """
-        with measuring():
-            return self._call(patience, request)
-
-    def _call(self, patience: float, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        text, seen = b"", self._position()
-        while not text.endswith(b"\n"):
-            if select.select([self._answers], [], [], patience)[0]:
-                piece = os.read(self._answers, 1 << 16)
-                if not piece:
-                    reason = ": ".join(filter(None, how_it_ended(self._process, self._log)))
-                    raise LostWorker(self._position()[0], "crash", reason)
-                text += piece
-                continue
-            if self._position() == seen:
-                raise LostWorker(seen[0], "hang", f"no answer for {patience:g} s")
-            seen = self._position()
-        return json.loads(text)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        os.close(self._answers)
-        self._beacon.close()
-        self._beacon_file.close()
-        self._log.close()
-
-    def _position(self) -> tuple[int, int]:
-        return BEACON.unpack(self._beacon[: BEACON.size])
-
-
-class Session:
+class Session(Contest):
     """Measurements of one task's settings, each against the default.
 
     Parameters
@@ -335,14 +182,13 @@ class Session:
         host: Host | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        self.task, self.target, self.seed, self.patience = task, target, seed, patience
+        super().__init__(task.name, seed, patience)
+        self.task, self.target = task, target
         self.host = host or Host()
         self._folder = tempfile.TemporaryDirectory(prefix="tvm-fusion-tune-")
         self.folder = Path(self._folder.name)
-        self._worker: Worker | None = None
         self._built: dict[int, _Built | Outcome] = {}
         self._reference: _Built | None = None
-        self._races = 0
 
     def __enter__(self) -> Session:
         """Return the session; its process starts with the first race."""
@@ -357,12 +203,6 @@ class Session:
             pass  # nothing is left there
         finally:
             self._folder.cleanup()
-
-    def end_worker(self) -> None:
-        """End the process; the next race begins in a fresh one."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
 
     def build(self, numbers: Sequence[int]) -> None:
         """Build settings into libraries, two or more at a time; failures are outcomes."""
@@ -407,59 +247,24 @@ class Session:
             If the default itself, or the reference, fails.
         """
         self.build([0, *numbers])
-        outcomes: dict[int, Outcome] = {}
-        while True:
-            racers = [0, *(number for number in numbers if number not in outcomes and number)]
-            for number in racers:
-                built = self._built[number]
-                if isinstance(built, Outcome):
-                    outcomes[number] = built
-            racers = [number for number in racers if number not in outcomes]
-            self._check_default(outcomes)
-            try:
-                found = self._race_once(racers, rounds, seconds)
-            except LostWorker as lost:
-                self.end_worker()
-                if lost.candidate == REFERENCE:
-                    raise TuningError(
-                        f"the reference of {self.task.name} failed: {lost.reason}"
-                    ) from lost
-                outcomes[racers[lost.candidate]] = Outcome(None, lost.failure, lost.reason)
-                self._check_default(outcomes)
-                continue
-            break
-        for position, error in found["wrong"].items():
-            outcomes[racers[int(position)]] = Outcome(None, "wrong", error)
-        self._check_default(outcomes)
-        times = found["times"]
-        states = min(found["states"], len(times))
-        for position, number in enumerate(racers):
-            if number not in outcomes:
-                outcomes[number] = Outcome.of_rounds(times, position, states)
-        own = [statistics.median(turn[0] for turn in times[s::states]) for s in range(states)]
-        return outcomes, statistics.geometric_mean(own)
+        built = ((number, self._built[number]) for number in {0, *numbers})
+        failed = {number: one for number, one in built if isinstance(one, Outcome)}
+        return self.race_built(numbers, failed, rounds, seconds)
 
-    def _check_default(self, outcomes: dict[int, Outcome]) -> None:
-        if 0 in outcomes and outcomes[0].failure:
-            found = outcomes[0]
-            raise TuningError(
-                f"the default of {self.task.name} failed ({found.failure}): {found.reason}"
-            )
+    def about(self, number: int) -> dict[str, Any]:
+        """As :meth:`Contest.about`."""
+        return self._placed(self._built[number])
 
-    def _race_once(
-        self, racers: Sequence[int], rounds: tuple[int, int], seconds: float
-    ) -> dict[str, Any]:
-        if self._worker is None:
-            self._worker = self._start()
-        self._races += 1
-        return self._worker.call(
-            self.patience,
-            action="race",
-            candidates=[self._placed(self._built[number]) for number in racers],
-            rounds=rounds,
-            seconds=seconds,
-            seed=self.seed + self._races,
-        )
+    def program_of(self, number: int) -> dict[str, Any] | Outcome:
+        """The description of a setting that was built, with its files placed, or its failure."""
+        built = self._built[number]
+        return built if isinstance(built, Outcome) else self._placed(built)
+
+    def reference_of(self, host: Target) -> dict[str, Any]:
+        """The description of the reference, compiled for the host, with its files placed."""
+        if self._reference is None:
+            self._reference = self._compiled(self.task.reference(host), "reference", host)
+        return self._placed(self._reference)
 
     def _placed(self, built: _Built | Outcome) -> dict[str, Any]:
         """Bring the files of a program to the machine, and describe it to its process."""
@@ -472,30 +277,20 @@ class Session:
             "buffers": built.buffers,
         }
 
-    def _start(self) -> Worker:
+    def start(self) -> Worker:
         """Start a process with the task's tensors and reference."""
         tensors = self.task.tensors(np.random.default_rng(self.seed))
         host = host_of(self.target)
-        if self._reference is None:
-            self._reference = self._compiled(self.task.reference(host), "reference", host)
         place = self.host.place
         about = self._outputs() if is_gpu(self.target) else self._cpu_inputs(tensors[0])
+        about["reference"] = self.reference_of(host)
         worker = self.host.start(int(host.attrs["num-cores"]), self.folder)
-        try:
-            for is_positive in (False, True):  # as what roots and logarithms are taken of
-                ready = worker.call(
-                    REFERENCE_PATIENCE,
-                    action="prepare",
-                    arrays=[place(path) for path in self._saved(tensors, is_positive)],
-                    reference=self._placed(self._reference),
-                    **about,
-                )
-                if ready["finite"]:
-                    return worker
-            raise TuningError(f"the reference of {self.task.name} is not finite")
-        except BaseException:
-            worker.close()
-            raise
+        return prepared(
+            worker,
+            self.name,
+            lambda is_positive: [place(path) for path in self._saved(tensors, is_positive)],
+            **about,
+        )
 
     def _outputs(self) -> dict[str, Any]:
         """Description of the tensors for the process of a GPU."""

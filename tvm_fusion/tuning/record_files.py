@@ -9,15 +9,22 @@ from pathlib import Path
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.gpu.core.machine import GPUInfo
-from schedules.tuning.records import CPU_KIND, Key, Record, canonical
+from schedules.tuning.records import CPU_KIND, Key, Record, canonical, parse_line, parse_record
 
-from ..compiler.record_reader import read_lines, read_records, record_files
+from ..compiler.record_reader import (
+    TRIALS,
+    bounded_lines,
+    read_lines,
+    read_records,
+    record_files,
+)
 from ..compiler.targets.target import arch_of, resolve
 from ..compiler.tuned import SPACES
 from ..errors import TuningError, TVMFusionError
 from ..written_aside import written_aside
-from .database import LOCKS, Database, lock_of, require_extra
+from .database import LOCKS, Database, append_line, is_trial, lock_of, require_extra
 
+TRIAL_FIELDS = {"task", "template", "version", "knobs", "ratio", "failure", "reason"}
 _MOST_THREADS = 1 << 20
 _VECTORS = {512: ["+avx512f"], 256: ["+avx2", "+fma", "-avx512f"], 128: ["-avx2"]}
 """Features of x86-64 by bits of its vectors."""
@@ -165,6 +172,39 @@ def import_records(database: Path, inputs: Iterable[Path]) -> tuple[int, int]:
                 folder.add_record(record)
                 taken += 1
     return taken, refused
+
+
+def import_measured(database: Path, file: Path) -> tuple[int, int, int]:
+    """Append a file of :mod:`.candidates` to a database: data of a stranger, of which none is run.
+
+    Returns
+    -------
+    tuple[int, int, int]
+        Records and trials taken, and lines refused: no JSON, no trial, or no usable record.
+    """
+    require_extra(LOCKS)
+    folder = Database(database)
+    records = trials = refused = 0
+    with file.open("rb") as lines:
+        for line in bounded_lines(lines):
+            try:
+                found = parse_line(line)
+                if "task" in found:
+                    if set(found) - TRIAL_FIELDS or not is_trial(found):
+                        raise ValueError("the line is no trial")
+                    append_line(folder.folder / TRIALS, canonical(found))
+                    trials += 1
+                    continue
+                record = parse_record(line)
+            except ValueError:
+                refused += 1
+                continue
+            if fault(record):
+                refused += 1
+            else:
+                folder.add_record(record)
+                records += 1
+    return records, trials, refused
 
 
 def _rewrite(path: Path, records: Callable[[], list[Record]]) -> None:

@@ -29,7 +29,8 @@ from schedules.cpu.core.machine import CPUInfo
 
 from ..compiler.targets.target import required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
-from .measure import Host, LostHost, LostWorker, Pool, Worker
+from .contest import LostWorker, Worker
+from .measure import Host, LostHost, Pool
 
 FUNCTION = "tvm_fusion.tuning.answer"
 """Name of a session's function: from a request to an answer, both JSON."""

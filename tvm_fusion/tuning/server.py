@@ -33,8 +33,8 @@ from ..compiler.targets.target import resolve
 from ..errors import TuningError
 from ..machine.host_info import cpu_name
 from ..runtime.thread_pool import choose_threads
+from .contest import LostWorker, MeasuringWorker
 from .database import require_extra
-from .measure import LostWorker, MeasuringWorker
 from .remote import FUNCTION, Tracker
 
 PORT = 9090

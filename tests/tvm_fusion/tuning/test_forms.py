@@ -25,9 +25,10 @@ from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import RecordWarning
 from tvm_fusion.tuning import job
+from tvm_fusion.tuning.contest import Outcome
 from tvm_fusion.tuning.database import append_line
 from tvm_fusion.tuning.forms import FormTask, find_forms, form_record
-from tvm_fusion.tuning.measure import Outcome, Session
+from tvm_fusion.tuning.measure import Session
 from tvm_fusion.tuning.record_files import fault
 from tvm_fusion.tuning.tasks import import_model
 

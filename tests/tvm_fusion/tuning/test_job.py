@@ -28,8 +28,8 @@ from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError, TuningError
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.tuning import job
+from tvm_fusion.tuning.contest import Outcome
 from tvm_fusion.tuning.database import Database, append_line, measuring, measuring_lock
-from tvm_fusion.tuning.measure import Outcome
 from tvm_fusion.tuning.record_files import prune
 from tvm_fusion.tuning.search import Search
 from tvm_fusion.tuning.tasks import extract_tasks

@@ -20,7 +20,8 @@ from schedules.tuning.records import Key
 from schedules.tuning.template import Template
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TuningError
-from tvm_fusion.tuning.measure import Outcome, Session, library, writer
+from tvm_fusion.tuning.contest import Outcome
+from tvm_fusion.tuning.measure import Session, library, writer
 from tvm_fusion.tuning.tasks import Task
 from tvm_fusion.tuning.worker import BEACON, Bench, Races
 

@@ -15,20 +15,34 @@ from rich.live import Live
 from rich.table import Table
 
 from .. import progress
-from ..options import compile_options, json_option, model_argument, threads_option
-from ..output import micros, say, show_table
+from ..options import ModelFile, compile_options, json_option, threads_option
+from ..output import micros, say, show, show_table
 
 if TYPE_CHECKING:
     from ...tuning.job import TuneResult
 
 
 @click.command("tune")
-@model_argument
+@click.argument("model", type=ModelFile(), metavar="MODEL", required=False)
 @click.option(
     "--database",
     type=click.Path(file_okay=False, path_type=Path),
-    required=True,
     help="Folder of the records, for --records of the other commands; made if absent.",
+)
+@click.option(
+    "--export",
+    "exported",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Measure nothing: compile the candidates of a GPU into FOLDER, for python -m "
+    "tvm_fusion.tuning.candidates FOLDER FILE on its machine.",
+)
+@click.option(
+    "--import",
+    "imported",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Take the records and trials of such a FILE into the database; no MODEL is needed.",
 )
 @click.option(
     "--trials",
@@ -68,22 +82,66 @@ if TYPE_CHECKING:
 @compile_options
 @threads_option
 @json_option
-def tune_command(model: Path, minutes: float | None, as_json: bool, **options: Any) -> int:
+def tune_command(
+    model: Path | None,
+    database: Path | None,
+    exported: Path | None,
+    imported: Path | None,
+    minutes: float | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Search faster settings for the kernels of MODEL on a CPU or a GPU, and record the winners.
 
     Each kernel's settings race its default; a winner is recorded if it gains 1 % in a second race.
     Then the forms of convolutions and pairs race: fused, separate, by Winograd's algorithm.
     Ctrl-C keeps all trials; the same command then goes on, and repeats none.
     """
+    if imported is not None:
+        if model is not None or exported is not None or database is None:
+            raise click.UsageError("--import needs --database, and neither MODEL nor --export")
+        return _import(database, imported)
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    if exported is not None:
+        if database is not None:
+            raise click.UsageError("--export measures nothing: --database is for --import")
+        return _export(model, exported, as_json, **options)
+    if database is None:
+        raise click.UsageError("Missing option '--database'.")
     from ... import tune
 
     with live_table() as report:
-        result = tune(model, minutes=minutes, progress=report, **options)
+        result = tune(model, database=database, minutes=minutes, progress=report, **options)
     show_table(result.to_json(), tune_table(result), as_json)
     if result.interrupted and minutes is None:
         say("Interrupted.", is_error=True)
         return 130
     return 0
+
+
+def _export(model: Path, folder: Path, as_json: bool, **options: Any) -> int:
+    """Compile the candidates of the kernels of a model."""
+    from ...tuning.export import export_candidates
+
+    names = ("target", "shapes", "trials", "seed", "fuse")
+    found = export_candidates(model, folder, **{name: options[name] for name in names})
+    lines = [f"{about}: {count} candidates" for about, count in found]
+    show(
+        [{"kernel": about, "candidates": count} for about, count in found],
+        "\n".join(lines),
+        as_json,
+    )
+    return 0
+
+
+def _import(database: Path, file: Path) -> int:
+    """Take in what was measured; 1 if a line was refused."""
+    from ...tuning.record_files import import_measured
+
+    records, trials, refused = import_measured(database, file)
+    say(f"{database}: {records} records and {trials} trials taken, {refused} lines refused")
+    return 1 if refused else 0
 
 
 @contextlib.contextmanager

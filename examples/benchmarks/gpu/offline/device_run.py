@@ -41,6 +41,9 @@ STAGES = {
     "model": 90,
 }
 """Most seconds of each stage."""
+CANDIDATES = "candidates"
+"""The stage that races candidates of a tuning job, and their folder among the cases."""
+CANDIDATE_SECONDS = 120.0
 ATTEMPTS = 4
 _SPARE = 5.0  # seconds in which a stage ends by itself, before it is killed
 _LEAST = 8.0  # seconds that a stage needs at all
@@ -120,6 +123,18 @@ class Run:
             else:
                 self.tell(name, "left out: " + ("nothing was packed" if has_gpu else "no GPU"))
 
+    def candidates(self) -> None:
+        """Race candidates, if some were packed; records.jsonl is for tvm-fusion tune --import."""
+        folder = self.cases / CANDIDATES
+        if not folder.exists() or self.left < _LEAST:
+            self.tell(CANDIDATES, "no time is left" if folder.exists() else "none were packed")
+            return
+        seconds = min(CANDIDATE_SECONDS, self.left)
+        limits = [str(self.folder / "records.jsonl"), f"{seconds - _SPARE:.0f}"]
+        module = [sys.executable, "-m", "tvm_fusion.tuning.candidates"]
+        code = self.call([*module, str(folder), *limits], seconds, self.folder / "candidates.txt")
+        self.tell(CANDIDATES, f"ended with {code}, see candidates.txt, {self.left:.0f} left")
+
     def counters(self) -> None:
         """Counters of a few kernels by Nsight Compute."""
         tool = find_program(NCU)
@@ -188,7 +203,7 @@ def new_folder(parent: Path) -> Path:
 def main(arguments: Sequence[str]) -> int:
     """Run all stages, or those named, and print the table; 1 if a result of ours is wrong."""
     cases, results, seconds, *names = arguments
-    known = (*STAGES, NCU, SANITIZER)
+    known = (*STAGES, CANDIDATES, NCU, SANITIZER)
     unknown = [name for name in names if name not in known]
     if unknown:
         print(f"unknown stage {unknown[0]!r}; expected one of {', '.join(known)}")
@@ -201,10 +216,10 @@ def main(arguments: Sequence[str]) -> int:
     folder = new_folder(Path(results) / name)
     run = Run(Path(cases), folder, float(seconds))
     run.stages([stage for stage in STAGES if not names or stage in names])
-    if not names or NCU in names:
-        run.counters()
-    if not names or SANITIZER in names:
-        run.sanitize()
+    later = {CANDIDATES: run.candidates, NCU: run.counters, SANITIZER: run.sanitize}
+    for stage, work in later.items():
+        if not names or stage in names:
+            work()
     lines = read_log(run.path)
     index = Path(cases) / "cases.json"
     text = table(lines, json.loads(index.read_text()) if index.exists() else {})
