@@ -12,7 +12,8 @@ The normal form of a chain, each line optional but the first, inside one dataflo
 Every value but the last has one consumer, the next line. Matching uses ops, attributes, types
 and uses; the operands of an addition may stand in either order. All tensors are of one element
 type; a convolution of 16-bit floats may give float32, if the next line casts it. There bounds are
-two lines, ``minimum(maximum(x, low), high)``.
+two lines, ``minimum(maximum(x, low), high)``. On CPUs a convolution of bfloat16 gives float32, all
+lines are of float32, and a last one may round to bfloat16; the residual may be of either.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from schedules.workload.conv2d import Activation, ConvLayer
 
 from .. import op as ops
 from ..op.round_clip import bounds_of
+
+_ASTYPE = Op.get("relax.astype")
 
 Users = Mapping[relax.Var, list[relax.Binding]]
 
@@ -54,6 +57,8 @@ class ConvChain:
         ``uint8`` where the activation gives bytes.
     scale : relax.Expr | None
         Of a convolution of bytes: what its sums are multiplied by, one number a channel.
+    sums : str | None
+        Element type of the lines, if not that of the operands.
     """
 
     layer: ConvLayer
@@ -64,11 +69,12 @@ class ConvChain:
     bindings: tuple[relax.VarBinding, ...]
     out_dtype: str | None = None
     scale: relax.Expr | None = None
+    sums: str | None = None
 
     @property
     def dtype(self) -> str:
-        """Element type of the operands."""
-        return str(self.data.ty.dtype)
+        """Element type of the lines."""
+        return self.sums or str(self.data.ty.dtype)
 
     @property
     def output(self) -> relax.Var:
@@ -82,7 +88,10 @@ class ConvChain:
 
     def to_call(self) -> relax.Call:
         """The chain as one call of ``relax.tvm_fusion.conv2d``; OpError if the op rejects it."""
-        operands = self.data, self.weight, self.bias, self.residual
+        bias = self.bias
+        if self.sums is not None and bias is None:
+            bias = relax.const(np.zeros(self.layer.out_channels, self.sums))
+        operands = self.data, self.weight, bias, self.residual
         return ops.conv2d(*operands, **self.layer.to_attrs(), out_dtype=self.out_dtype)
 
 
@@ -96,17 +105,22 @@ def find_users(block: relax.DataflowBlock) -> Users:
 
 
 def find_chains(
-    block: relax.DataflowBlock, users: Users, dtype: str = "float32"
+    block: relax.DataflowBlock, users: Users, dtype: str = "float32", sums: str | None = None
 ) -> list[ConvChain]:
     """All chains of an element type in a dataflow block, in the order of their convolutions.
+
+    With ``sums``, those whose lines are of that type.
 
     Where an addition joins two convolutions, it belongs to the later one: the other is complete
     by then and is the residual.
     """
     chains: list[ConvChain] = []
     taken: set[relax.Var] = set()
+    values = {binding.var: binding.value for binding in block.bindings}
     for binding in reversed(block.bindings):
-        chain = _match(binding, users, taken, dtype)
+        chain = _match(binding, users, taken, dtype, sums)
+        if chain is not None and chain.sums is not None:
+            chain = replace(chain, residual=_unwidened(chain.residual, values, dtype))
         if chain is not None:
             chains.append(chain)
             taken.update(line.var for line in chain.bindings)
@@ -114,20 +128,25 @@ def find_chains(
 
 
 def _match(
-    binding: relax.Binding, users: Users, taken: set[relax.Var], dtype: str
+    binding: relax.Binding, users: Users, taken: set[relax.Var], dtype: str, sums: str | None
 ) -> ConvChain | None:
     """The chain that starts at ``binding``, without bindings already ``taken``."""
     layer = read_convolution(binding, dtype)
     if layer is None:
         return None
     conv = binding.value
-    chain = ConvChain(layer, conv.args[0], conv.args[1], None, None, (binding,))
-    if not _has_dtype(binding.var.ty, dtype):
+    chain = ConvChain(layer, conv.args[0], conv.args[1], None, None, (binding,), sums=sums)
+    if sums is not None:
+        if not _has_dtype(binding.var.ty, sums):
+            return None
+        chain = replace(chain, out_dtype=sums)
+    elif not _has_dtype(binding.var.ty, dtype):
         line = _only_consumer(binding.var, users)
         if line is None or not _calls(line, "relax.astype") or not _has_dtype(line.var.ty, dtype):
             return None
         chain = replace(chain, bindings=(binding, line))
-    for step in (_add_bias, _add_residual, partial(_add_activation, users=users)):
+    activate = partial(_add_activation, users=users)
+    for step in (_add_bias, _add_residual, activate, partial(_add_rounding, dtype=dtype)):
         line = _only_consumer(chain.output, users)
         # A binding of another chain stays there; only an addition can belong to two.
         if line is None or line.var in taken:
@@ -197,6 +216,15 @@ def _add_residual(chain: ConvChain, line: relax.VarBinding) -> ConvChain | None:
     return replace(chain, residual=other, bindings=(*chain.bindings, line))
 
 
+def _unwidened(
+    residual: relax.Expr | None, values: Mapping[relax.Var, relax.Expr], dtype: str
+) -> relax.Expr | None:
+    """The tensor of 16 bits that a residual is the float32 of, if it is that of one."""
+    value = values.get(residual) if isinstance(residual, relax.Var) else None
+    is_cast = isinstance(value, relax.Call) and value.op == _ASTYPE
+    return value.args[0] if is_cast and _has_dtype(value.args[0].ty, dtype) else residual
+
+
 def _add_bounds(chain: ConvChain, line: relax.VarBinding, users: Users) -> ConvChain | None:
     """Take the two lines of bounds."""
     last, low = _only_consumer(line.var, users), _bound(chain.output, line, "relax.maximum")
@@ -230,11 +258,20 @@ def _add_activation(chain: ConvChain, line: relax.VarBinding, users: Users) -> C
     activation = read_activation(line)
     if activation is None:
         return None
-    out_dtype = None if _has_dtype(line.var.ty, chain.dtype) else str(line.var.ty.dtype)
-    if out_dtype is not None and chain.layer.suits_winograd:
-        return None  # Winograd's algorithm stores floats
+    out_dtype = chain.out_dtype
+    if not _has_dtype(line.var.ty, chain.dtype):
+        out_dtype = str(line.var.ty.dtype)
+        if chain.layer.suits_winograd or chain.sums is not None:
+            return None  # Winograd's algorithm stores floats
     layer = replace(chain.layer, activation=activation)
     return replace(chain, layer=layer, bindings=(*chain.bindings, line), out_dtype=out_dtype)
+
+
+def _add_rounding(chain: ConvChain, line: relax.VarBinding, dtype: str) -> ConvChain | None:
+    """Take a last line that rounds float32 to the type of the operands."""
+    if chain.sums is None or not _calls(line, "relax.astype") or not _has_dtype(line.var.ty, dtype):
+        return None
+    return replace(chain, bindings=(*chain.bindings, line), out_dtype=dtype)
 
 
 def read_activation(line: relax.VarBinding) -> Activation | None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import tvm
 from tvm import IRModule, relax
 
@@ -29,20 +31,32 @@ class FuseEpilogue:
             x, weight, bias, residual, padding=[1, 1, 1, 1], activation="relu"
         )
 
-    A convolution without an epilogue becomes such a call too, with a bias of zeros. Left alone:
-    other layouts than NCHW and OIHW, other element types than float32, symbolic channels or
-    kernels, convolutions outside of dataflow blocks (``relax.transform.ConvertToDataflow`` makes
-    them), and the rest of an epilogue after a value with a second consumer.
+    A convolution without an epilogue becomes such a call too, with a bias of zeros. So do those of
+    bfloat16 that give float32, if ``halves``, with a rounding at the end. Left alone: other layouts
+    than NCHW and OIHW, other element types than float32, symbolic channels or kernels, convolutions
+    outside of dataflow blocks (``relax.transform.ConvertToDataflow`` makes them), and the rest of
+    an epilogue after a value with a second consumer.
+
+    Parameters
+    ----------
+    halves : bool
+        Whether the target has kernels of bfloat16 with sums of float32, as CPUs have.
     """
+
+    def __init__(self, halves: bool = False) -> None:
+        self.halves = halves
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite all Relax functions."""
-        return rewrite_chains(mod, _plan)
+        return rewrite_chains(mod, partial(_plan, self.halves))
 
 
-def _plan(_name: str, block: relax.DataflowBlock) -> Rewrites:
-    rewrites = Rewrites()
-    for chain in find_chains(block, find_users(block)):
+def _plan(halves: bool, _name: str, block: relax.DataflowBlock) -> Rewrites:
+    rewrites, users = Rewrites(), find_users(block)
+    chains = find_chains(block, users)
+    if halves:
+        chains += find_chains(block, users, "bfloat16", "float32")
+    for chain in chains:
         try:
             rewrites.calls[chain.output] = chain.to_call()
         except OpError:

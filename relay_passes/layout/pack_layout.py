@@ -19,6 +19,7 @@ from schedules.gpu.core.machine import KINDS, GPUInfo, gpu_target
 from schedules.gpu.gemm.implicit_gemm import LANES
 from schedules.workload.conv2d import WORDS, Conv2DKernel
 
+from ..core.expressions import Value
 from ..core.pass_target import pass_target
 from ..op.pack import unpack
 from .packed import RULES
@@ -123,7 +124,8 @@ class _Packer(relax.PyExprMutator):
     def __init__(self, mod: IRModule, block: int, takes: Takes, pairs: bool) -> None:
         super().__init__(mod)
         self.block = block
-        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, takes, pairs)
+        define = self._bound
+        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, define, takes, pairs)
 
     def is_concerned(self, func: relax.Function) -> bool:
         """Return whether ``func`` holds a convolution to pack, or an unpacked packed tensor."""
@@ -223,6 +225,9 @@ class _Packer(relax.PyExprMutator):
         if isinstance(packed, relax.Var) and int(packed.ty.shape.values[4]) == self.block:
             bound = 0.0 if channels % self.block == 0 else math.inf
             self.scope.packed[binding.var] = Packed(packed, channels, bound)
+
+    def _bound(self, expr: relax.Expr) -> Value:
+        return self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
 
     def _is_pack(self, call: relax.Call) -> bool:
         return _calls(call, _PACK) and int(call.attrs["block"]) == self.block

@@ -142,6 +142,8 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     if sums is not None:
         word = WORDS[dtype] if lanes and layers[0].groups == 1 else 1
         kernel = replace(kernel, sums=sums, word=word, out_dtype=out_dtype or dtype)
+        if residual and str(call.args[-1].ty.dtype) == sums:
+            kernel = replace(kernel, residual_dtype=sums)
         if kernel.out_dtype not in (dtype, sums):
             raise OpError(f"{op.name}: out_dtype is {out_dtype!r}; expected {dtype!r} or {sums!r}")
     elif out_dtype is not None:
@@ -258,7 +260,7 @@ def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> str | None:
     if dtypes[0] == "uint8" and dtypes[1] == "float32":
         dtypes = dtypes[1:]
     sums = _sums_of(call) if len(call.args) <= _ONE_LAYER else None
-    if sums is not None and {*dtypes[:2], *dtypes[3:]} == {"bfloat16"}:
+    if sums is not None and dtypes[1] == "bfloat16" and {*dtypes[3:]} <= {"bfloat16", sums}:
         return sums
     if dtypes[0] not in FLOAT_DTYPES or len(set(dtypes)) > 1:
         raise OpError(

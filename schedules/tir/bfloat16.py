@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bits of bfloat16 as numbers of float32, and back: single ones, or vectors."""
+"""Bits of bfloat16 as numbers of float32, and back: single ones, or vectors.
+
+TVM computes expressions of bfloat16 in float32, and drops a rounding that is widened again at once;
+:func:`keep_roundings` keeps it.
+"""
 
 from __future__ import annotations
 
-from tvm import DataType, tirx
+import tvm_ffi
+from tvm import DataType, ir, tirx
 from tvm.script.ir_builder import tirx as T
+
+from .let_bindings import share_values
 
 _BITS = 16
 _INFINITY = 0x7F800000
@@ -27,6 +34,40 @@ def round_to_bits(value: tirx.Expr) -> tirx.Expr:
     is_nan = (words & _number(0x7FFFFFFF, words)) > _number(_INFINITY, words)
     bits = tirx.Select(is_nan, high | _number(_QUIET, words), rounded)
     return T.Cast(_as_type(value, "uint16"), bits)
+
+
+def keep_roundings(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Round to bfloat16 within expressions, too, not only where the result is stored.
+
+    Parameters
+    ----------
+    func : PrimFunc
+        A scheduled function.
+
+    Returns
+    -------
+    PrimFunc
+        The same function when there is nothing to do.
+    """
+    return share_values(func, _with_roundings)
+
+
+def _with_roundings(value: ir.Expr) -> ir.Expr:
+    if isinstance(value, tirx.Cast) and str(value.ty.dtype) == "bfloat16":  # rounded when stored
+        inner = _with_roundings(value.value)
+        return value if inner.same_as(value.value) else tirx.Cast(value.ty.dtype, inner)
+    return tvm_ffi.structural_map(value, (tirx.Cast, _rounded))
+
+
+def _rounded(cast: tirx.Cast) -> ir.Expr:
+    """The float32 of a bfloat16 that a float32 is rounded to."""
+    inner = cast.value
+    if str(cast.ty.dtype) != "float32" or not isinstance(inner, tirx.Cast):
+        return cast
+    if (str(inner.ty.dtype), str(inner.value.ty.dtype)) != ("bfloat16", "float32"):
+        return cast
+    number = tirx.Var("unrounded", "float32")
+    return tirx.Let(number, inner.value, widen_bits(round_to_bits(number)))
 
 
 def _as_type(like: tirx.Expr, dtype: str) -> str:

@@ -394,6 +394,8 @@ class Conv2DKernel:
         Element type of sums and biases, if not ``dtype``: ``float32`` of bfloat16.
     rounding : ByteRounding | None
         What a convolution of bytes makes these of, if its data is a float32 image in NCHW.
+    residual_dtype : str | None
+        That of the residual, if not ``dtype``: that of the sums.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -414,6 +416,7 @@ class Conv2DKernel:
     limited: bool = False
     sums: str | None = None
     rounding: ByteRounding | None = None
+    residual_dtype: str | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -487,7 +490,8 @@ def to_json(kernel: Conv2DKernel) -> str:
     """Write ``kernel`` as one line of JSON, the same text for equal kernels."""
     fields = asdict(kernel)
     defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
-    for name, default in (defaults | {"limited": False, "sums": None, "rounding": None}).items():
+    defaults |= {"limited": False, "sums": None, "rounding": None, "residual_dtype": None}
+    for name, default in defaults.items():
         if fields[name] == default:
             del fields[name]
     return json.dumps(fields, sort_keys=True)

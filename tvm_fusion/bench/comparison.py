@@ -125,7 +125,7 @@ def compare(
     asked = {name: value for name, value in asked.items() if value != plain[name]}
     if not asked:
         raise InvalidInputError(
-            "compare() got nothing to compare: pass weights='int8', precision='fp16' or the like"
+            "compare() got nothing to compare: pass weights='int8', precision='bf16' or the like"
         )
     outputs = _errors(model, {}, options, asked, inputs, runs)
     inner: tuple[TensorErrors, ...] = ()

@@ -186,7 +186,7 @@ class OnnxRuntimeEngine(Engine):
 
 
 class OpenVINOEngine(Engine):
-    """OpenVINO's CPU device, latency hint, computing in float32."""
+    """OpenVINO's CPU device, latency hint, computing in float32 or as it chooses itself."""
 
     def __init__(self) -> None:
         import openvino
@@ -195,16 +195,18 @@ class OpenVINOEngine(Engine):
         self._core = openvino.Core()
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
-        """Read, reshape to ``shapes``, and compile."""
+        """Read, reshape to ``shapes``, and compile; ``precision`` is ``f32`` or ``default``."""
         model = self._core.read_model(path)
         if shapes:
             model.reshape({name: list(shape) for name, shape in shapes.items()})
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "f32",
         }
+        if options.get("precision", "f32") == "f32":
+            settings["INFERENCE_PRECISION_HINT"] = "f32"
         compiled = self._core.compile_model(model, "CPU", settings)
+        self._precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
         self._request = compiled.create_infer_request()
         self._outputs = range(len(compiled.outputs))
         self.inputs = [
@@ -220,6 +222,10 @@ class OpenVINOEngine(Engine):
         """Infer in place, without copies of inputs and outputs."""
         self._request.infer(feed, share_inputs=True, share_outputs=True)
         return [self._request.get_output_tensor(index).data for index in self._outputs]
+
+    def details(self) -> dict[str, Any]:
+        """Element type that it computes in, as OpenVINO calls it."""
+        return {"precision": self._precision}
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,7 @@ def profile(
     winograd: str = "auto",
     threads: int | None = None,
     records: Any = None,
+    precision: str = "fp32",
     runs: int = 30,
     rounds: int = 1,
     limits: MachineLimits | None = None,
@@ -185,7 +186,7 @@ def profile(
 
     Parameters
     ----------
-    model, target, shapes, fuse, winograd, threads, records
+    model, target, shapes, fuse, winograd, threads, records, precision
         As for ``compile``.
     runs : int
         Timed runs.
@@ -214,7 +215,8 @@ def profile(
     remedy = "a profile needs sizes: give them in shapes (--shape)"
     refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
     found = choose_records(records, resolved)
-    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found)
+    choices = {"fuse": fuse, "winograd": winograd, "precision": precision}
+    options = pipeline.Options(**choices, records=found)
     mod, costs = _optimize(imported.mod, resolved, options)
     linker = SharedLinker(str(resolved.attrs["mtriple"]))
     library = pipeline.build(mod, resolved).jit(fcompile=linker)

@@ -65,6 +65,26 @@ def available_peers() -> list[str]:
     return [name for name in own if name != "tvm-fusion" and _is_installed(name)]
 
 
+def cpu_peers(names: Sequence[str]) -> list[EngineSpec]:
+    """The engines of a race on CPUs; OpenVINO twice: in float32, and left to itself.
+
+    Its default computes in bfloat16 on CPUs that multiply that faster.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Engines, or none for those that are installed.
+    """
+    specs = []
+    for name in names or available_peers():
+        if name != "openvino":
+            specs.append(EngineSpec(name))
+            continue
+        specs.append(EngineSpec(name, "OpenVINO, float32"))
+        specs.append(EngineSpec(name, "OpenVINO, its default", {"precision": "default"}))
+    return specs
+
+
 def gpu_peers(names: Sequence[str], target: str) -> list[EngineSpec]:
     """The engines of a race on a GPU, each with its options for that GPU.
 

@@ -99,7 +99,7 @@ def race_table(result: RaceResult) -> Table:
         table.add_column(heading, justify="right")
     for engine in result.engines:
         table.add_row(
-            engine.title,
+            title_of(engine),
             *(f"{time:.3f}" for time in (engine.median_ms, engine.min_ms, engine.p90_ms)),
             "" if engine is base else f"{engine.ratio:.2f}x",
             error_text(engine, result),
@@ -107,6 +107,12 @@ def race_table(result: RaceResult) -> Table:
             f"{engine.peak_mib:.0f}",
         )
     return table
+
+
+def title_of(engine: EngineResult) -> str:
+    """Return an engine's name, with the element type that it chose where it may choose."""
+    chose = engine.options.get("precision") == "default"
+    return f"{engine.title}, {engine.details['precision']}" if chose else engine.title
 
 
 def error_text(engine: EngineResult, result: RaceResult) -> str:

@@ -40,9 +40,10 @@ class EngineSpec:
     title : str
         The name in tables; by default the engine's own.
     options : dict
-        For ``tvm-fusion`` the arguments ``target``, ``fuse`` and ``winograd`` of ``compile``, or
+        For ``tvm-fusion`` arguments of ``compile``, as ``target`` and ``precision``, or
         ``artifact``, the path of a compiled model to load; for ``tvm`` the ``target``; for
-        ``onnxruntime`` the ``provider``, ``CPU`` or ``CUDA``.
+        ``onnxruntime`` the ``provider``, ``CPU`` or ``CUDA``; for ``openvino`` the ``precision``,
+        ``f32`` by default, or ``default`` for what it chooses.
     aligned : bool
         Whether its inputs begin at multiples of 64 bytes, instead of where numpy puts them.
     """

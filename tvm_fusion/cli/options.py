@@ -216,12 +216,13 @@ machine_option = click.option(
 
 precision_option = click.option(
     "--precision",
-    type=click.Choice(["fp32", "tf32", "fp16"]),
+    type=click.Choice(["fp32", "bf16", "tf32", "fp16", "auto"]),
     default="fp32",
     show_default=True,
-    help="For GPUs: fp16 computes products and convolutions of float32 in float16, on tensor cores "
-    "where there are some; tf32 rounds the factors of products and of dense convolutions to TF32, "
-    "from sm_80 on.",
+    help="For CPUs: bf16 rounds what products and convolutions of float32 multiply to bfloat16; "
+    "auto does so where the CPU multiplies that faster. For GPUs: fp16 computes products and "
+    "convolutions of float32 in float16, on tensor cores where there are some; tf32 rounds the "
+    "factors of products and of dense convolutions to TF32, from sm_80 on.",
 )
 
 weights_option = click.option(

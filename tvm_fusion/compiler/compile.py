@@ -82,11 +82,17 @@ def compile(
         For CUDA: whether functions of float32 may be replaced by instructions that approximate
         them, of which ``tanh`` is accurate to 2^-11 only.
     precision : str
-        For GPUs: ``"fp16"`` computes products and convolutions of float32 in float16, summed in
-        float32, on tensor cores where there are some; what lies between them is float16, too, but
-        for norms and softmax. Inputs and outputs stay as they are. Values beyond 65504 overflow.
-        ``"tf32"``, from sm_80 on, only rounds the factors of matrix products and of dense
-        convolutions to 10 bits behind the point, for tensor cores; attention stays float32.
+        For CPUs: ``"bf16"`` rounds what convolutions and matrix products of float32 multiply,
+        weights and activations, to bfloat16 (to nearest, halves to even), and stores these
+        activations so. Products are exact; sums, biases, residuals, activations, norms, softmax and
+        all other ops are float32. A sum differs by about 2^-8 of the sum of the magnitudes of its
+        products. ``"auto"`` is that on CPUs that multiply bfloat16 faster than float32 (AMX, or
+        AVX512-BF16 from Zen 4 on), and ``"fp32"`` elsewhere. For GPUs: ``"fp16"`` computes products
+        and convolutions of float32 in float16, summed in float32, on tensor cores where there are
+        some; what lies between them is float16, too, but for norms and softmax. Inputs and outputs
+        stay as they are. Values beyond 65504 overflow. ``"tf32"``, from sm_80 on, only rounds the
+        factors of matrix products and of dense convolutions to 10 bits behind the point, for tensor
+        cores; attention stays float32.
     weights : str, optional
         For CPUs: ``"int8"`` or ``"int4"`` rounds the constant matrices of products to integers with
         a float32 scale for every 128 or 32 numbers of a column, ``"bf16"`` to bfloat16, and the
@@ -150,8 +156,9 @@ def compile(
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
         algorithm is requested for a GPU, approximations of functions or graphs elsewhere than on
-        CUDA, float16 on a CPU or narrow weights on a GPU; or if the machine is another device than
-        the target. If one of several targets is a GPU, or they come with ``machine`` or ``ranks``.
+        CUDA, float16 on a CPU, or bfloat16 or narrow weights on a GPU; or if the machine is another
+        device than the target. If one of several targets is a GPU, or they come with ``machine`` or
+        ``ranks``.
     InvalidInputError
         If ``threads`` is not possible, or ``outputs`` are not names of results. With ``check``, if
         sizes of inputs are not known, or an output is none that the model declares.
@@ -201,8 +208,10 @@ def compile(
         progress("done", 1, 1)
     if check:
         from .check_numbers import check_numbers
+        from .precision import chosen_precision
 
-        rounds = fast_math or precision != "fp32"
+        chosen = chosen_precision(precision, compiled.target)
+        rounds = {"bf16": "bfloat16", "fp32": "float16" if fast_math else None}
         coarsest = {"bf16": "bfloat16"}.get(weights or "", weights)
-        check_numbers(model, compiled, coarsest or ("float16" if rounds else None))
+        check_numbers(model, compiled, coarsest or rounds.get(chosen, "float16"))
     return compiled

@@ -34,6 +34,7 @@ from relay_passes import (
     LiftOutputs,
     LiftWeights,
     MarkConstants,
+    MultiplyBfloat16,
     MultiplyBytes,
     MultiplyNarrow,
     NameSizes,
@@ -53,7 +54,6 @@ from schedules import cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
 from schedules.cpu.loops.selections import CPU_ONLY
-from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
@@ -64,6 +64,7 @@ from ..runtime.kernel_call import SoleKernelCall
 from .build_kernels import build_program
 from .failures import NoteKernels, own_errors, without_nodes
 from .gpu_phases import gpu_phases
+from .precision import chosen_precision
 from .targets.gpu_target import check_machine
 from .targets.target import is_gpu
 
@@ -71,8 +72,6 @@ Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 Progress = Callable[[str, int, int], None]
 
 NAME = "tvm_fusion"
-
-PRECISIONS = ("fp32", "tf32", "fp16")
 
 WEIGHTS_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Types to which the matrices of products can be rounded, and their bits."""
@@ -95,7 +94,8 @@ class Options:
     fast_math : bool
         Whether functions of float32 may be approximations on CUDA.
     precision : str
-        ``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU.
+        ``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU;
+        ``"bf16"``: what they multiply is rounded to bfloat16 on a CPU. See :mod:`.precision`.
     cuda_graph : bool
         Whether kernels are captured into CUDA graphs.
     weights : str | None
@@ -150,22 +150,14 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
             "CUDA kernels: leave it out, or compile for 'cuda'"
         )
-    if options.precision not in PRECISIONS:
-        raise TargetError(
-            f"precision is {options.precision!r}; expected {' or '.join(map(repr, PRECISIONS))}"
-        )
+    precision = chosen_precision(options.precision, target)
     if options.weights is not None and options.weights not in WEIGHTS_BITS:
         raise TargetError(
             f"weights is {options.weights!r}; expected {' or '.join(map(repr, WEIGHTS_BITS))}"
         )
     if is_gpu(target):
         _check_gpu(target, options)
-        return gpu_phases(target, options.fuse, options.precision, options.records)
-    if options.precision != "fp32":
-        raise TargetError(
-            f"precision={options.precision!r} is for GPUs: CPUs compute float16 slower than "
-            "float32; leave it out, or compile for 'cuda'"
-        )
+        return gpu_phases(target, options.fuse, precision, options.records)
     if target.kind.name != "llvm":
         raise TargetError(
             f"target kind is {target.kind.name!r}; expected 'llvm', a CPU, or 'cuda' or 'opencl'"
@@ -181,8 +173,9 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         ],
         "fuse": [
             MultiplyBytes(target),
+            *([MultiplyBfloat16(), MultiplyNarrow(target)] if precision == "bf16" else []),
             FuseConv2D(options.fuse, target, winograd, options.records),
-            FuseEpilogue(),
+            FuseEpilogue(halves=True),
         ],
         "pack": [
             PackLayout(target=target),
@@ -201,6 +194,8 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             transform.FuseOps(),
             NoteKernels(),
             transform.FuseTIR(),
+            # Views, not copies; a scheduled reshape may not be recognised.
+            transform.RewriteDataflowReshape(),
             transform.DeadCodeElimination(),
         ],
         "schedule": [MarkConstants(), ApplyRules(*cpu.rules(options.records)), PackWeights()],
@@ -224,11 +219,6 @@ def _check_gpu(target: Target, options: Options) -> None:
         raise TargetError(
             f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "
             "CPUs only; expected 'auto' or 'never'"
-        )
-    if options.precision == "tf32" and not GPUInfo.from_target(target).has_tensor_cores:
-        raise TargetError(
-            f"precision='tf32' has no effect on {target}: tensor cores take it from sm_80 on; "
-            "leave it out"
         )
     if target.host is None:
         raise TargetError(

@@ -40,7 +40,7 @@ def tvm_fusion(
     example_inputs : sequence
         Its arguments, of which only device and need of gradients count.
     options : mapping, optional
-        ``check``, ``fuse``, ``target``, ``threads``, ``weights`` and ``winograd`` of
+        ``check``, ``fuse``, ``precision``, ``target``, ``threads``, ``weights`` and ``winograd`` of
         :func:`tvm_fusion.compile`. There are as many threads as PyTorch has,
         ``torch.get_num_threads()``, by default. A graph that fails its check runs in eager mode.
     mode : str, optional

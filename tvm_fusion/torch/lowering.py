@@ -32,7 +32,8 @@ from .exported_program import UnsupportedTorchOpError, changed_in_place, functio
 Run = Callable[..., Sequence[Any]]
 """Function from the tensors of a call to all outputs of a graph."""
 
-_KNOWN = ("check", "fuse", "target", "threads", "weights", "winograd")
+_PASSES = ("fuse", "precision", "weights", "winograd")
+_KNOWN = ("check", "target", "threads", *_PASSES)
 _COPY = "aten.copy_.default"
 _CHEAP = frozenset(
     """_unsafe_view alias clone contiguous detach expand permute reshape select
@@ -77,7 +78,7 @@ class Choices:
         if not isinstance(check, bool):
             raise InvalidInputError(f"the option 'check' is {check!r}; expected True or False")
         choose_threads(given["threads"], elsewhere=target != "native")
-        passes = {name: given[name] for name in ("fuse", "weights", "winograd") if name in given}
+        passes = {name: given[name] for name in _PASSES if name in given}
         phases(resolve(target, cores=given["threads"]), Options(**passes))  # makes the passes
         return cls(given)
 

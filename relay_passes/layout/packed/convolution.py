@@ -117,7 +117,7 @@ def _in_blocks(scope: Scope, data: relax.Expr) -> relax.Expr:
     if scope.lookup(data) is not None or not is_single_pixel(data) or channels % scope.block:
         return scope.pack(data).expr
     shape = [data.ty.shape.values[0], channels // scope.block, 1, 1, scope.block]
-    return scope.emit(relax.op.reshape(scope.visit(data), shape))
+    return scope.reshape(data, shape)
 
 
 def _unblocked(

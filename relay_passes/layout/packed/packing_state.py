@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from relay_passes.core.constants import array_of, tensor_constant
+from relay_passes.core.expressions import Value, op_name
 from relay_passes.op.pack import pack
 from schedules.workload.conv2d import Conv2DKernel
 
@@ -75,6 +77,8 @@ class Scope:
         Binds an expression in the block being built.
     visit : Callable
         The new form of an original expression, in NCHW.
+    define : Callable
+        The value of a new variable, if it is known.
     takes : Callable
         Whether a direct convolution, or a pair, is packed.
     pairs : bool
@@ -91,6 +95,7 @@ class Scope:
     uses: Uses
     emit: Callable[[relax.Expr], relax.Var]
     visit: Callable[[relax.Expr], relax.Expr]
+    define: Callable[[relax.Expr], Value] = field(default=lambda _: None)
     takes: Takes = field(default=lambda _: True)
     pairs: bool = False
     packed: dict[relax.Var, Packed] = field(default_factory=dict)
@@ -118,6 +123,15 @@ class Scope:
         result = Packed(self.emit(pack(self.visit(expr), self.block)), channels)
         self.packed[expr] = result
         return result
+
+    def reshape(self, expr: relax.Expr, shape: Sequence[Any]) -> relax.Expr:
+        """The elements of an original tensor in another shape, past all shapes before it."""
+        source = self.visit(expr)
+        while op_name(value := self.define(source)) == "relax.reshape":
+            source = value.args[0]
+        reshaped = relax.op.reshape(source, shape)
+        same = tvm_ffi.structural_equal(source.ty.shape, reshaped.args[1])
+        return source if same else self.emit(reshaped)
 
     def parameter(self, expr: relax.Expr, form: str) -> relax.Expr:
         """A weight, bias or constant tensor in ``form``; a constant is packed immediately."""

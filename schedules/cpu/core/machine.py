@@ -72,6 +72,8 @@ class CPUInfo:
         Types whose products tile registers (AMX) add up: ``"uint8"``, ``"bfloat16"``.
     emulates_tiles : bool
         Whether loops do what tile registers do: to test kernels on a CPU without these.
+    has_half_dots : bool
+        Whether an instruction for vectors of 512 bits multiplies pairs of bfloat16.
     """
 
     vector_bits: int
@@ -88,6 +90,7 @@ class CPUInfo:
     converts_halves: bool = False
     tiles: frozenset[str] = frozenset()
     emulates_tiles: bool = False
+    has_half_dots: bool = False
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -98,6 +101,16 @@ class CPUInfo:
     def fma_per_cycle(self) -> float:
         """Multiply-adds of whole vectors that a core starts in a cycle."""
         return self.costs.fma_per_cycle(self.vector_bits)
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """Return whether vectors of pairs of bfloat16 are multiplied, faster than float32."""
+        return self.has_half_dots and self.costs.half_products > 1
+
+    @property
+    def halves_pay(self) -> bool:
+        """Return whether products of bfloat16 are faster than those of float32."""
+        return "bfloat16" in self.tiles or self.multiplies_pairs
 
     def lanes(self, dtype: str | DataType) -> int:
         """Number of elements of ``dtype`` in a vector register (at least 1)."""
@@ -226,6 +239,7 @@ class MeasuredCPU(CPUInfo):
             converts_halves=info.converts_halves,
             tiles=info.tiles,
             emulates_tiles=info.emulates_tiles,
+            has_half_dots=info.has_half_dots,
             memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
@@ -245,6 +259,7 @@ def _from_text(text: str) -> CPUInfo:
         byte_dots=_byte_dots(features, bits),
         converts_halves="f16c" in features or _is_aarch64(target),
         tiles=_tiles(features, bits),
+        has_half_dots="avx512bf16" in features and bits == TILE_BITS,
     )
 
 

@@ -11,6 +11,7 @@ from tvm.s_tir import ScheduleError
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from schedules.tir.bfloat16 import keep_roundings
 from schedules.tir.keep_nan import keep_nan
 from schedules.tir.vector_math import vectorize_math
 from schedules.workload.reduce import constant
@@ -138,7 +139,8 @@ def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Sched
     done = unroll_steps(truncate_tails(overlap_tails(func, overlaps)))
     done = multiply_add(drop_limits(done))
     done = load_interleaved(stream_stores(done))
-    done = vectorize_math(keep_nan(tvm_ffi.structural_map(done, (s_tir.SBlock, state_init))))
+    done = tvm_ffi.structural_map(done, (s_tir.SBlock, state_init))
+    done = vectorize_math(keep_roundings(keep_nan(done)))
     return sch if done.same_as(func) else s_tir.Schedule(done)
 
 

@@ -186,7 +186,7 @@ def test_bfloat16_with_sums_of_float32_gives_either():
 @pytest.mark.parametrize(
     ("operands", "attrs", "message"),
     [
-        (halves(residual="float32"), {}, "element types bfloat16, bfloat16, float32, float32"),
+        (halves(residual="float16"), {}, "element types bfloat16, bfloat16, float32, float16"),
         (halves(), {"out_dtype": "uint8"}, "out_dtype is 'uint8'; expected 'bfloat16' or 'float32"),
     ],
 )

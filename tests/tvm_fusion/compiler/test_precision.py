@@ -149,5 +149,8 @@ def test_where_it_has_no_effect() -> None:
     for target in (OPENCL, "cuda -arch=sm_75"):
         with pytest.raises(TargetError, match="precision='tf32' has no effect on"):
             pipeline.phases(resolve(target), Options(precision="tf32"))
-    with pytest.raises(TargetError, match="precision is 'int8'; expected 'fp32' or 'tf32' or"):
-        tvm_fusion.compile(small_model(), CUDA, precision="int8")
+    with pytest.raises(TargetError, match="precision='bf16' is for CPUs"):
+        pipeline.phases(resolve("cuda -arch=sm_90"), Options(precision="bf16"))
+    for target in (CUDA, "native"):
+        with pytest.raises(TargetError, match="precision is 'int8'; expected 'fp32' or 'bf16' or"):
+            tvm_fusion.compile(small_model(), target, precision="int8")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..options import (
     compile_options,
     json_option,
     model_argument,
+    precision_option,
     records_option,
     threads_option,
 )
@@ -43,6 +45,7 @@ from ..progress import progress_bar
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True)
 @compile_options
+@precision_option
 @records_option
 @threads_option
 @json_option
@@ -60,7 +63,8 @@ def bench_command(
 
     Each engine runs in its own process; in each of --rounds rounds they take turns of --runs timed
     runs, on the same random inputs. With --profile, tvm-fusion runs alone, --runs times, and a
-    table shows its kernels, sorted by the time lost against the machine's limit.
+    table shows its kernels, sorted by the time lost against the machine's limit. OpenVINO takes
+    part twice: in float32, and with what it chooses itself.
     """
     is_gpu = names_gpu(options["target"])
     if as_profile:
@@ -70,7 +74,7 @@ def bench_command(
         _show_profile(model, runs, as_json, **options)
         return
     refuse_absent_gpu(options["target"])
-    from ...bench.race import EngineSpec, Plan, available_peers, gpu_peers, race
+    from ...bench.race import EngineSpec, Plan, cpu_peers, gpu_peers, race
     from ...bench.race_result import race_table
     from ...runtime.artifact import read_artifact
 
@@ -79,7 +83,7 @@ def bench_command(
     if options["records"] is None:
         del options["records"]
     if compiled is not None:
-        given = ["target", "fuse", "winograd", "records"]
+        given = ["target", "fuse", "winograd", "records", "precision"]
         refuse_given(given, f"{compiled.name} is compiled already")
         options = {"artifact": str(compiled.resolve())}
         about = read_artifact(compiled)
@@ -88,7 +92,7 @@ def bench_command(
     if is_gpu:
         engines += gpu_peers(against or [], target)
     else:
-        engines += [EngineSpec(name) for name in against or available_peers()]
+        engines += cpu_peers(against or [])
     with progress_bar() as progress:
         result = race(
             model,
@@ -98,7 +102,19 @@ def bench_command(
             plan=Plan(rounds=rounds, runs=runs),
             progress=progress,
         )
-    show_table(result.to_json(), race_table(result), as_json)
+    table = race_table(result)
+    table.caption = " ".join(filter(None, [str(table.caption), _hint(options)]))
+    show_table(result.to_json() | {"faster": _hint(options)}, table, as_json)
+
+
+def _hint(options: Mapping[str, Any]) -> str | None:
+    """One line on a faster precision; None for a model that is compiled already."""
+    if "artifact" in options:
+        return None
+    from ...compiler.precision import faster_precision
+    from ...compiler.targets.target import resolve
+
+    return faster_precision(options["precision"], resolve(options["target"]))
 
 
 def _show_profile(model: Path, runs: int, as_json: bool, **options: Any) -> None:

@@ -103,6 +103,7 @@ def compile_command(
         "inputs": compiled.inputs,
         "outputs": compiled.outputs,
         "records": compiled.records,
+        "faster": None if ranks else _faster(options["precision"], compiled),
     }
     device = "" if compiled.needs is None else f" for {compiled.needs}"
     if ranks is not None:
@@ -114,7 +115,14 @@ def compile_command(
         f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
         f"{tuned}compiled in {seconds:.1f} s"
     )
+    text += f"\n{result['faster']}" if result["faster"] else ""
     show(result, text, as_json)
+
+
+def _faster(precision: str, compiled: Any) -> str | None:
+    from ...compiler.precision import faster_precision
+
+    return faster_precision(precision, compiled.target)
 
 
 def _compiled(
@@ -128,9 +136,9 @@ def _compiled(
     if ranks is None:
         refuse_given(["exchange", "network"], "it is for --ranks")
         return compile_model(model, **options)
-    for_gpus = ("fast_math", "cuda_graph", "precision")
+    for_gpus = ("fast_math", "cuda_graph")
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
-    for_one = ("machine", "weights", "outputs")
+    for_one = ("machine", "weights", "outputs", "precision")
     refuse_given(for_one, "it is for one process")
     from ...distributed.network.compile_network import compile_network
     from ...distributed.network_figures import read_figures

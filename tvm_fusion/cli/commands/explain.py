@@ -63,8 +63,9 @@ def explain_command(
     failed, and why; --json names the rules of all kernels. Several targets are told one by one.
     """
     if ranks is not None:
-        refuse_given(["resources", "precision"], "it is for GPUs")
-        refuse_given(["records", "machine"], "it does not change how rows are distributed")
+        refuse_given(["resources"], "it is for GPUs")
+        unused = ["records", "machine", "precision"]
+        refuse_given(unused, "it does not change how rows are distributed")
         from ...distributed.network.compile_network import explain_network
         from ...distributed.network.explain_network import segments_table
         from ...distributed.network_figures import read_figures
@@ -103,8 +104,7 @@ def _explained(
         report = explain_kernels(model, resources=resources, **kept)
         return report, explain_kernels_table(report, model.name)
     refuse_given(["resources"], "it is for --target cuda")
-    refuse_given(["precision"], "it is for GPUs")
     from ...compiler.explain.explain import explain, explain_table
 
-    found = explain(model, target=target, **options)
+    found = explain(model, target=target, precision=precision, **options)
     return found, explain_table(found, model.name)

@@ -18,6 +18,7 @@ from schedules.cost.machine import load_machine
 from ...onnx.frontend import import_onnx
 from .. import pipeline
 from ..launches import kernel_uses
+from ..precision import chosen_precision, faster_precision
 from ..targets.target import resolve
 from ..tuned import choose_records
 from .explain_slow import with_slow_kernels
@@ -31,6 +32,7 @@ def explain(
     winograd: str = "auto",
     records: str | os.PathLike[str] | None = None,
     machine: str | os.PathLike[str] | None = None,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Decide which pairs of ``model`` to fuse, and schedule its kernels; no code is generated.
 
@@ -50,22 +52,26 @@ def explain(
         Tuning records, as for ``compile``.
     machine : str or path, optional
         As for ``compile``.
+    precision : str
+        ``fp32``, ``bf16`` or ``auto``, as for ``compile``.
 
     Returns
     -------
     dict
-        ``target``. ``pairs``: one entry a candidate pair, in the order of the model: ``first`` and
-        ``second`` (names), ``input_shape``, ``layer1`` and ``layer2`` (texts), ``fused``,
-        ``reason``, ``flops``, and ``bytes_`` and ``intensity_`` (FLOPs a byte) ``unfused`` and
-        ``fused``. Values that are unknown because of symbolic shapes are None. ``functions``: in
-        the order of the model the ``name`` of each function, the ``rule`` that scheduled it (on a
-        CPU with the nest of a reduction: rows, columns or stream), its ``calls``, the rules that
-        ``failed`` on it, with the reasons, why it is likely to be ``slow``, empty where a rule for
-        its kind took it, and the tuning ``record`` that chose its knobs, or None. ``decisions``:
-        the times that were compared, each with ``decision`` (``fuse``, ``winograd`` or ``split``),
-        ``subject``, ``seconds`` by alternative, ``gain`` over the last of them, what was ``chosen``
-        by them, and their ``source``: ``model``, or the file of the tuning record that has them;
-        ``machine``: whose figures predicted those of the model.
+        ``target``. ``precision``: that of products, ``fp32`` or ``bf16``. ``faster``: a text on a
+        faster one, or None. ``pairs``: one entry a candidate pair, in the order of the model:
+        ``first`` and ``second`` (names), ``input_shape``, ``layer1`` and ``layer2`` (texts),
+        ``fused``, ``reason``, ``flops``, and ``bytes_`` and ``intensity_`` (FLOPs a byte)
+        ``unfused`` and ``fused``. Values that are unknown because of symbolic shapes are None.
+        ``functions``: in the order of the model the ``name`` of each function, the ``rule`` that
+        scheduled it (on a CPU with the nest of a reduction: rows, columns or stream), its
+        ``calls``, the rules that ``failed`` on it, with the reasons, why it is likely to be
+        ``slow``, empty where a rule for its kind took it, and the tuning ``record`` that chose its
+        knobs, or None. ``decisions``: the times that were compared, each with ``decision``
+        (``fuse``, ``winograd`` or ``split``), ``subject``, ``seconds`` by alternative, ``gain``
+        over the last of them, what was ``chosen`` by them, and their ``source``: ``model``, or the
+        file of the tuning record that has them; ``machine``: whose figures predicted those of the
+        model.
 
     Raises
     ------
@@ -75,7 +81,8 @@ def explain(
     measured = None if machine is None else load_machine(machine)
     host = resolve(target, machine=measured)
     found = choose_records(records, host)
-    options = pipeline.Options(fuse=fuse, winograd=winograd, records=found, machine=measured)
+    choices = {"fuse": fuse, "winograd": winograd, "precision": precision}
+    options = pipeline.Options(**choices, records=found, machine=measured)
     with recorded() as comparisons:
         mod = pipeline.optimize(import_onnx(model, shapes).mod, host, options)
     functions = [asdict(use) for use in kernel_uses(mod)]
@@ -83,6 +90,8 @@ def explain(
         del use["launches"]  # told by explain_kernels, for GPUs
     return {
         "target": str(host),
+        "precision": chosen_precision(precision, host),
+        "faster": faster_precision(precision, host),
         "pairs": read_report(mod),
         "functions": functions,
         "decisions": [asdict(one) for one in comparisons],
@@ -96,7 +105,8 @@ def explain_table(report: Mapping[str, Any], title: str = "") -> RenderableType:
     Kernels that are likely to be slow follow in a table of their own.
     """
     pairs = report["pairs"]
-    table = Table(title=title, caption=_totals(pairs))
+    caption = [_totals(pairs), report.get("faster")]
+    table = Table(title=title, caption=".\n".join(filter(None, caption)))
     for heading in ("first layer", "second layer", "input"):
         table.add_column(heading)
     for heading in ("MFLOP", "MB apart", "MB fused", "FLOP/B apart", "FLOP/B fused"):

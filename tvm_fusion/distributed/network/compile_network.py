@@ -154,11 +154,12 @@ def refuse_gpu_options(fast_math: bool, precision: str, cuda_graph: bool) -> Non
     TargetError
         If one is given.
     """
-    if fast_math or cuda_graph or precision != "fp32":
+    if fast_math or cuda_graph:
         raise TargetError(
-            "fast_math, precision and cuda_graph are for GPUs, and ranks compute on CPUs; leave "
-            "them out"
+            "fast_math and cuda_graph are for GPUs, and ranks compute on CPUs; leave them out"
         )
+    if precision != "fp32":
+        raise TargetError(f"precision={precision!r} has no effect with ranks: leave it out")
 
 
 def read_network(

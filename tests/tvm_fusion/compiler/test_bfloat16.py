@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of float32 with products of bfloat16 on CPUs: the numbers, what is rounded, the choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from click.testing import CliRunner
+from gpu_onnx import attention, bottlenecks
+from onnx import numpy_helper
+from onnx_reference import random_feed, relative_error, run_onnx
+
+import tvm_fusion
+from examples.models import mobilenet_v2, resnet_18
+from examples.transformers import bert_base
+from schedules.cpu.core.machine import CPUInfo
+from tvm_fusion.cli.command_line import cli
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.pipeline import Options
+from tvm_fusion.compiler.precision import chosen_precision, faster_precision
+from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.onnx.frontend import import_onnx
+
+INTEL, ZEN_4, ZEN_3, TILES = "icelake-server", "znver4", "znver3", "sapphirerapids"
+
+
+def model_of(text: str, **weights: np.ndarray) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+    for name, array in weights.items():
+        model.graph.initializer.append(numpy_helper.from_array(array.astype("float32"), name))
+    onnx.checker.check_model(model)
+    return model
+
+
+def rounded(array: np.ndarray) -> np.ndarray:
+    return array.astype("float32").astype(ml_dtypes.bfloat16).astype("float64")
+
+
+def pooled(seed: int = 3) -> onnx.ModelProto:
+    """The start of a network: a stem, a pool, a block with a projection, a concatenation."""
+    random = np.random.default_rng(seed)
+    shapes = {"a": (12, 3, 7, 7), "b": (16, 12, 1, 1), "c": (16, 12, 3, 3), "d": (10, 32)}
+    weights = {
+        name: random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
+        for name, shape in shapes.items()
+    }
+    return model_of(
+        """g (float[1,3,29,31] x) => (float[1,10] y) {
+            t = Conv<strides = [2, 2], pads = [3, 3, 3, 3]>(x, a)
+            u = Relu(t)
+            v = MaxPool<kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1]>(u)
+            left = Conv(v, b)
+            right = Conv<pads = [1, 1, 1, 1]>(v, c)
+            s = Add(left, right)
+            r = Relu(s)
+            e = Sigmoid(left)
+            f = Concat<axis = 1>(r, e)
+            m = GlobalAveragePool(f)
+            n = Flatten(m)
+            y = Gemm<transB = 1>(n, d)
+        }""",
+        **weights,
+    )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(bottlenecks(), id="bottlenecks"),
+        pytest.param(pooled(), id="pooled"),
+        pytest.param(attention(batch=2), id="attention"),
+        pytest.param(resnet_18(image_size=64), id="resnet-18", marks=pytest.mark.slow),
+        pytest.param(mobilenet_v2(image_size=64), id="mobilenet-v2", marks=pytest.mark.slow),
+        pytest.param(
+            bert_base(layers=2, width=128, heads=4, vocabulary=50, sequence=40),
+            id="bert",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_numbers_are_those_of_float32_up_to_rounding(model: onnx.ModelProto) -> None:
+    feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
+    if "bert" in model.graph.name.lower() or any("ids" in name for name in feed):
+        feed = {name: np.ones(array.shape, "int64") for name, array in feed.items()}
+    expected = run_onnx(model, feed)
+    found = tvm_fusion.compile(model, precision="bf16")(*feed.values())
+    outputs = found if isinstance(found, tuple) else (found,)
+    for actual, exact in zip(outputs, expected, strict=True):
+        assert 1e-5 < relative_error(actual, exact) < 4e-2
+
+
+def test_each_stored_tensor_is_rounded_once_and_sums_are_exact() -> None:
+    """Sums of integers are exact in float32, so that only roundings to bfloat16 remain."""
+    random = np.random.default_rng(7)
+    a, c = (random.integers(-2, 3, (16, 16, 3, 3)).astype(float) for _ in range(2))
+    d = random.integers(-3, 4, (16, 1, 3, 3)).astype(float)
+    bias = random.integers(-500, 500, 16) + 0.25
+    model = model_of(
+        """g (float[1,16,6,5] x) => (float[1,16,6,5] y, float[1,16,6,5] z) {
+            t = Conv<pads = [1, 1, 1, 1]>(x, a, bias)
+            u = Relu(t)
+            v = Conv<pads = [1, 1, 1, 1], group = 16>(u, d)
+            w = Conv<pads = [1, 1, 1, 1]>(v, c)
+            y = Add(w, u)
+            z = Neg(v)
+        }""",
+        a=a, c=c, d=d, bias=bias,
+    )  # fmt: skip
+    x = random.integers(-40, 40, (1, 16, 6, 5)).astype("float32")
+
+    def convolve(data: np.ndarray, weight: np.ndarray, depthwise: bool = False) -> np.ndarray:
+        data, total = np.pad(data, [(0, 0), (0, 0), (1, 1), (1, 1)]), 0
+        for kh, kw in np.ndindex(3, 3):
+            seen = data[:, :, kh : kh + 6, kw : kw + 5]
+            taps = weight[:, :, kh, kw]
+            if depthwise:
+                total = total + seen * taps[None, :, 0, None, None]
+            else:
+                total = total + np.einsum("nihw,oi->nohw", seen, taps)
+        return total
+
+    u = rounded(np.maximum(convolve(rounded(x), a) + bias[:, None, None], 0))
+    v = rounded(convolve(u, d, depthwise=True))
+    y, z = tvm_fusion.compile(model, precision="bf16")(x)
+    np.testing.assert_array_equal(y, (convolve(v, c) + u).astype("float32"))
+    np.testing.assert_array_equal(z, -v.astype("float32"))
+
+
+def test_products_of_matrices_round_both_factors() -> None:
+    random = np.random.default_rng(5)
+    a = random.integers(-300, 300, (64, 80)).astype(float)
+    b = random.integers(-1000, 1000, 80) + 0.5
+    c = random.integers(-300, 300, (70, 3)).astype(float)
+    model = model_of(
+        """g (float[2,17,64] x, float[80,70] s, float[3,64] few)
+            => (float[2,17,80] y, float[2,17,70] z, float[3,80] w, float[2,17,3] v) {
+            p = MatMul(x, a)
+            q = Add(p, b)
+            y = Relu(q)
+            z = MatMul(y, s)
+            v = MatMul(z, c)
+            w = MatMul(few, a)
+        }""",
+        a=a, b=b, c=c,
+    )  # fmt: skip
+    x, few = (
+        random.integers(-300, 300, shape).astype("float32") for shape in ((2, 17, 64), (3, 64))
+    )
+    s = random.integers(-9, 9, (80, 70)).astype("float32")
+    y, z, w, v = tvm_fusion.compile(model, precision="bf16")(x, s, few)
+    exact = np.maximum(rounded(x) @ rounded(a) + b, 0)
+    np.testing.assert_allclose(y, exact, rtol=1e-6)
+    np.testing.assert_allclose(z, rounded(y) @ rounded(s), rtol=1e-5, atol=1e-5 * np.abs(z).max())
+    np.testing.assert_allclose(w, rounded(few) @ rounded(a), rtol=1e-6, atol=1e-1)
+    np.testing.assert_allclose(v, rounded(z) @ rounded(c), rtol=1e-5, atol=1e-5 * np.abs(v).max())
+
+
+def test_what_stays_between_convolutions_has_half_the_bytes() -> None:
+    mod = pipeline.optimize(
+        import_onnx(bottlenecks()).mod, resolve("native", 2), Options(precision="bf16")
+    )
+    rules = [use.rule for use in kernel_uses(mod)]
+    assert rules.count("Conv2D") == 5, rules
+    types = [binding.var.ty for binding in mod["main"].body.blocks[0].bindings]
+    blocked = [str(ty.dtype) for ty in types if getattr(ty, "ndim", 0) == 5]
+    assert blocked.count("bfloat16") >= 5 and blocked.count("float32") <= 2, (
+        blocked
+    )  # the input as residual, the output
+
+
+def test_infinities_and_nan_arrive() -> None:
+    model = bottlenecks()
+    compiled = tvm_fusion.compile(model, precision="bf16")
+    feed = random_feed(model, 1)
+    feed["x"][0, 3, 2, 2] = np.nan
+    [expected] = run_onnx(model, feed)
+    found = compiled(feed["x"])
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+
+
+def test_a_comparison_tells_the_errors_of_layers() -> None:
+    found = tvm_fusion.compare(bottlenecks(), precision="bf16", layers=True, runs=2)
+    assert len(found.layers) == 5
+    assert all(1e-4 < layer.largest < 2e-2 for layer in found.layers), found.layers
+    assert found.options == {"precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"), [(ZEN_3, "fp32"), (INTEL, "fp32"), ("cooperlake", "fp32"), (ZEN_4, "bf16"),
+                       ("znver5", "bf16"), (TILES, "bf16"), ("graniterapids", "bf16")]
+)  # fmt: skip
+def test_auto_is_the_faster_one(name: str, auto: str) -> None:
+    target = resolve(name, 2)
+    assert chosen_precision("auto", target) == auto
+    text = faster_precision("fp32", target)
+    assert (text is not None) == (auto == "bf16")
+    assert faster_precision("bf16", target) is faster_precision("auto", target) is None
+    if text:
+        assert "precision='bf16' is faster on this CPU" in text
+    assert not CPUInfo.from_target(target).multiplies_pairs or "znver" in name
+
+
+def test_auto_on_a_gpu_is_float32() -> None:
+    assert chosen_precision("auto", resolve("cuda -arch=sm_90")) == "fp32"
+    assert faster_precision("fp32", resolve("cuda -arch=sm_90")) is None
+
+
+def test_commands_say_when_another_precision_is_faster(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(bottlenecks(), path)
+    faster = {}
+    for target in (TILES, ZEN_3):
+        given = [str(path), "--target", target, "--json"]
+        explained = CliRunner().invoke(cli, ["explain", *given])
+        output = tmp_path / f"{target}.so"
+        compiled = CliRunner().invoke(cli, ["compile", *given, "-o", str(output)])
+        assert explained.exit_code == compiled.exit_code == 0, explained.output + compiled.output
+        report = json.loads(explained.stdout)
+        assert report["precision"] == "fp32"
+        faster[target] = report["faster"], json.loads(compiled.stdout)["faster"]
+    assert faster[ZEN_3] == (None, None)
+    assert faster[TILES][0] == faster[TILES][1] == faster_precision("fp32", resolve(TILES))
+    shown = CliRunner().invoke(
+        cli, ["explain", str(path), "--target", TILES, "--precision", "auto"]
+    )
+    assert shown.exit_code == 0 and "is faster on this CPU" not in shown.output
