@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chart of the recorded races of networks: our speed beside that of the faster peer, for each CPU.
+
+python examples/benchmarks/speedups.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib
+from campaign import FOLDER
+
+from tvm_fusion.written_aside import written_aside
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402
+
+CPUS = {"znver3": "Zen 3 (AVX2)", "znver4": "Zen 4 (AVX-512)", "znver5": "Zen 5 (AVX-512)"}
+COLOURS = ("#3b7dd8", "#e08a2e", "#4f9d69")
+PEERS = {"ONNX Runtime", "OpenVINO"}
+
+
+def speedups(path: Path) -> dict[str, float]:
+    """Of each network of a file of results, the time of the faster peer in parts of ours."""
+    races = json.loads(path.read_text())["results"]
+    return {
+        name: min(engine["ratio"] for engine in race["engines"] if engine["title"] in PEERS)
+        for name, race in races.items()
+    }
+
+
+def draw(found: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draw a bar for each network and CPU; ``found`` is by title of the CPU and network."""
+    names = list(dict.fromkeys(name for each in found.values() for name in each))
+    height = 0.8 / len(found)
+    figure, axes = pyplot.subplots(figsize=(7, 0.4 * len(names) * len(found) / 1.5 + 1))
+    for index, (cpu, each) in enumerate(found.items()):
+        places = [names.index(name) + (index - (len(found) - 1) / 2) * height for name in each]
+        colour = COLOURS[index % len(COLOURS)]
+        bars = axes.barh(places, list(each.values()), height * 0.9, label=cpu, color=colour)
+        axes.bar_label(bars, fmt="%.2fx", padding=3, fontsize=8)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("speed of tvm-fusion over the faster of ONNX Runtime and OpenVINO")
+    axes.margins(x=0.1)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png", dpi=120)
+
+
+if __name__ == "__main__":
+    files = {family: FOLDER / family / "networks.json" for family in CPUS}
+    recorded = {CPUS[name]: speedups(path) for name, path in files.items() if path.exists()}
+    draw(recorded, FOLDER / "speedups.png")
