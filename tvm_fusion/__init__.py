@@ -7,9 +7,8 @@
 >>> compiled.save("model.so")                       # doctest: +SKIP
 
 Loading and running a saved model needs no compiler, so TVM's compiler is imported on first use of a
-name that needs it, such as :func:`compile` or :func:`explain`. Importing ``tvm_fusion.pipeline``,
-or this package after ``tvm``, registers the ops, and the pipeline as
-``relax.get_pipeline("tvm_fusion")``.
+name that needs it, such as :func:`compile` or :func:`explain`. ``import tvm`` registers the ops, the
+schedule rules, and the pipeline as ``relax.get_pipeline("tvm_fusion")``; see ``plugin.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import errors, plugin
 from .compiler.interrupts import interrupts_kept
 from .version import __version__
 
@@ -121,4 +120,4 @@ def __dir__() -> list[str]:
 
 
 if "tvm" in sys.modules:
-    importlib.import_module(".pipeline", __name__)
+    plugin.register()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public path of :mod:`tvm_fusion.compiler.pipeline`; importing it registers the pipeline."""
+"""Public path of :mod:`tvm_fusion.compiler.pipeline`."""
 
 from .compiler.pipeline import (
     NAME,

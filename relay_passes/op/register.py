@@ -11,6 +11,9 @@ from tvm.ir import Op
 
 from schedules.errors import OpError
 
+_REGISTERED = "tvm_fusion.registered"
+"""Attribute of an op that has its own functions, not stand-ins that import them."""
+
 
 def register_op(
     name: str,
@@ -34,14 +37,18 @@ def register_op(
     Returns
     -------
     Op
-        The op; an op that exists already is returned unchanged, so that a reload is harmless.
+        The op; one that is registered already is returned unchanged, so that a reload is harmless.
     """
     if name not in Op.list_op_names():
         tvm.ir._ffi_api.RegisterOp(name, description)
+    op = Op.get(name)
+    # has_attr tells whether any op has it; without it, there may be stand-ins for the functions.
+    if not (op.has_attr(_REGISTERED) and op.get_attr(_REGISTERED)):
+        tvm.ir.register_op_attr(name, _REGISTERED, True)
         tvm.ir.register_op_attr(name, "FInferType", infer_type)
         tvm.ir.register_op_attr(name, "FLegalize", legalize)
         tvm.ir.register_op_attr(name, "FPurity", True)
-    return Op.get(name)
+    return op
 
 
 def is_typed(*arguments: relax.Expr) -> bool:

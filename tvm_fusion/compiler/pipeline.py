@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline: passes and their order. It only composes; every rewriting is a pass.
 
-Importing this module registers it with Relax, so that ``relax.get_pipeline("tvm_fusion")`` gives
+``relax.get_pipeline("tvm_fusion")``, which ``plugin.py`` registers, gives
 a pass from an imported module to one that ``tvm.compile`` can generate code for.
 """
 
@@ -57,6 +57,7 @@ from schedules.cpu.loops.selections import CPU_ONLY
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
+from .. import plugin
 from ..codegen.nvrtc import tvm_compiler
 from ..errors import TargetError
 from ..runtime.host_arrays import ALIGNMENT
@@ -71,7 +72,7 @@ from .targets.target import is_gpu
 Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 Progress = Callable[[str, int, int], None]
 
-NAME = "tvm_fusion"
+NAME = plugin.PIPELINE
 
 WEIGHTS_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 """Types to which the matrices of products can be rounded, and their bits."""
@@ -429,7 +430,6 @@ def _cuda_compiler(target: Target, fast_math: bool = False) -> AbstractContextMa
     return tvm_compiler(str(target.attrs["arch"]), fast_math)
 
 
-@relax.register_pipeline(NAME)
 def tvm_fusion_pipeline(
     target: Target | None = None, fuse: Fuse = "auto", winograd: str = "auto"
 ) -> Pass:
@@ -459,3 +459,6 @@ def tvm_fusion_pipeline(
         return lower_to_vm(chosen)(optimize(mod, chosen, Options(fuse=fuse, winograd=winograd)))
 
     return run
+
+
+plugin.register()
