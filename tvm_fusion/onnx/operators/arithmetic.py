@@ -45,7 +45,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ..model.expansion import HALVES, Expansion
-from ..model.graph_edits import attribute, is_default_domain
+from ..model.graph_edits import attribute
 from ..model.tensor_facts import INTEGER_TYPES, SIGNED_TYPES, GraphFacts
 from .casts import widen, widen_gemm, widen_many, widen_sum
 from .operator import Operator, operators
@@ -192,28 +192,21 @@ def expand_power(expansion: Expansion) -> None:
     if power is not None:
         expansion.nodes += _products(node, power, facts)
         return
-    base, exponent = (facts.dtype(name) for name in node.input)
+    base, exponent = facts.dtype(node.input[0]), facts.constant(node.input[1])
     kind = WIDER.get(base)
     if kind is not None:
         wide = [expansion.emit("Cast", name, to=kind) for name in node.input]
         expansion.finish(expansion.emit("Cast", expansion.emit("Pow", *wide), to=base))
-    elif facts.constant(node.input[1]) is not None:
-        _cast_exponent(node, facts)
-    elif exponent != base:
+    elif exponent is not None:
+        _cast_exponent(node, exponent, facts)
+    elif facts.dtype(node.input[1]) != base:
         cast = expansion.emit("Cast", node.input[1], to=base)
         expansion.finish(expansion.emit("Pow", node.input[0], cast))
 
 
-def _is_power_of_floats(node: onnx.NodeProto, facts: GraphFacts) -> bool:
-    """Return whether the node is a Pow of floats."""
-    if not is_default_domain(node) or node.op_type != "Pow":
-        return False
-    base = facts.dtype(node.input[0])
-    return bool(base) and base not in INTEGER_TYPES
-
-
 def _small_exponent(node: onnx.NodeProto, facts: GraphFacts) -> int | None:
-    if not _is_power_of_floats(node, facts):
+    base = facts.dtype(node.input[0])
+    if not base or base in INTEGER_TYPES:
         return None
     exponent, dims = facts.constant(node.input[1]), facts.dims(node.input[0])
     if exponent is None or exponent.size != 1 or dims is None or exponent.ndim > len(dims):
@@ -245,16 +238,14 @@ def _products(node: onnx.NodeProto, exponent: int, facts: GraphFacts) -> list[on
     ]
 
 
-def _cast_exponent(node: onnx.NodeProto, facts: GraphFacts) -> None:
-    """Cast the exponent of a Pow to the type of its base, which TVM expects.
+def _cast_exponent(node: onnx.NodeProto, exponent: np.ndarray, facts: GraphFacts) -> None:
+    """Cast the constant exponent of a Pow to the type of its base, which TVM expects.
 
     A number becomes a vector of one: of a number from 3 on TVM warns on standard error.
     """
-    if not _is_power_of_floats(node, facts):
-        return
-    base, exponent = facts.dtype(node.input[0]), facts.constant(node.input[1])
-    is_number = exponent is not None and exponent.ndim == 0 and bool(facts.dims(node.input[0]))
-    if exponent is not None and (is_number or facts.dtype(node.input[1]) != base):
+    is_number = exponent.ndim == 0 and bool(facts.dims(node.input[0]))
+    base = facts.dtype(node.input[0])
+    if base and (is_number or facts.dtype(node.input[1]) != base):
         cast = exponent.astype(helper.tensor_dtype_to_np_dtype(base))
         cast = cast.reshape(1) if is_number else cast
         node.input[1] = facts.add_constant(f"{node.input[1]}/cast", cast)
@@ -280,7 +271,7 @@ SELU_ALPHA, SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 
 def expand_dropout(expansion: Expansion) -> None:
     """Replace a Dropout whose mask is read, unless it is in training mode."""
-    training = expansion.input(2) if len(expansion.node.input) > 2 else ""
+    training = expansion.input(2)
     value = expansion.facts.constant(training) if training else np.array(False)
     if len(expansion.node.output) < 2 or value is None or value.any():
         return

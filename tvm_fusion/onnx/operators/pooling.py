@@ -76,17 +76,13 @@ MAX_PLACES = "tvm_fusion.MaxPlaces"
 def expand_max_pool(expansion: Expansion) -> None:
     """Replace a MaxPool with places that :func:`max_pool_problem` accepts."""
     pad_pool(expansion)
-    if (
-        len(expansion.node.output) < 2
-        or max_pool_problem(expansion.node, expansion.facts) is not None
-    ):
+    node, facts = expansion.node, expansion.facts
+    if len(node.output) < 2 or max_pool_problem(node, facts) is not None:
         return
-    kept = {
-        entry.name: onnx.helper.get_attribute_value(entry) for entry in expansion.node.attribute
-    }
+    kept = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
     column_major = kept.pop("storage_order", 0)
     largest = expansion.emit("MaxPool", expansion.input(0), **kept)
-    sizes = (expansion.facts.shape(expansion.input(0)) or ())[2:]
+    sizes = (facts.shape(expansion.input(0)) or ())[2:]
     ones = [1] * len(sizes)
     pads = expansion.get("pads", 2 * [0] * len(sizes))
     places = expansion.emit(

@@ -70,7 +70,7 @@ def _reduced(expansion: Expansion, op_type: str, x: str) -> str:
     if expansion.opset < AXES_ARE_INPUTS and op_type != "ReduceSum":
         given = {} if axes is None else {"axes": axes}
         return expansion.emit(op_type, x, **given)
-    name = expansion.input(1) if len(expansion.node.input) > 1 else ""
+    name = expansion.input(1)
     if axes is not None:
         name = expansion.constant("axes", np.array(axes, np.int64))
     return expansion.emit(op_type, x, *filter(None, [name]))
@@ -127,11 +127,7 @@ def _keeps_all_axes(expansion: Expansion) -> bool:
     if not expansion.get("noop_with_empty_axes", 0):
         return False
     axes = expansion.facts.constant(expansion.input(1))
-    return (
-        len(expansion.node.input) < 2
-        or not expansion.input(1)
-        or (axes is not None and not axes.size)
-    )
+    return not expansion.input(1) or (axes is not None and not axes.size)
 
 
 def _of_each(expansion: Expansion, kind: int) -> str:
@@ -156,11 +152,7 @@ _MOST_DIMENSIONS = 8
 def choose_reduction(expansion: Expansion) -> None:
     """Choose among the results of a reduction whose axes depend on data."""
     facts = expansion.facts
-    if (
-        len(expansion.node.input) < 2
-        or not expansion.input(1)
-        or facts.constant(expansion.input(1)) is not None
-    ):
+    if not expansion.input(1) or facts.constant(expansion.input(1)) is not None:
         return
     shape, wanted = facts.shape(expansion.input(0)), facts.shape(expansion.node.output[0])
     count = facts.shape(expansion.input(1))
@@ -203,7 +195,7 @@ def _candidates(
 def choose_scan(expansion: Expansion) -> None:
     """Choose among the results of a CumSum or a CumProd whose axis depends on data."""
     facts = expansion.facts
-    if len(expansion.node.input) < 2 or facts.constant(expansion.input(1)) is not None:
+    if not expansion.input(1) or facts.constant(expansion.input(1)) is not None:
         return
     shape, sizes = facts.shape(expansion.input(0)), facts.shape(expansion.input(1))
     if shape is None or sizes is None or math.prod(sizes) != 1:
