@@ -24,6 +24,7 @@ from schedules.cpu.loops.matmul.narrow_matrix import (
     pack_scales,
     tile_columns,
 )
+from schedules.workload.conv2d import WORDS
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import Value, is_claimed, op_name
@@ -64,7 +65,7 @@ class MultiplyNarrow:
     for ``SimplifyInference`` to make constants of: matrices that something else reads than a
     product of floats; small ones, and those narrower than a vector; those whose scales are shared
     by fewer rows than the kernel takes at once; and products whose other operand is quantised,
-    which ``MultiplyBytes`` takes.
+    which ``MultiplyBytes`` takes; but for one row where the CPU multiplies bytes in 16 bits.
 
     Parameters
     ----------
@@ -118,9 +119,10 @@ class _Rewriter(PyExprMutator):
         shape = x.ty.shape
         if not isinstance(shape, relax.ShapeExpr) or x.ty.ndim < 2:
             return call
-        if str(x.ty.dtype) not in _TYPES or self._is_quantised(x):
+        rows = list(shape.values)[:-1]
+        if str(x.ty.dtype) not in _TYPES or self._multiplies_bytes(x, rows):
             return call
-        packed = self._matrix(weight, list(shape.values)[:-1])
+        packed = self._matrix(weight, rows)
         return call if packed is None else self._product(call, packed)
 
     def _rows(self, call: relax.Call) -> relax.Call | None:
@@ -182,8 +184,15 @@ class _Rewriter(PyExprMutator):
             ]
         return self._in_bytes[key]
 
-    def _is_quantised(self, x: relax.Expr) -> bool:
-        return op_name(self._bound(x)) == "relax.dequantize"
+    def _multiplies_bytes(self, x: relax.Expr, rows: Sequence[tirx.Expr]) -> bool:
+        """Whether ``MultiplyBytes`` takes a product with ``x``.
+
+        Where products are added in pairs, its matrices have 16 bits, for which one row waits longer
+        than it takes to widen 8.
+        """
+        is_row = all(isinstance(row, tirx.IntImm) and int(row) == 1 for row in rows)
+        in_pairs = self._cpu.word_channels == WORDS["int16"]
+        return op_name(self._bound(x)) == "relax.dequantize" and not (is_row and in_pairs)
 
     def _bound(self, expr: relax.Expr) -> Value:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else expr

@@ -132,15 +132,18 @@ def test_chosen_rows_must_fit() -> None:
 
 
 def test_quantised_rows_are_left() -> None:
-    x = relax.Var("x", relax.TensorType((4, 64), "uint8"))
-    builder = relax.BlockBuilder()
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            scale, zero = relax.const(np.float32(0.1)), relax.const(np.uint8(3))
-            rows = builder.emit(relax.op.dequantize(x, scale, zero))
-            result = builder.emit_output(relax.op.matmul(rows, builder.emit(widening())))
-        builder.emit_func_output(result)
-    assert not kernels(builder.get())
+    """But for one row, where bytes are multiplied in 16 bits, and would be stored so."""
+    vnni = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
+    for rows, target, wanted in ((4, AVX2, set()), (1, vnni, set()), (1, AVX2, {"narrow_matmul"})):
+        x = relax.Var("x", relax.TensorType((rows, 64), "uint8"))
+        builder = relax.BlockBuilder()
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                scale, zero = relax.const(np.float32(0.1)), relax.const(np.uint8(3))
+                floats = builder.emit(relax.op.dequantize(x, scale, zero))
+                result = builder.emit_output(relax.op.matmul(floats, builder.emit(widening())))
+            builder.emit_func_output(result)
+        assert kernels(builder.get(), target) == wanted
 
 
 def test_operands_must_fit() -> None:
