@@ -231,6 +231,7 @@ def _records() -> list[Artifact]:
     from tvm_fusion.compiler.targets.target import resolve
     from tvm_fusion.compiler.tuned import SHIPPED, choose_records
     from tvm_fusion.tuning.meta_schedule_records import read_measurements
+    from tvm_fusion.tuning.record_files import import_measured
 
     lines = (SHIPPED / "znver4.jsonl").read_bytes().splitlines(keepends=True)
     data = b"".join(lines[:: max(1, len(lines) // 6)])
@@ -254,8 +255,12 @@ def _records() -> list[Artifact]:
 
         tvm_fusion.compile(small_model(), "znver4", records=path, threads=1)
 
+    def take_in(path: Path) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            import_measured(Path(folder), path)
+
     readers = (
-        *(choose, compile_with, read_measurements),
+        *(choose, compile_with, read_measurements, take_in),
         *(command("records", verb, "FILE") for verb in ("list", "verify", "prune")),
         command("records", "merge", "/dev/null/x", "FILE"),
     )

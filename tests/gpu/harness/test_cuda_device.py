@@ -17,6 +17,17 @@ from small_onnx import small_model
 from tvm.target import Target
 
 import tvm_fusion
+from examples.benchmarks.gpu.offline.kernel_cases import (
+    KernelCase,
+    pair,
+    product,
+    small_cases,
+)
+from examples.benchmarks.gpu.offline.kernel_cases import (
+    attention as attention_case,
+)
+from examples.benchmarks.gpu.offline.stages import random_arrays
+from examples.benchmarks.pack_gpu import onnx_model
 from schedules.workload.workspace_layout import PLACES
 from tvm_fusion.codegen.nvrtc import tvm_compiler
 from tvm_fusion.errors import TargetError
@@ -71,6 +82,31 @@ def test_rows_of_several_blocks(build: Callable[[], onnx.ModelProto]) -> None:
         assert_same(first, run_onnx(model, feed), limit=1e-5)
         for _ in range(20):
             np.testing.assert_array_equal(compiled(**feed), first)
+
+
+KERNELS = [
+    *(case for case in small_cases() if case.flops),
+    product("odd product float16", 257, 200, 136),
+    product("one row float16", 1, 264, 128),
+    attention_case("attention of width 128", 2, 3, 65, 128),
+    pair("odd pair", 3, (32, 64, 128), 7),
+    pair("pair float32", 1, (32, 32, 64), 9, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.name)
+def test_products_attention_and_pairs(case: KernelCase, tmp_path: Path) -> None:
+    """On tensor cores in float16 and TF32; each call has the same bits."""
+    model = onnx_model(case)
+    compiled = tvm_fusion.compile(model, "cuda", **case.options)
+    compiled.save(tmp_path / "model.so")
+    loaded = tvm_fusion.load(tmp_path / "model.so")
+    for _ in range(3):
+        feed = dict(zip(case.inputs, random_arrays(case), strict=True))
+        found = compiled(**feed)
+        assert_same(found, run_onnx(model, feed), limit=2 * case.tolerance)
+        for one in (compiled, loaded):
+            np.testing.assert_array_equal(one(**feed), found)
 
 
 def test_tensors_stay_on_the_device() -> None:
