@@ -13,6 +13,7 @@ from tvm.ir import IRModule, Op
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.tile_conv2d_knobs import fastest_block
 from schedules.errors import OpError
 from schedules.gpu.conv2d.tensor_core_pair import takes_pair
 from schedules.gpu.core.machine import KINDS, GPUInfo, gpu_target
@@ -24,7 +25,7 @@ from ..core.pass_target import pass_target
 from ..op.pack import unpack
 from .packed import RULES
 from .packed.consumers import Uses, find_uses
-from .packed.convolution import CONVOLUTION_RULES, is_cut, read_convolution
+from .packed.convolution import CONVOLUTION_RULES, is_cut, kernel_of, read_convolution
 from .packed.packing_state import Packed, Result, Scope, Takes
 
 _PACK = "relax.tvm_fusion.pack"
@@ -59,8 +60,8 @@ class PackLayout:
     Parameters
     ----------
     target : Target | None
-        Gives the number of lanes: the vectors of a CPU; 4 on a GPU. None stands for the current
-        target.
+        Gives the number of lanes: the vectors of a CPU, or the rows of its tile registers; 4 on a
+        GPU. None stands for the current target.
     block : int | None
         The number of lanes, whatever the target.
     tf32 : bool
@@ -81,7 +82,7 @@ class PackLayout:
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        lanes = self.block or _channel_lanes(pass_target(self.target, "PackLayout"))
+        lanes = self.block or _channel_lanes(mod, pass_target(self.target, "PackLayout"))
         target, takes, pairs = gpu_target(self.target), _takes_all, False
         if target is not None:
             gpu = GPUInfo.from_target(target)
@@ -95,13 +96,33 @@ class PackLayout:
         return packer.builder_.get()
 
 
-def _channel_lanes(target: Target) -> int:
-    """Channels in a block, of float32.
+def _channel_lanes(mod: IRModule, target: Target) -> int:
+    """Channels in a block.
 
-    On a CPU they fill a vector register. On a GPU they are 4, the 16 bytes that a thread loads at
-    once, while neighbouring threads process neighbouring pixels.
+    On a CPU those of float32 fill a vector register; more fill the rows of tile registers, where
+    these compute all convolutions. On a GPU they are 4, the 16 bytes that a thread loads at once,
+    while neighbouring threads process neighbouring pixels.
     """
-    return LANES if target.kind.name in KINDS else CPUInfo.from_target(target).lanes("float32")
+    if target.kind.name in KINDS:
+        return LANES
+    cpu = CPUInfo.from_target(target)
+    lanes = cpu.lanes("float32")
+    kernels = _convolutions(mod) if cpu.tiles else []
+    return fastest_block(kernels, cpu) or lanes
+
+
+def _convolutions(mod: IRModule) -> list[Conv2DKernel]:
+    """The convolutions of a module that are in NCHW."""
+    found: list[Conv2DKernel] = []
+
+    def look(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Call) and (kernel := kernel_of(expr)) is not None:
+            found.append(kernel)
+
+    for func in mod.functions.values():
+        if isinstance(func, relax.Function):
+            relax.analysis.post_order_visit(func, look)
+    return found
 
 
 def _takes_all(_: Conv2DKernel) -> bool:

@@ -12,7 +12,14 @@ from relay_passes.op.fused_conv2d import FUSED_CONV2D
 from relay_passes.op.pack import pack
 from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from relay_passes.op.round_clip import BYTE
-from schedules.workload.conv2d import BOUNDED, WORD_BYTES, WORDS, Activation, ConvLayer
+from schedules.workload.conv2d import (
+    BOUNDED,
+    WORD_BYTES,
+    WORDS,
+    Activation,
+    Conv2DKernel,
+    ConvLayer,
+)
 
 from .packing_state import Packed, Result, Rule, Scope, Takes, is_single_pixel
 from .weight_packing import fits_pairs, weight_form
@@ -37,18 +44,18 @@ def read_convolution(call: relax.Call, block: int, takes: Takes) -> tuple[ConvLa
     tuple[ConvLayer, ...] | None
         One layer, or the two of a pair.
     """
+    kernel = kernel_of(call)
+    if kernel is None or ((kernel.is_quantized or kernel.sums) and block % WORDS[kernel.dtype]):
+        return None
+    return kernel.layers if takes(kernel) else None
+
+
+def kernel_of(call: relax.Call) -> Conv2DKernel | None:
+    """The kernel of a convolution call in NCHW, else None."""
     name = call.op.name if isinstance(call.op, Op) else ""
     if name not in CONVOLUTION_RULES or str(call.attrs["out_layout"]) != "NCHW":
         return None
-    if name != QUANTIZED_CONV2D.name:
-        kernel = read_kernel(call, _OPS[name])
-        if kernel.sums is not None and block % WORDS[kernel.dtype]:
-            return None
-    elif block % WORD_BYTES:
-        return None
-    else:
-        kernel = read_quantized(call)
-    return kernel.layers if takes(kernel) else None
+    return read_quantized(call) if name == QUANTIZED_CONV2D.name else read_kernel(call, _OPS[name])
 
 
 def is_cut(layer: ConvLayer, block: int) -> bool:

@@ -17,6 +17,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
+from typing import Any, ClassVar
 
 import numpy as np
 from tvm import s_tir, tirx
@@ -162,7 +163,7 @@ class Conv2D(PackedRule):
     output; returns None for everything else.
     """
 
-    template = CONV2D
+    template: ClassVar[PackedTemplate[Any]] = CONV2D
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the convolution; None for one of bytes that the CPU does not multiply."""
@@ -372,8 +373,11 @@ def _nest(
         with T.sblock("words"):
             T.reads()
             T.writes()
-            copied = rounded if ops.rounding is not None else widened
-            _tiles(copied(ops, units, knobs), flat, units, runs, blocks, knobs)
+            if ops.rounding is not None:
+                copied = rounded(ops, units, knobs.unit_group)
+            else:
+                copied = widened(ops, units, knobs)
+            _tiles(copied, flat, units, runs, blocks, knobs)
         return
     _tiles(ops, flat, units, runs, blocks, knobs)
 

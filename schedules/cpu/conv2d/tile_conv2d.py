@@ -27,7 +27,8 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
-from schedules.workload.conv2d import WORD_BYTES, Conv2DKernel
+from schedules.compute.conv2d import activate
+from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import TILE_BITS, CPUInfo
@@ -48,15 +49,16 @@ from ..cost.tile_conv2d_knobs import (
     TileConv2DKnobs,
     TileGeometry,
     default_tile_knobs,
-    lanes_of,
+    fits_tiles,
+    packed_tiles,
     tile_conv2d_space,
     tile_cycles,
 )
 from .conv2d import Conv2D, PackedTemplate, operands, packed_kernel
 from .register_tile_nest import flatten, is_flat
+from .words_of_rows import rounded
 
 _LEFT, _RIGHT = 4, 6  # registers of factors; those of sums come first
-PACKED_TILES = 4  # whose bytes fill a vector
 
 
 class TileConv2DTemplate(PackedTemplate[TileConv2DKnobs]):
@@ -89,22 +91,17 @@ TILE_CONV2D = TileConv2DTemplate()
 
 
 class TileConv2D(Conv2D):
-    """Rule for packed convolutions of bytes whose blocks of channels fill rows of tiles.
+    """Rule for dense packed convolutions of bytes or bfloat16 whose blocks fit rows of tiles.
 
-    Returns None for CPUs without tile registers for bytes, for images of floats, and for all that
-    :class:`.Conv2D` leaves alone.
+    Returns None for CPUs whose tile registers do not multiply these.
     """
 
     template = TILE_CONV2D
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the convolution; None where tiles cannot compute it."""
-        kernel, cpu = packed_kernel(func, layers=1), CPUInfo.from_target(target)
-        if kernel is None or kernel.dtype not in cpu.tiles or kernel.layers[0].groups > 1:
-            return None
-        is_narrow = lanes_of(kernel.data_layout) <= WORD_BYTES * TILE_WORDS
-        has_words = kernel.word == WORD_BYTES and kernel.rounding is None
-        return kernel if is_narrow and has_words and not kernel.lanes % TILE_WORDS else None
+        kernel = packed_kernel(func, layers=1)
+        return kernel if kernel and fits_tiles(kernel, CPUInfo.from_target(target)) else None
 
 
 def tile_conv2d_template(
@@ -130,13 +127,13 @@ def tile_conv2d_template(
             channels = chunk(
                 channel_groups, tirx.floormod(piece, knobs.block_chunks), knobs.block_chunks
             )
-            packs = cpu.vector_bits == TILE_BITS
+            packed = packed_tiles(kernel, knobs) if cpu.vector_bits == TILE_BITS else 1
             with T.sblock("tiles"):
                 T.reads()
                 T.writes()
                 ops = _bordered(ops, found, knobs, pixels)
                 with tile_unit(shapes, kernel.dtype, cpu) as unit:
-                    _TileNest(ops, found, knobs, unit, packs).write(pixels, channels)
+                    _TileNest(ops, found, knobs, unit, packed).write(pixels, channels)
     return builder.schedule()
 
 
@@ -150,15 +147,18 @@ def _unit(found: TileGeometry, knobs: TileConv2DKnobs, group: Index, number: int
 def _bordered(
     ops: LayerOperands, found: TileGeometry, knobs: TileConv2DKnobs, pixels: Span
 ) -> LayerOperands:
-    """The layer on a copy of the rows of a chunk, with the zeros around them; or as it is."""
+    """The layer on a copy of the rows of a chunk, with what is around them; or as it is."""
     layer, source = ops.layer, ops.source
-    if not any(layer.padding):
+    if ops.rounding is None and not any(layer.padding):
         return ops
     tiles = found.tiles_of_line(knobs.rows)
     units = -(-found.groups(knobs)[0] // knobs.unit_chunks) * knobs.pixel_tiles
     lines = min(found.lines, -(-(units - 1) // tiles) + 1)
     first = tirx.floordiv(_unit(found, knobs, pixels[0], 0), tiles)
     last = tirx.floordiv(_unit(found, knobs, pixels[1] - 1, knobs.pixel_tiles - 1), tiles)
+    if ops.rounding is not None:
+        narrow = rounded(replace(ops, lanes=TILE_WORDS), (first, last + 1), lines)
+        return replace(narrow, lanes=ops.lanes)
     reach = [(layer.kernel[i] - 1) * layer.dilation[i] + 1 for i in range(2)]
     height = (lines - 1) * layer.strides[0] + reach[0]
     width = (found.width - 1) * layer.strides[1] + reach[1]
@@ -217,15 +217,15 @@ class _TileNest:
         The setting.
     unit : TileUnit
         The registers.
-    packs : bool
-        Whether the CPU packs vectors of 512 bits.
+    packed : int
+        Channel tiles whose outputs are packed into a vector.
     """
 
     ops: LayerOperands
     found: TileGeometry
     knobs: TileConv2DKnobs
     unit: TileUnit
-    packs: bool
+    packed: int
 
     def __post_init__(self) -> None:
         tiles = self.knobs.pixel_tiles * self.knobs.channel_tiles
@@ -361,34 +361,40 @@ class _TileNest:
                 if image is not None
             ]
             values = [self._value(n, sums + n * TILE_ELEMENTS, places[-1]) for n in range(tiles)]
-            is_vector = tiles == PACKED_TILES and self._in_one_block
-            if self.packs and is_vector and ops.out_dtype == "uint8":
-                place = T.ramp(self._place(0, places[0], ops.output), 1, tiles * TILE_WORDS)
-                T.buffer_store(ops.output.buffer, packed_bytes(values, ops.ending), [place])
-                return
-            for n, value in enumerate(values):
-                place = T.ramp(self._place(n, places[0], ops.output), 1, TILE_WORDS)
-                T.buffer_store(ops.output.buffer, ended(ops, value), [place])
+            each = self.packed
+            for n in range(0, tiles, each):
+                value = self._packed(values[n : n + each]) if each > 1 else ended(ops, values[n])
+                place = T.ramp(self._place(n, places[0], ops.output), 1, each * TILE_WORDS)
+                T.buffer_store(ops.output.buffer, value, [place])
 
     def _value(self, number: int, sums: Index, residual: Index) -> tirx.Expr:
         """Sums of a channel tile, with what follows them up to the rounding."""
-        ops = replace(self.ops, lanes=TILE_WORDS)
+        ops, floats = replace(self.ops, lanes=TILE_WORDS), f"float32x{TILE_WORDS}"
         value = self._sums[T.ramp(sums, 1, TILE_WORDS)]
         channel = T.ramp((self._state[0] + number) * TILE_WORDS, 1, TILE_WORDS)
-        value = T.Cast(f"float32x{TILE_WORDS}", value) * ops.scale[channel] + ops.bias[channel]
+        if ops.scale is None:
+            value = T.reinterpret(floats, value)
+        else:
+            value = T.Cast(floats, value) * ops.scale[channel]
+        if ops.bias is not None:
+            value = value + ops.bias[channel]
         if ops.residual is None:
             return value
         return with_residual(ops, value, self._place(number, residual, ops.residual))
 
-    @property
-    def _in_one_block(self) -> bool:
-        """Whether the channel tiles of a group are neighbours in memory."""
-        return self.ops.lanes // TILE_WORDS % self.knobs.channel_tiles == 0
+    def _packed(self, values: Sequence[tirx.Expr]) -> tirx.Expr:
+        ops = self.ops
+        if ops.out_dtype == "uint8":
+            return packed_bytes(values, ops.ending)
+        low, high = (activate(value, ops.ending, "float32") for value in values)
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        both = T.call_llvm_pure_intrin("bfloat16x32", name, high, low)
+        return T.reinterpret("uint16x32", both)
 
     def _place(self, number: int, pixel: Index, image: FeatureMap) -> Index:
         """Place of a channel tile of a pixel, from that of the pixel in the first block."""
         each, first = self.ops.lanes // TILE_WORDS, self._state[0]
-        if self._in_one_block:
+        if each % self.knobs.channel_tiles == 0:  # all tiles in one block
             block, lane = tirx.floordiv(first, each), tirx.floormod(first, each) + number
         else:
             block, lane = (f(first + number, each) for f in (tirx.floordiv, tirx.floormod))

@@ -34,7 +34,7 @@ def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
     else:
         first_row, stop = source_span(units, ops.layer, source.height, axis=0)
         first, last = first_row * width, stop * width
-        most = width * _rows_read(ops.layer, source.height, knobs)
+        most = width * _rows_read(ops.layer, source.height, knobs.unit_group)
     words, each = (source.lanes, ops.word) if ops.pairs else (source.lanes // ops.word, 1)
     dtype = ops.dtype if ops.pairs else "int32"
     stored = FeatureMap(
@@ -59,16 +59,25 @@ def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
     return replace(ops, source=stored)
 
 
-def _rows_read(layer: ConvLayer, height: int, knobs: Conv2DKnobs) -> int:
-    """Most rows of an image that a group of units, which are rows, reads."""
+def _rows_read(layer: ConvLayer, height: int, rows: int) -> int:
+    """Most rows of an image that so many rows of the output read."""
     reach = (layer.kernel[0] - 1) * layer.dilation[0] + 1
-    return min(height, (knobs.unit_group - 1) * layer.strides[0] + reach)
+    return min(height, (rows - 1) * layer.strides[0] + reach)
 
 
-def rounded(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperands:
+def rounded(ops: LayerOperands, rows: Span, count: int) -> LayerOperands:
     """Round an image of floats to bytes, in words of four, or of two in 16 bits.
 
     The copy contains what the layer pads, which need not be zero bytes.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    rows : Span
+        Rows of its output for which the image is read.
+    count : int
+        Most rows that these can be.
     """
     rounding, source, words = ops.rounding, ops.source, WORD_BYTES // ops.word
     assert rounding is not None
@@ -76,8 +85,8 @@ def rounded(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
     channels = -(-ops.layer.in_channels // ops.word)
     layer = replace(ops.layer, padding=(0, 0, 0, 0), in_channels=channels)
     height, width = source.height + top + bottom, source.width + left + right
-    first, stop = source_span(units, layer, height, axis=0)
-    most = width * words * _rows_read(layer, height, knobs)
+    first, stop = source_span(rows, layer, height, axis=0)
+    most = width * words * _rows_read(layer, height, count)
     stored = FeatureMap(
         buffer=T.sblock_alloc_buffer((most,), "int32"),
         offset=-first * (width * words),

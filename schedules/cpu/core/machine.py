@@ -267,7 +267,8 @@ def _tiles(features: set[str], bits: int) -> frozenset[str]:
     """Types that tile registers multiply; what follows their products takes whole vectors."""
     if "amx-tile" not in features or bits != TILE_BITS:
         return frozenset()
-    return frozenset(dtype for dtype, name in TILE_PRODUCTS.items() if name in features)
+    found = {dtype for dtype, name in TILE_PRODUCTS.items() if name in features}
+    return frozenset(found if "avx512bf16" in features else found - {"bfloat16"})
 
 
 def _word_channels(features: set[str], bits: int) -> int:

@@ -599,7 +599,7 @@ def _multiply(
             _load(ops.weight, weight + v * per_block + lane * lanes, lanes) for v in range(blocks)
         ]
         for part in range(parts):
-            factors = [_part(vector, part) for vector in vectors] if ops.pairs else vectors
+            factors = [word_part(vector, part) for vector in vectors] if ops.pairs else vectors
             for number, p in enumerate(range(*span)):
                 factor = element(number, lane * parts + part)
                 for v, vector in enumerate(factors):
@@ -608,7 +608,7 @@ def _multiply(
                     _store(total, value, 0, lanes)
 
 
-def _part(words: tirx.Expr, part: int) -> tirx.Expr:
+def word_part(words: tirx.Expr, part: int) -> tirx.Expr:
     """One of the two bfloat16 of each word as float32."""
     lanes = tvm.DataType(str(words.ty.dtype)).lanes
     if part:

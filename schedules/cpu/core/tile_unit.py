@@ -20,6 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from .machine import CPUInfo
+from .micro_kernel import word_part
 from .tiles import Index
 
 TILES = "tvm_fusion.tiles"
@@ -174,7 +175,7 @@ class TileLoops(TileUnit):
         with T.serial(0, depth) as word:
             pair = self._factors(left, right, row, word)
             for part, each in enumerate(sums):
-                first, second = (_half(words, part) for words in pair)
+                first, second = (word_part(words, part) for words in pair)
                 T.buffer_store(each, each[whole] + first * second, [whole])
         added = sums[0][whole] + sums[1][whole]
         before = T.reinterpret(f"float32x{TILE_WORDS}", self._row(total, row))
@@ -197,12 +198,6 @@ class TileLoops(TileUnit):
 
 def _word(value: int) -> tirx.Expr:
     return T.broadcast(T.int32(value), TILE_WORDS)
-
-
-def _half(words: tirx.Expr, part: int) -> tirx.Expr:
-    """The first or the second bfloat16 of words, as float32."""
-    bits = words & _word(-65536) if part else words << _word(16)
-    return T.reinterpret(f"float32x{TILE_WORDS}", bits)
 
 
 @contextmanager

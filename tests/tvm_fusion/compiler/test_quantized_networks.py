@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -21,6 +23,7 @@ from tvm.target import Target
 
 import tvm_fusion
 from relay_passes import FuseEpilogue, MultiplyBytes, SimplifyInference
+from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.codegen.device_code import cuda_texts
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
@@ -111,6 +114,25 @@ def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
     products = [kernel for kernel in kernels if "row_col_s32_s8_u8_s32" in kernel]
     pairs = [kernel for kernel in products if "row_col_s32_u8_s8_s32" in kernel]
     assert (len(products), len(pairs)) == (2, 1)
+
+
+@pytest.mark.parametrize("form", list(QuantFormat), ids=str)
+def test_numbers_by_loops_in_place_of_tile_registers(form, tmp_path):
+    """Channels lie in blocks of 64 bytes, in which the whole network is computed."""
+    model = quantized(dense_block(1, 9, 64), tmp_path, form, QuantType.QUInt8)
+    x = next(iter(Images(model).get_next().values()))
+    (wanted,) = run_onnx(model, {"x": x})
+    target = resolve("native", 1)
+    tiles = {"tiles": frozenset({"uint8"}), "emulates_tiles": True, "word_channels": 4}
+    with described(target, replace(CPUInfo.from_target(target), **tiles)):
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options())
+        found = tvm_fusion.compile(model, target, records="none")(x)
+    kernels = [f for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
+    assert [str(kernel.attrs["tvm_fusion.rule"]) for kernel in kernels] == ["TileConv2D"] * 3
+    assert all("NCHW64c" in str(kernel.attrs["tvm_fusion.workload"]) for kernel in kernels)
+    step = np.diff(np.unique(wanted)).min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
 def test_models_for_tile_registers_start_on_no_other_cpu(tmp_path, monkeypatch):

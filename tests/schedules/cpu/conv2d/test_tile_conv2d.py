@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import pytest
 from cpu.conv2d.test_conv2d import SEED
-from cpu.conv_cases import TARGET, assembly, compile_function
-from cpu.quantized_cases import ADDITIONS, QuantizedCase, quantized_cases
+from cpu.conv2d.test_conv2d_bfloat16 import TYPES
+from cpu.conv2d.test_conv2d_bfloat16 import build as build_floats
+from cpu.conv2d.test_conv2d_bfloat16 import check as check_floats
+from cpu.conv2d.test_conv2d_bfloat16 import kernel_of as kernel_of_floats
+from cpu.conv_cases import TARGET, Case, assembly, compile_function
+from cpu.conv_cases import cases as cases_of_floats
+from cpu.quantized_cases import ADDITIONS, ROUNDINGS, QuantizedCase, quantized_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import tirx
@@ -24,7 +29,7 @@ from schedules.cpu.cost.tile_conv2d_knobs import (
 )
 from schedules.workload.conv2d import Activation, ConvLayer
 
-TILES = {"tiles": frozenset({"uint8"}), "emulates_tiles": True, "word_channels": 4}
+TILES = {"tiles": frozenset({"uint8", "bfloat16"}), "emulates_tiles": True, "word_channels": 4}
 CPU = replace(CPUInfo.from_target(TARGET), **TILES)
 BYTES = Activation("round_clip", 0, 255)
 FEW = settings(max_examples=settings.default.max_examples // 4)
@@ -55,14 +60,13 @@ def test_numbers_with_any_knobs(case, cores, data):
     case.check(compile_function(schedule(case, data.draw(st.sampled_from(space)))), 1)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_tiles_that_reach_back(interleaved):
+@pytest.mark.parametrize(("shape", "interleaved"), [((1, 4), True), ((2, 2), False)])
+def test_tiles_that_reach_back(shape, interleaved):
     """29 pixels in tiles of 10, 80 channels in fours of 16; two pieces of each."""
     layer = ConvLayer(70, 80, (1, 1), activation=Activation("round_clip", -100, 155))
     case = QuantizedCase(layer, 2, 1, 29, 16, False, "uint8", addition=ADDITIONS[0])
-    for shape in ((1, 4), (2, 2)):
-        knobs = TileConv2DKnobs(10, *shape, 2, 2, 4, interleaved)
-        case.check(compile_function(schedule(case, knobs)), 5)
+    knobs = TileConv2DKnobs(10, *shape, 2, 2, 4, interleaved)
+    case.check(compile_function(schedule(case, knobs)), 5)
 
 
 def test_images_of_one_pixel_are_rows_of_a_matrix():
@@ -72,9 +76,10 @@ def test_images_of_one_pixel_are_rows_of_a_matrix():
     case.check(compile_function(schedule(case)), 1)
 
 
-def test_a_first_layer_reads_the_pixels_of_a_row_at_once():
+@pytest.mark.parametrize("rounding", [None, ROUNDINGS[0]], ids=["bytes", "floats"])
+def test_a_first_layer_reads_the_pixels_of_a_row_at_once(rounding):
     layer = ConvLayer(3, 40, (7, 7), (2, 2), (3, 3, 3, 3), activation=BYTES)
-    case = QuantizedCase(layer, 1, 30, 33, 16, True, "uint8")
+    case = QuantizedCase(layer, 1, 30, 33, 64, True, "uint8", rounding=rounding)
     case.check(compile_function(schedule(case)), 2)
 
 
@@ -85,11 +90,24 @@ def test_a_batch_that_is_known_only_at_run_time():
     case.check(compile_function(func.mod["main"]), 2)
 
 
+@given(cases_of_floats(pair=False), st.sampled_from([16, 32]), TYPES, SEED)
+@FEW
+def test_numbers_of_bfloat16(case, lanes, out_dtype, seed):
+    dense = replace(case.layers[0], groups=1)
+    case = replace(case, layers=(dense,), lanes=lanes)
+    with described(TARGET, CPU):
+        func = TileConv2D().apply(build_floats(case, out_dtype), TARGET, False)
+    check_floats(case, func.mod["main"], out_dtype, seed)
+
+
 SHAPES = {
     "pointwise": QuantizedCase(ConvLayer(512, 512, (1, 1)), 1, 14, 14, 64),
     "window": QuantizedCase(ConvLayer(256, 256, (3, 3), padding=(1,) * 4), 1, 14, 14, 64),
     "strided": QuantizedCase(ConvLayer(256, 512, (1, 1), (2, 2)), 1, 28, 28, 64),
     "stem": QuantizedCase(ConvLayer(3, 64, (7, 7), (2, 2), (3,) * 4), 1, 224, 224, 64, True),
+    "image": QuantizedCase(
+        ConvLayer(3, 64, (7, 7), (2, 2), (3,) * 4), 1, 224, 224, 64, True, rounding=ROUNDINGS[0]
+    ),
     "halves": QuantizedCase(ConvLayer(96, 96, (3, 3), padding=(1,) * 4), 1, 28, 28, 32),
 }
 
@@ -122,6 +140,27 @@ def test_machine_code(cpu, shape, name):
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
     if shape == (1, 4) and case.lanes == 64:  # rows of output between products
         assert most >= 3
+
+
+@pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_machine_code_of_bfloat16(cpu, kernel):
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu, "num-cores": 2})
+    pad = kernel // 2
+    layer = ConvLayer(128, 128, (kernel,) * 2, padding=(pad,) * 4, activation=Activation("relu"))
+    case = Case((layer,), 1, 28, 28, 32, residual=True)
+    workload = kernel_of_floats(case, "bfloat16")
+    knobs = default_tile_knobs(workload, CPUInfo.from_target(target))
+    knobs = replace(knobs, pixel_tiles=2, channel_tiles=2, interleaved=True)
+    func = TILE_CONV2D.write(build_floats(case, "bfloat16"), workload, knobs, target).mod["main"]
+    found = [loop for loop in loops(assembly(func, target)) if _count(loop.instructions, "tdpbf16")]
+    assert found
+    for loop in found:
+        products, loads = (_count(loop.instructions, name) for name in ("tdpbf16", "tileload"))
+        assert products == loads and products % 4 == 0
+        assert not _count(loop.instructions, "call")
+        assert loop.stack_stores == loop.stack_loads == 0
+    assert any(_count(loop.instructions, "vcvtne2ps2bf16") for loop in found)
 
 
 def _count(instructions: list[Instruction], name: str) -> int:

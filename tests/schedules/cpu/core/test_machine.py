@@ -65,7 +65,8 @@ def test_equal_targets_give_the_same_object():
         ("sapphirerapids", ["-amx-tile"], set()),
         ("sapphirerapids", ["-avx512f"], set()),
         ("znver5", [], set()),
-        ("x86-64-v4", ["+amx-tile", "+amx-bf16"], {"bfloat16"}),
+        ("x86-64-v4", ["+amx-tile", "+amx-bf16", "+avx512bf16"], {"bfloat16"}),
+        ("sapphirerapids", ["-avx512bf16"], {"uint8"}),
     ],
 )
 def test_tiles_come_from_the_features(cpu, features, tiles):

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost model of convolutions in tile registers: measured layers, and the block that it chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.tile_conv2d_knobs import default_tile_knobs, fastest_block, tile_cycles
+from schedules.workload.conv2d import WORDS, Conv2DKernel, ConvLayer
+
+TYPES = frozenset({"uint8", "bfloat16"})
+CPU = CPUInfo(512, 32, True, 2, 48 << 10, 2 << 20, 260 << 20, "emeraldrapids", tiles=TYPES)
+CYCLES_PER_US = 2860
+MEASURED = {
+    (512, 512, 1, 14): (55, 26),
+    (512, 2048, 1, 7): (83, 36),
+    (2048, 512, 1, 7): (83, 36),
+    (64, 64, 1, 56): (15, 18),
+    (256, 256, 1, 28): (46, 27),
+    (64, 64, 3, 56): (74, 47),
+    (128, 128, 3, 28): (78, 41),
+    (256, 256, 3, 14): (91, 47),
+    (512, 512, 3, 7): (190, 86),
+}
+"""Microseconds of bfloat16 and of bytes on two cores; channels, kernel, and size of the output."""
+
+
+def kernel_of(layer: ConvLayer, size: int, dtype: str, lanes: int = 0) -> Conv2DKernel:
+    layout = f"NCHW{lanes}c" if lanes else "NCHW"
+    sums = None if dtype == "uint8" else "float32"
+    word = {"word": WORDS[dtype], "sums": sums, "out_dtype": dtype}
+    return Conv2DKernel((layer,), 1, size, size, False, dtype, layout, layout, **word)
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_measured_layers_are_predicted_to_a_quarter(shape, dtype):
+    inputs, outputs, kernel, size = shape
+    layer = ConvLayer(inputs, outputs, (kernel, kernel))  # the zeros around it were stored
+    workload = kernel_of(layer, size + kernel - 1, dtype, 64 // (4 // WORDS[dtype]))
+    cycles = tile_cycles(workload, default_tile_knobs(workload, CPU), CPU)
+    measured = MEASURED[shape][dtype == "uint8"] * CYCLES_PER_US
+    assert 0.75 < cycles / measured < 1.25
+
+
+def test_blocks_fill_rows_of_tiles_where_there_are_channels():
+    many = [ConvLayer(64, 256, (1, 1)), ConvLayer(256, 64, (1, 1)), ConvLayer(64, 64, (3, 3))]
+    few = [ConvLayer(16, 16, (3, 3)), ConvLayer(16, 16, (1, 1))]
+    for dtype, row in (("uint8", 64), ("bfloat16", 32)):
+        for layers, block in ((many, row), (few, 16)):
+            kernels = [kernel_of(layer, 28, dtype) for layer in layers]
+            assert fastest_block(kernels, CPU) == block
+
+
+def test_networks_that_tiles_compute_in_part_keep_their_blocks():
+    dense, depthwise = ConvLayer(64, 64, (1, 1)), ConvLayer(64, 64, (3, 3), groups=64)
+    bytes_, floats = kernel_of(dense, 28, "uint8"), kernel_of(dense, 28, "bfloat16")
+    other = replace(kernel_of(depthwise, 28, "bfloat16"), word=1)
+    assert fastest_block([bytes_, floats], CPU) is None
+    assert fastest_block([floats, other], CPU) is None
+    assert fastest_block([replace(bytes_, dtype="float32")], CPU) is None
+    assert fastest_block([bytes_], replace(CPU, tiles=frozenset({"bfloat16"}))) is None
+    assert fastest_block([], CPU) is None
