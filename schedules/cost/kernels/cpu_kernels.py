@@ -32,7 +32,10 @@ from ..prediction import Prediction
 from .roofline import roofline
 
 LEVELS = ("L2", "L3", "memory")
-CONVOLUTIONS = ("cpu.conv2d", "cpu.fused_conv2d", "cpu.planar_conv2d", "cpu.winograd_conv2d")
+CONVOLUTIONS = (
+    *("cpu.conv2d", "cpu.fused_conv2d", "cpu.planar_conv2d", "cpu.winograd_conv2d"),
+    "cpu.tile_conv2d",
+)
 CYCLES = "cpu.cycles"
 """Work whose cycles say all."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -19,7 +20,7 @@ from onnx_reference import random_feed, relative_error, run_onnx
 import tvm_fusion
 from examples.models import mobilenet_v2, resnet_18
 from examples.transformers import bert_base
-from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.cli.command_line import cli
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
@@ -94,6 +95,39 @@ def test_numbers_are_those_of_float32_up_to_rounding(model: onnx.ModelProto) -> 
     outputs = found if isinstance(found, tuple) else (found,)
     for actual, exact in zip(outputs, expected, strict=True):
         assert 1e-5 < relative_error(actual, exact) < 4e-2
+
+
+def rows() -> onnx.ModelProto:
+    """Three products of 58 rows, one with a bias and an activation, one with a residual."""
+    random = np.random.default_rng(6)
+    weights = {"a": (96, 160), "b": (160, 96), "c": (96, 70)}
+    arrays = {name: random.standard_normal(shape) / 10 for name, shape in weights.items()}
+    return model_of(
+        """g (float[2,29,96] x) => (float[2,29,70] y) {
+            t = MatMul(x, a)
+            u = Add(t, d)
+            v = Relu(u)
+            w = MatMul(v, b)
+            s = Add(w, x)
+            y = MatMul(s, c)
+        }""",
+        **arrays,
+        d=random.standard_normal(160),
+    )
+
+
+@pytest.mark.parametrize("model", [pooled(), rows()], ids=["pooled", "rows"])
+def test_numbers_by_loops_in_place_of_tile_registers(model: onnx.ModelProto) -> None:
+    """All convolutions, the stem among them, and products of many rows."""
+    target = resolve("native", 1)
+    tiles = {"tiles": frozenset({"bfloat16"}), "emulates_tiles": True}
+    feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
+    with described(target, replace(CPUInfo.from_target(target), **tiles)):
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))
+        rules = [use.rule for use in kernel_uses(mod)]
+        found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
+    assert rules.count("TileConv2D") >= 3 and "Conv2D" not in rules
+    assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
 
 
 def test_each_stored_tensor_is_rounded_once_and_sums_are_exact() -> None:
