@@ -41,6 +41,7 @@ from schedules.workload.conv2d import (
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import (
+    DOT_LANES,
     FeatureMap,
     Index,
     LayerOperands,
@@ -129,7 +130,8 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
         self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
-        return conv2d_template(func, workload, knobs)
+        dots = multiplies_words(workload, CPUInfo.from_target(target))
+        return conv2d_template(func, workload, knobs, dots)
 
     def cycles(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> float:
         """Return the cost model's cycles."""
@@ -309,10 +311,18 @@ def _row_of_images(image: FeatureMap, count: int) -> FeatureMap:
     return replace(image, pixel_stride=step, row_stride=count * step, width=count)
 
 
+def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether an instruction multiplies the kernel's pairs of bfloat16, and faster."""
+    in_pairs = kernel.has_words and not kernel.is_quantized
+    return in_pairs and cpu.multiplies_pairs and kernel.lanes == DOT_LANES
+
+
 def conv2d_template(
-    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: Conv2DKnobs
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: Conv2DKnobs, dots: bool = False
 ) -> s_tir.Schedule:
     """Write the loop nest of the module's docstring.
+
+    ``dots``: pairs of bfloat16 are multiplied by an instruction, not as float32.
 
     Raises
     ------
@@ -321,12 +331,13 @@ def conv2d_template(
     """
     builder = KernelBuilder(func)
     in_pairs = kernel.is_quantized and (kernel.word != WORD_BYTES or kernel.limited)
-    with builder.body(), word_functions(in_pairs):
+    with builder.body(), word_functions(in_pairs, dots):
         pieces = knobs.unit_chunks * knobs.block_chunks
         images = 1 if kernel.is_matrix else builder.batch
         with T.parallel(0, images * pieces) as index:
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
             ops = operands(builder, kernel, image)
+            ops = replace(ops, dots=dots, pairs=ops.pairs and not dots)
             if ops.in_blocks % knobs.ic_o or (knobs.blocks_inside and knobs.ic_o > 1):
                 raise OpError(
                     f"ic_o is {knobs.ic_o}; expected a divisor of the {ops.in_blocks} input "

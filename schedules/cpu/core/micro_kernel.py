@@ -75,9 +75,30 @@ define linkonce_odr {vector} @{_ADD}{lanes}({vector} %a, {vector} %b) alwaysinli
 """LLVM IR of additions in the order given; else LLVM adds products to each other, and spills."""
 
 
-def word_functions(in_pairs: bool) -> AbstractContextManager[None]:
-    """Import what products of words call, if they are added in pairs, into what is opened next."""
-    return T.attr(T.int32(0), "pragma_import_llvm", _ADDITIONS) if in_pairs else nullcontext()
+DOT_LANES = 16
+_DOT = "tvm_fusion_dot_bfloat16"
+_DOTS = f"""
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+define linkonce_odr <16 x float> @{_DOT}(
+    <16 x float> %a, <16 x i32> %b, <16 x i32> %c) alwaysinline {{
+  %left = bitcast <16 x i32> %b to <32 x bfloat>
+  %right = bitcast <16 x i32> %c to <32 x bfloat>
+  %sum = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(
+      <16 x float> %a, <32 x bfloat> %left, <32 x bfloat> %right)
+  ret <16 x float> %sum
+}}
+"""
+"""LLVM IR of an instruction whose operands of bfloat16 TVM cannot write."""
+
+
+def word_functions(in_pairs: bool, dots: bool = False) -> AbstractContextManager[None]:
+    """Import what products of words call into what is opened next.
+
+    That is an addition if they are added in pairs, and the instruction for pairs of bfloat16.
+    """
+    if not in_pairs and not dots:
+        return nullcontext()
+    return T.attr(T.int32(0), "pragma_import_llvm", _DOTS if dots else _ADDITIONS)
 
 
 @dataclass(frozen=True)
@@ -177,6 +198,9 @@ class LayerOperands:
     pairs : bool
         Whether the weights are int32 words of two bfloat16, and the source those channels in
         float32: twice as many elements as its strides say.
+    dots : bool
+        Whether weights and source are int32 words of two bfloat16, whose products an instruction
+        adds up; in vectors of :data:`DOT_LANES`.
     limited : bool
         Whether two neighbouring products of bytes fit in 16 bits.
     addition : ByteAddition | None
@@ -202,6 +226,7 @@ class LayerOperands:
     addition: ByteAddition | None = None
     limited: bool = False
     pairs: bool = False
+    dots: bool = False
     rounding: ByteRounding | None = None
 
     @property
@@ -630,6 +655,8 @@ def _multiply_add(
     ops: LayerOperands, total: tirx.Expr, factor: tirx.Expr, vector: tirx.Expr
 ) -> tirx.Expr:
     """Add to ``total`` products of floats, or those of the channels of a word in each lane."""
+    if ops.dots:
+        return T.call_pure_extern(ops.vector, _DOT, total, vector, factor)
     if ops.scale is None:
         return total + _floats(factor) * _floats(vector)
     return add_word_products(total, factor, vector, ops.lanes, ops.word, ops.limited)

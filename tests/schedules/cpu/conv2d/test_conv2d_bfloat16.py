@@ -15,9 +15,11 @@ from cpu.conv_cases import (
     Array,
     Case,
     apply_activation,
+    assembly,
     cases,
     compile_function,
     convolve,
+    loop_bodies,
     pack,
     pack_weight,
     up,
@@ -28,7 +30,9 @@ from tvm import te, tirx
 
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import Conv2D, conv2d_template
+from schedules.cpu.core import micro_kernel
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
+from tvm_fusion.compiler.targets.target import resolve
 
 TYPES = st.sampled_from(["bfloat16", "float32"])
 
@@ -201,3 +205,57 @@ def test_infinite_data_spreads_like_float32():
     found = run(case, schedule(case, "float32"), packed, "float32")
     np.testing.assert_array_equal(np.sign(found), np.sign(expected))
     assert np.isinf(found).all()
+
+
+def _sixteen(value: int) -> str:
+    return f"<{', '.join([f'i32 {value}'] * 16)}>"
+
+
+PORTABLE = f"""
+define linkonce_odr <16 x float> @tvm_fusion_dot_bfloat16(
+    <16 x float> %a, <16 x i32> %b, <16 x i32> %c) alwaysinline {{
+  %b0 = shl <16 x i32> %b, {_sixteen(16)}
+  %c0 = shl <16 x i32> %c, {_sixteen(16)}
+  %b1 = and <16 x i32> %b, {_sixteen(-65536)}
+  %c1 = and <16 x i32> %c, {_sixteen(-65536)}
+  %x0 = bitcast <16 x i32> %b0 to <16 x float>
+  %y0 = bitcast <16 x i32> %c0 to <16 x float>
+  %x1 = bitcast <16 x i32> %b1 to <16 x float>
+  %y1 = bitcast <16 x i32> %c1 to <16 x float>
+  %p0 = fmul <16 x float> %x0, %y0
+  %p1 = fmul <16 x float> %x1, %y1
+  %s1 = fadd <16 x float> %a, %p1
+  %s0 = fadd <16 x float> %s1, %p0
+  ret <16 x float> %s0
+}}
+"""
+"""What the instruction does, for CPUs without it."""
+
+
+@given(cases(pair=False).filter(lambda case: case.layers[0].groups == 1), TYPES, KNOBS, SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_of_products_in_pairs(case, out_dtype, knobs, seed):
+    case = replace(case, lanes=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(micro_kernel, "_DOTS", PORTABLE)
+        func = build(case, out_dtype)
+        written = conv2d_template(func, kernel_of(case, out_dtype), knobs, dots=True)
+    check(case, written.mod["main"], out_dtype, seed)
+
+
+@pytest.mark.parametrize("name", ["znver4", "znver5", "sapphirerapids", "x86-64-v4"])
+@pytest.mark.parametrize(
+    "layer",
+    [ConvLayer(64, 64, (1, 1)), ConvLayer(128, 128, (3, 3), padding=(1, 1, 1, 1))],
+    ids=str,
+)
+def test_pairs_are_multiplied_by_an_instruction_where_that_is_faster(name, layer):
+    target = resolve(name, 2)
+    case = Case((layer,), height=14, width=14, lanes=16, residual=True)
+    found = Conv2D().apply(build(case, "bfloat16"), target, False)
+    text = assembly(found.mod["main"], target)
+    bodies = [body for body in loop_bodies(text) if any("vdpbf16ps" in line for line in body)]
+    assert bool(bodies) == name.startswith("znver")
+    for body in bodies:
+        assert not any("vfmadd" in line or "call" in line for line in body), body
+        assert not any("zmm" in line and "(%rsp)" in line for line in body), body
