@@ -6,9 +6,9 @@
 >>> y = compiled(x)                                 # doctest: +SKIP
 >>> compiled.save("model.so")                       # doctest: +SKIP
 
-Loading and running a saved model needs no compiler, so TVM's compiler is imported on first use of a
-name that needs it, such as :func:`compile` or :func:`explain`. ``import tvm`` registers the ops, the
-schedule rules, and the pipeline as ``relax.get_pipeline("tvm_fusion")``; see ``plugin.py``.
+Loading and running a saved model needs no compiler, so TVM's compiler is imported on first use of
+a name that needs it, such as :func:`compile` or :func:`explain`. ``import tvm`` registers the ops,
+the schedule rules, and the pipeline as ``relax.get_pipeline("tvm_fusion")``; see ``plugin.py``.
 """
 
 from __future__ import annotations
