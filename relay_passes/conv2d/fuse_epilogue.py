@@ -6,12 +6,17 @@ from __future__ import annotations
 from functools import partial
 
 import tvm
-from tvm import IRModule, relax
+from tvm import IRModule, relax, tirx
+from tvm.target import Target
 
 from schedules.errors import OpError
+from schedules.gpu.core.machine import GPUInfo, gpu_target
+from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
 
+from ..core.expressions import op_name
+from ..op.fused_conv2d import FUSED_CONV2D
 from .chain_rewriter import Rewrites, rewrite_chains
-from .conv_chain import find_chains, find_users
+from .conv_chain import ConvChain, find_chains, find_users
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseEpilogue")
@@ -32,8 +37,10 @@ class FuseEpilogue:
         )
 
     A convolution without an epilogue becomes such a call too, with a bias of zeros. So do those of
-    bfloat16 that give float32, if ``halves``, with a rounding at the end. Left alone: other layouts
-    than NCHW and OIHW, other element types than float32, symbolic channels or kernels, convolutions
+    bfloat16 that give float32, if ``halves``, with a rounding at the end. For GPUs with tensor
+    cores, so do those of 16-bit floats if none of these has groups, an open height or width, or is
+    in a pair, so that :class:`.PackLayout` packs them. Left alone: other layouts than NCHW and
+    OIHW, other element types than float32, symbolic channels or kernels, convolutions
     outside of dataflow blocks (``relax.transform.ConvertToDataflow`` makes them), and the rest of
     an epilogue after a value with a second consumer.
 
@@ -41,21 +48,29 @@ class FuseEpilogue:
     ----------
     halves : bool
         Whether the target has kernels of bfloat16 with sums of float32, as CPUs have.
+    target : Target | None
+        Target of the module; the current target if None.
     """
 
-    def __init__(self, halves: bool = False) -> None:
-        self.halves = halves
+    def __init__(self, halves: bool = False, target: Target | None = None) -> None:
+        self.halves, self.target = halves, target
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite all Relax functions."""
-        return rewrite_chains(mod, partial(_plan, self.halves))
+        target = gpu_target(self.target)
+        has_cores = target is not None and GPUInfo.from_target(target).has_tensor_cores
+        return rewrite_chains(mod, partial(_plan, self.halves, has_cores))
 
 
-def _plan(halves: bool, _name: str, block: relax.DataflowBlock) -> Rewrites:
+def _plan(halves: bool, has_cores: bool, _name: str, block: relax.DataflowBlock) -> Rewrites:
     rewrites, users = Rewrites(), find_users(block)
     chains = find_chains(block, users)
     if halves:
         chains += find_chains(block, users, "bfloat16", "float32")
+    if has_cores:
+        found = [chain for dtype in HALF for chain in find_chains(block, users, dtype)]
+        if all(map(_is_packed, found)) and not any(map(_is_pair, block.bindings)):
+            chains += found
     for chain in chains:
         try:
             rewrites.calls[chain.output] = chain.to_call()
@@ -63,3 +78,15 @@ def _plan(halves: bool, _name: str, block: relax.DataflowBlock) -> Rewrites:
             continue  # for example a kernel larger than its padded input
         rewrites.dead.update(chain.dead)
     return rewrites
+
+
+def _is_packed(chain: ConvChain) -> bool:
+    """Return whether tensor cores take a convolution of 16-bit floats in blocks of channels."""
+    size = chain.data.ty.shape.values[2:]
+    return chain.layer.groups == 1 and all(isinstance(extent, tirx.IntImm) for extent in size)
+
+
+def _is_pair(binding: relax.Binding) -> bool:
+    """Return whether a binding is a pair of convolutions of 16-bit floats."""
+    is_pair = op_name(binding.value) == FUSED_CONV2D.name
+    return is_pair and str(binding.var.ty.dtype) in HALF

@@ -18,11 +18,13 @@ from schedules.gpu.conv2d.fused_tiles import ConvPair, choose_fused_tile
 from schedules.gpu.conv2d.tensor_core_pair_tile import (
     choose_pair_tile,
     fused_product_cycles,
+    repacking_cycles,
     separate_product_cycles,
 )
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.gemm.implicit_gemm import ConvShape
+from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .pair_decision import Decision
@@ -57,6 +59,9 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False
     if gain >= LEAST_GAIN:
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
+    if workload.dtype in HALF and not workload.layer1.is_depthwise:
+        cause = "separate layers have their channels in blocks"
+        return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
     cause = "the first layer would be recomputed, or by too few blocks"
     if choose_pair_tile(workload, gpu, tf32) and workload.layer2.is_pointwise:
         cause = "too few blocks"
@@ -93,7 +98,8 @@ def _cycles(workload: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool) -> tuple[fl
     if workload.dtype == "float32":
         ways.append(separate_cycles(_pair(workload), gpu))
     if tile is not None:
-        return min(ways), fused_product_cycles(workload, tile, gpu)
+        fused = fused_product_cycles(workload, tile, gpu) + repacking_cycles(workload, gpu)
+        return min(ways), fused
     fused = fused_cycles(_pair(workload), gpu)
     assert fused is not None, "there is a tile"
     # Among layers of TF32, which are in NCHW, data and result of the pair are repacked.

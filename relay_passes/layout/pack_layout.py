@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,9 @@ from schedules.cpu.cost.tile_conv2d_knobs import fastest_block
 from schedules.errors import OpError
 from schedules.gpu.conv2d.tensor_core_pair import takes_pair
 from schedules.gpu.core.machine import KINDS, GPUInfo, gpu_target
+from schedules.gpu.core.tensor_core import CHUNK
 from schedules.gpu.gemm.implicit_gemm import LANES
+from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
 from schedules.workload.conv2d import WORDS, Conv2DKernel
 
 from ..core.expressions import Value
@@ -51,17 +54,19 @@ class PackLayout:
         lv3 = R.tvm_fusion.unpack(lv2, channels=...)
         gv = R.nn.softmax(lv3, axis=1)
 
-    Weights and biases that are constants are packed here, others by calls in the function. Left
-    alone: on a GPU convolutions whose groups cross block boundaries, and those of other types than
-    float32; ops that are in no table of ``relay_passes/layout/packed``, ops whose operands would be
-    packed or unpacked for them alone, convolutions that are packed already, and functions without
-    any of our convolutions or packed tensors.
+    Weights and biases that are constants are packed here, others by calls in the function. On a GPU
+    blocks are 16 bytes. Left alone there: convolutions whose groups cross block boundaries, those
+    of 16-bit floats without tensor cores or in functions where some of them have groups, open sizes
+    or are pairs, which stay in NCHW, and those of other types than floats. Left alone everywhere:
+    ops that are in no table of ``relay_passes/layout/packed``, ops whose operands would be packed
+    or unpacked for them alone, convolutions that are packed already, and functions without any of
+    our convolutions or packed tensors.
 
     Parameters
     ----------
     target : Target | None
-        Gives the number of lanes: the vectors of a CPU, or the rows of its tile registers; 4 on a
-        GPU. None stands for the current target.
+        Gives the number of lanes: the vectors of a CPU, or the rows of its tile registers; 16 bytes
+        on a GPU. None stands for the current target.
     block : int | None
         The number of lanes, whatever the target.
     tf32 : bool
@@ -87,13 +92,21 @@ class PackLayout:
         if target is not None:
             gpu = GPUInfo.from_target(target)
             takes = partial(_takes_on_gpu, lanes=lanes, gpu=gpu, tf32=self.tf32)
+            if gpu.has_tensor_cores:
+                mod = self._pack_halves(mod)
         elif current := self.target or Target.current(allow_none=True):
             pairs = CPUInfo.from_target(current).word_channels == WORDS["int16"]
-        packer = _Packer(mod, lanes, takes, pairs)
-        for name, func in mod.functions_items():
-            if isinstance(func, relax.Function) and packer.is_concerned(func):
-                packer.builder_.update_func(name, packer.rewrite(func))
-        return packer.builder_.get()
+        return _Packer(mod, lanes, takes, pairs).rewrite_module(mod)
+
+    def _pack_halves(self, mod: IRModule) -> IRModule:
+        """The module with convolutions of 16-bit floats packed, where all are single and dense."""
+        packer = _Packer(mod, self.block or CHUNK // 2, _takes_half, pairs=False)
+
+        def is_wanted(func: relax.Function) -> bool:
+            halves = [kernel for kernel in _convolutions(func) if kernel.dtype in HALF]
+            return all(map(_takes_half, halves))
+
+        return packer.rewrite_module(mod, is_wanted)
 
 
 def _channel_lanes(mod: IRModule, target: Target) -> int:
@@ -107,21 +120,20 @@ def _channel_lanes(mod: IRModule, target: Target) -> int:
         return LANES
     cpu = CPUInfo.from_target(target)
     lanes = cpu.lanes("float32")
-    kernels = _convolutions(mod) if cpu.tiles else []
+    functions = [func for func in mod.functions.values() if isinstance(func, relax.Function)]
+    kernels = [k for func in functions for k in _convolutions(func)] if cpu.tiles else []
     return fastest_block(kernels, cpu) or lanes
 
 
-def _convolutions(mod: IRModule) -> list[Conv2DKernel]:
-    """The convolutions of a module that are in NCHW."""
+def _convolutions(func: relax.Function) -> list[Conv2DKernel]:
+    """The convolutions of a function that are in NCHW."""
     found: list[Conv2DKernel] = []
 
     def look(expr: relax.Expr) -> None:
         if isinstance(expr, relax.Call) and (kernel := kernel_of(expr)) is not None:
             found.append(kernel)
 
-    for func in mod.functions.values():
-        if isinstance(func, relax.Function):
-            relax.analysis.post_order_visit(func, look)
+    relax.analysis.post_order_visit(func, look)
     return found
 
 
@@ -138,6 +150,12 @@ def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, gpu: GPUInfo, tf32: bool) ->
     return not tf32 or not (layer.groups == 1 or layer.is_depthwise)
 
 
+def _takes_half(kernel: Conv2DKernel) -> bool:
+    is_dense = len(kernel.layers) == 1 and kernel.layers[0].groups == 1
+    is_known = None not in (kernel.height, kernel.width)
+    return kernel.dtype in HALF and is_dense and is_known
+
+
 @relax.expr_functor.mutator
 class _Packer(relax.PyExprMutator):
     """Binds the packed twin of each tensor beside its NCHW form; then removes unused bindings."""
@@ -147,6 +165,15 @@ class _Packer(relax.PyExprMutator):
         self.block = block
         define = self._bound
         self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, define, takes, pairs)
+
+    def rewrite_module(
+        self, mod: IRModule, wanted: Callable[[relax.Function], bool] = lambda _: True
+    ) -> IRModule:
+        """The module with every Relax function rewritten that is wanted and concerned."""
+        for name, func in mod.functions_items():
+            if isinstance(func, relax.Function) and self.is_concerned(func) and wanted(func):
+                self.builder_.update_func(name, self.rewrite(func))
+        return self.builder_.get()
 
     def is_concerned(self, func: relax.Function) -> bool:
         """Return whether ``func`` holds a convolution to pack, or an unpacked packed tensor."""

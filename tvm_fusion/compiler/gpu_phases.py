@@ -89,7 +89,7 @@ def gpu_phases(
         "fuse": [
             MultiplyBytes(target),
             FuseConv2D(fuse=fuse, target=target, winograd="never", tf32=is_tf32),
-            FuseEpilogue(),
+            FuseEpilogue(target=target),
         ],
         "pack": [PackLayout(target=target, tf32=is_tf32)],
         "reduce": [CoalesceReduction(), WidenSums(products="name")],

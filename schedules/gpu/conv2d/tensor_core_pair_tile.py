@@ -294,9 +294,7 @@ def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
 
     Those of float32 round their factors to TF32.
     """
-    item, mid = pair.item_bytes, pair.mid_bytes()
-    data = pair.batch * pair.height * pair.width * pair.layer1.in_channels * item
-    out = pair.batch * math.prod(pair.out_size) * pair.layer2.out_channels * item
+    mid, (data, out) = pair.mid_bytes(), _ends(pair)
     moved = data + mid, mid + out * (2 if pair.residual else 1)
     sizes = pair.mid_size, pair.out_size
     kernels = (
@@ -304,6 +302,23 @@ def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
         for layer, size, each in zip((pair.layer1, pair.layer2), sizes, moved, strict=True)
     )
     return sum(kernels) + COSTS.launch
+
+
+def repacking_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
+    """Predicted cycles of moving data and result of a pair, in NCHW, from and to packed layers.
+
+    Layers of 16-bit floats are packed where none has groups.
+    """
+    if not PAIR_TYPES[pair.dtype].transposes or pair.layer1.is_depthwise:
+        return 0.0
+    return 2 * COSTS.launch + 2 * sum(_transfer(moved, gpu) for moved in _ends(pair))
+
+
+def _ends(pair: FusedConv2DWorkload) -> tuple[int, int]:
+    """Bytes of the data and of the result of a pair."""
+    images = pair.batch * pair.item_bytes
+    data = images * pair.height * pair.width * pair.layer1.in_channels
+    return data, images * math.prod(pair.out_size) * pair.layer2.out_channels
 
 
 def _layer_cycles(
@@ -320,7 +335,8 @@ def _layer_cycles(
     tile = tile.with_stages(gpu.shared_bytes)
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
-    block = _product(layer, tile, tile.rows + tile.columns, tile.columns * _GATHER)
+    gathering = 0.0 if kind.transposes else tile.columns * _GATHER  # 16 bits have channels last
+    block = _product(layer, tile, tile.rows + tile.columns, gathering)
     return _run(block, blocks, resident, transfer, gpu)
 
 

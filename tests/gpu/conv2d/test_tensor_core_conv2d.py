@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
 from gemm.matmul.test_tensor_cores import rounded_to_tf32
 from graph_cases import CUDA, run
 from opencl import compile_opencl
@@ -14,6 +14,7 @@ from tvm import relax, te, tirx
 from tvm.relax import op
 from tvm.target import Target
 
+from relay_passes.layout.packed.weight_packing import pack_array
 from schedules.compute.conv2d import activate, conv2d, padded
 from schedules.gpu import AnyConv2D
 from schedules.gpu.gemm.matmul.tensor_core_tile import TF32
@@ -28,24 +29,42 @@ def layer_of(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, **more
     return ConvLayer(inputs, outputs, square, strides=(stride, stride), padding=padding, **more)
 
 
+BLOCK = 8  # channels of 16 bits in 16 bytes
+
+
 def scheduled(
-    layer: ConvLayer, size: tuple[int, int, int], dtype: str, target: Target, wide: bool = False
+    layer: ConvLayer,
+    size: tuple[int, int, int],
+    dtype: str,
+    target: Target,
+    wide: bool = False,
+    is_packed: bool = False,
 ) -> tirx.PrimFunc:
-    """The rule's result, with TF32 allowed; with ``wide``, of :func:`wide_conv2d`."""
+    """The rule's result, with TF32 allowed; with ``wide``, of :func:`wide_conv2d`.
+
+    The tensors are in NCHW, or in blocks of channels, the data only if it has some.
+    """
     batch, height, width = size
     shapes = [
         (batch, layer.in_channels, height, width),
         (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel),
         (layer.out_channels,),
     ]
+    layouts = ["NCHW", "NCHW"]
+    if is_packed:
+        layouts = ["NCHW8c" if form == "data" else "NCHW" for form in (forms(layer)[0], "data")]
+        shapes = [
+            shape if form is None else pack_array(np.empty(shape, dtype), form, BLOCK).shape
+            for shape, form in zip(shapes, forms(layer), strict=True)
+        ]
     types = [dtype, dtype, "float32" if wide else dtype]
     tensors = [
         te.placeholder(shape, kind, name=name)
         for shape, kind, name in zip(shapes, types, ("data", "weight", "bias"), strict=True)
     ]
-    output = wide_conv2d(*tensors, layer) if wide else conv2d(*tensors, None, layer)
+    output = wide_conv2d(*tensors, layer) if wide else conv2d(*tensors, None, layer, *layouts)
     func = te.create_prim_func([*tensors, output], "int64").with_attr(TF32, True)
-    kernel = Conv2DKernel((layer,), batch, height, width, dtype=dtype)
+    kernel = Conv2DKernel((layer,), batch, height, width, False, dtype, *layouts)
     schedule = AnyConv2D().apply(
         func.with_attr("tvm_fusion.workload", to_json(kernel)), target, False
     )
@@ -55,6 +74,8 @@ def scheduled(
 def wide_conv2d(data: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: ConvLayer) -> te.Tensor:
     """A convolution of float16 with a float32 output: OpenCL on a CPU does not add float16."""
     image = padded(data, layer, "1")
+    if len(weight.shape) == 6:
+        return wide_packed_conv2d(image, weight, bias, layer)
     taps = [te.reduce_axis((0, int(extent))) for extent in weight.shape[1:]]
 
     def value(n: tirx.Var, o: tirx.Var, h: tirx.Var, w: tirx.Var) -> tirx.Expr:
@@ -70,6 +91,41 @@ def wide_conv2d(data: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: Conv
         lambda *at: activate(conv(*at) + bias(at[1]), layer.activation, "float32"),
         name="layer1",
     )
+
+
+def wide_packed_conv2d(
+    image: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: ConvLayer
+) -> te.Tensor:
+    """The same with channels in blocks, but those of an image of few."""
+    axes = [te.reduce_axis((0, int(extent))) for extent in weight.shape[1:5]]
+    is_plain = len(image.shape) == 4
+
+    def value(n: tirx.Var, ob: tirx.Var, h: tirx.Var, w: tirx.Var, oi: tirx.Var) -> tirx.Expr:
+        icb, kh, kw, ici = axes
+        pixel = h * layer.strides[0] + kh, w * layer.strides[1] + kw
+        window = image(n, icb, *pixel) if is_plain else image(n, icb, *pixel, ici)
+        filters = weight(ob, icb, kh, kw, 0 if is_plain else ici, oi)
+        return te.sum(
+            window.astype("float32") * filters.astype("float32"), axis=axes[: 3 if is_plain else 4]
+        )
+
+    height, width = (
+        (int(image.shape[2 + axis]) - layer.kernel[axis]) // layer.strides[axis] + 1
+        for axis in range(2)
+    )
+    shape = (image.shape[0], weight.shape[0], height, width, BLOCK)
+    conv = te.compute(shape, value, name="conv1")
+    return te.compute(
+        shape,
+        lambda *at: activate(conv(*at) + bias(at[1], at[4]), layer.activation, "float32"),
+        name="layer1",
+    )
+
+
+def forms(layer: ConvLayer) -> tuple[str | None, str, str]:
+    """Packed forms of the data, if it has blocks, weights and bias."""
+    is_image = layer.in_channels < BLOCK
+    return None if is_image else "data", "first" if is_image else "dense", "bias"
 
 
 def convolve(data: np.ndarray, weight: np.ndarray, layer: ConvLayer) -> np.ndarray:
@@ -89,11 +145,12 @@ def convolve(data: np.ndarray, weight: np.ndarray, layer: ConvLayer) -> np.ndarr
     ],
     ids=["1x1", "3x3", "image"],
 )
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 def test_numbers(
-    layer: ConvLayer, size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    layer: ConvLayer, size: tuple[int, int, int], is_packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate_tensor_cores(monkeypatch)
-    func = scheduled(layer, size, "float16", OPENCL, wide=True)
+    func = scheduled(layer, size, "float16", OPENCL, wide=True, is_packed=is_packed)
     rng = np.random.default_rng()
     batch, height, width = size
     data = rng.standard_normal((batch, layer.in_channels, height, width)).astype("float16")
@@ -104,8 +161,15 @@ def test_numbers(
     exact += bias[:, None, None]
     if layer.activation.kind == "relu":
         exact = np.maximum(exact, 0)
+    inputs = data, weight, bias
+    if is_packed:
+        exact = pack_array(exact, "data", BLOCK)
+        inputs = tuple(
+            array if form is None else pack_array(array, form, BLOCK)
+            for array, form in zip(inputs, forms(layer), strict=True)
+        )
     found = np.full(exact.shape, np.nan, "float32")
-    compile_opencl(func, OPENCL).run(data, weight, bias, found)
+    compile_opencl(func, OPENCL).run(*inputs, found)
     terms = layer.in_channels * layer.kernel[0] * layer.kernel[1]
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * terms + 1e-5)
 
@@ -147,6 +211,7 @@ def test_numbers_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-4)
 
 
+CUDA_ARCHS = ["sm_90", "sm_80"]
 RESNET = {
     "stem": (layer_of(3, 64, 7, 2), (8, 224, 224)),
     "2_1x1": (layer_of(64, 256), (8, 56, 56)),
@@ -170,6 +235,25 @@ def test_machine_code(name: str, arch: str) -> None:
     # The stem's weights have rows of 147 elements: no chunks of 16 bytes.
     assert bool(count(names, "LDGSTS.E.BYPASS.128")) is (name != "stem")
     assert count(names, "STS") == count(names, "STS.128")
+
+
+MOST_INSTRUCTIONS = 9.5  # of a warp, for each product, where a tile is smallest
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), in_turns([name for name in RESNET if name != "stem"], CUDA_ARCHS, every=4)
+)
+def test_machine_code_of_blocks_of_channels(name: str, arch: str) -> None:
+    """Windows and weights are copied as they lie, the place of a tap is computed once a step."""
+    layer, size = RESNET[name]
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    source = cuda_source(scheduled(layer, size, "float16", target, is_packed=True), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names, [loop] = opcodes(code), loops(code)
+    assert count(names, "LDGSTS.E.BYPASS.128") and not count(names, "STS")
+    assert count(names, "STG.E") == count(names, "STG.E.128") > 0
+    assert len(loop) <= MOST_INSTRUCTIONS * count(loop, "HMMA")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.target import Target
 
 from relay_passes import FuseEpilogue
 
@@ -273,6 +274,35 @@ def test_an_addition_of_two_convolutions_belongs_to_the_later(run_module):
 def test_leaves_other_element_types(dtype):
     mod = chain(relax.op.nn.relu, weight=WEIGHT.astype(dtype))
     tvm.ir.assert_structural_equal(FuseEpilogue()(mod), mod)
+
+
+@pytest.mark.parametrize(
+    ("arch", "groups", "width", "fuses"),
+    [("sm_80", 1, 6, 1), ("sm_80", 4, 6, 0), ("sm_80", 1, "w", 0), ("sm_75", 1, 6, 0)],
+)
+def test_takes_dense_layers_of_float16_for_tensor_cores(arch, groups, width, fuses):
+    """Sums are float32, rounded before the bias is added; not beside groups and open sizes."""
+    weight = WEIGHT.astype("float16")
+    grouped = relax.const(weight[:, : 4 // groups])
+    bias = relax.const(BIAS4.astype("float16"))
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 4, 6, width), "float16")):
+            with R.dataflow():
+                lv0 = R.nn.conv2d(x, relax.const(weight), out_dtype="float32")
+                lv1 = R.add(R.astype(lv0, "float16"), bias)
+                lv2 = R.nn.relu(lv1)
+                lv3 = R.nn.conv2d(lv2, grouped, groups=groups)
+                R.output(lv3)
+            return lv3
+
+    mod = FuseEpilogue(target=Target({"kind": "cuda", "arch": arch}))(
+        relax.transform.Normalize()(Module)
+    )
+    calls = calls_of(mod)
+    assert calls == ["tvm_fusion.conv2d"] * 2 if fuses else "tvm_fusion.conv2d" not in calls
 
 
 def test_leaves_other_layouts():

@@ -277,6 +277,9 @@ def test_pack_of_unpack_cancels():
 
 
 GPU = Target({"kind": "cuda", "arch": "sm_90"})
+TENSOR_CORES, NO_TENSOR_CORES = (
+    Target({"kind": "cuda", "arch": arch}) for arch in ("sm_80", "sm_75")
+)
 
 
 def test_groups_that_cut_blocks_are_packed():
@@ -443,7 +446,7 @@ def test_convolutions_of_bytes_stay_plain_on_a_gpu():
     assert "limited=True" in packed.script() and "int16" not in packed.script()
 
 
-def test_convolutions_of_float16_stay_plain_on_a_gpu():
+def test_pairs_of_float16_stay_plain_on_a_gpu():
     w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((8, 8, 1, 1), (8,)))
 
     @I.ir_module
@@ -451,11 +454,67 @@ def test_convolutions_of_float16_stay_plain_on_a_gpu():
         @R.function
         def main(x: R.Tensor((1, 8, 8, 8), "float16")):
             with R.dataflow():
-                gv = R.tvm_fusion.fused_conv2d(x, w, b, w, b)
+                lv = R.tvm_fusion.conv2d(x, w, b)
+                gv = R.tvm_fusion.fused_conv2d(lv, w, b, w, b)
                 R.output(gv)
             return gv
 
     tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
+
+
+def half(constant):
+    return relax.const(constant.value.numpy().astype("float16"))
+
+
+def test_dense_layers_of_float16_are_packed_for_tensor_cores():
+    """In blocks of 16 bytes, beside those of float32, which have four channels; not without."""
+    w, b, w32, b32 = half(const(16, 3, 3, 3)), half(const(16)), const(8, 16, 1, 1), const(8)
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 3, 8, 8), "float16"), y: R.Tensor((1, 16, 8, 8), "float32")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, w, b)
+                lv1 = R.nn.max_pool2d(lv, (2, 2), strides=(2, 2))
+                lv2 = R.tvm_fusion.conv2d(y, w32, b32)
+                gv = (lv1, lv2)
+                R.output(gv)
+            return gv
+
+    layouts = [
+        {str(call.attrs["out_layout"]) for call in convolutions(PackLayout(target)(Module))}
+        for target in (TENSOR_CORES, NO_TENSOR_CORES)
+    ]
+    assert layouts == [{"NCHW8c", "NCHW4c"}, {"NCHW", "NCHW4c"}]
+
+
+def convolutions(mod: tvm.IRModule) -> list[relax.Call]:
+    found: list[relax.Call] = []
+
+    def look(expr):
+        if isinstance(expr, relax.Call) and getattr(expr.op, "name", "").endswith(".conv2d"):
+            found.append(expr)
+
+    relax.analysis.post_order_visit(mod["main"], look)
+    return found
+
+
+def test_layers_of_float16_stay_plain_beside_groups():
+    """Tensor cores do not take those in blocks; each would be repacked twice."""
+    w, dw, b = half(const(8, 8, 1, 1)), half(const(8, 1, 3, 3)), half(const(8))
+
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((1, 8, 8, 8), "float16")):
+            with R.dataflow():
+                lv = R.tvm_fusion.conv2d(x, w, b)
+                gv = R.tvm_fusion.conv2d(lv, dw, b, padding=[1, 1, 1, 1], groups=8)
+                R.output(gv)
+            return gv
+
+    tvm.ir.assert_structural_equal(PackLayout(TENSOR_CORES)(Module), Module)
 
 
 def test_pair_with_odd_groups_stays_plain_on_a_gpu():

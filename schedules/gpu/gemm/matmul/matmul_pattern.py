@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import tvm_ffi
-from tvm import ir, tirx
+from tvm import DataType, ir, tirx
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, substitute, uses
 from schedules.tir.index_math import as_type, i64, volume
 from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
-from ...pointwise.element_program import ElementProgram, Value
+from ...core.tensor_core import CHUNK
+from ...pointwise.coalescing import classify
+from ...pointwise.element_program import ElementProgram, Read, Value
 from ...pointwise.iteration_domain import IterationSpace, Store
 from .row_statistics import RowStatistics, SegmentMoments, SplitStages, split_stages
 
@@ -117,7 +119,8 @@ def read_matmul(func: tirx.PrimFunc, windows: bool = False) -> MatmulFunction | 
     windows : bool
         Whether to take a convolution, too, as the product of its weights and the windows of its
         data: for each image a row for each output channel and a column for each pixel, summed over
-        channels and taps.
+        channels and taps; or, with channels in blocks of 16 bytes, a row for each pixel of all
+        images and a column for each output channel, summed over taps and channels.
 
     Notes
     -----
@@ -163,7 +166,35 @@ def read_product(
         axes = _roles(product, before, left, right, reduced, windows)
     if axes is None or (_last(extents) is not None and _last(extents) not in axes.n):
         return None
+    if windows:
+        reduced = _taps_first(product, before, left, reduced)
     return _assemble(outputs, product, parts, (left, right), axes, reduced)
+
+
+def _taps_first(
+    product: Stage, before: Sequence[Stage], left: tirx.Expr, reduced: Sequence[tirx.IterVar]
+) -> list[tirx.IterVar]:
+    """The reduced axes, those of taps before all channels if a block of channels comes last.
+
+    So neighbours along the reduced axis are of one tap, and its place is computed once for them.
+    """
+    read, own = _only_read(before, left), [axis.var for axis in product.axes]
+    if read is None or not reduced[-1].var.same_as(read.indices[-1]):
+        return list(reduced)
+    taps = [
+        axis
+        for axis in reduced
+        if any(uses(index, axis.var) and uses(index, *own) for index in read.indices)
+    ]
+    return [*taps, *(axis for axis in reduced if axis not in taps)]
+
+
+def _only_read(before: Sequence[Stage], factor: tirx.Expr) -> Read | None:
+    """The read of a factor that reads one element of a tensor with axes."""
+    program = ElementProgram(before)
+    program.add(factor)
+    reads = [step for step in program.steps if isinstance(step, Read)]
+    return reads[0] if len(reads) == 1 and reads[0].indices else None
 
 
 def product_factors(product: Stage) -> tuple[tirx.Expr, tirx.Expr] | None:
@@ -222,11 +253,33 @@ def _roles(
             n.append(number)
         else:
             return None
+    if windows and _are_blocks(product, before, right, n):
+        return _Axes((), (*batch, *m), tuple(n))
     if windows and m:  # images, of which the weights are independent
         batch += [number for number in n if number < m[0]]
         n = [number for number in n if number > m[0]]
     order = [*batch, *m, *n]
     return _Axes(tuple(batch), tuple(m), tuple(n)) if order == sorted(order) else None
+
+
+def _are_blocks(
+    product: Stage, before: Sequence[Stage], weight: tirx.Expr, channels: Sequence[int]
+) -> bool:
+    """Return whether some axes are blocks of 16 bytes of channels, and the channels of a block.
+
+    They are the first and the last axis of the weights.
+    """
+    read = _only_read(before, weight)
+    if read is None or len(channels) != 2:
+        return False
+    first, last = (product.axes[channel].var for channel in channels)
+    is_chunk = constant(product.shape[channels[1]]) == _chunk(read.buffer)
+    return is_chunk and first.same_as(read.indices[0]) and last.same_as(read.indices[-1])
+
+
+def _chunk(buffer: tirx.Buffer) -> int:
+    """Elements of 16 bytes."""
+    return CHUNK * 8 // DataType(str(buffer.dtype)).bits
 
 
 def dependences(product: Stage, before: Sequence[Stage], factor: tirx.Expr) -> list[tirx.Var]:
@@ -352,9 +405,20 @@ def read_operand(
     rows = extent_of(volume(shape[i] for i in part))
     extents = (*(shape[i] for i in batch), rows, depth)
     space = IterationSpace((*outer, row, inner), extents, tuple(program.steps), ())
-    # Windows of neighbouring pixels begin beside each other.
     is_window = len(reduced) > 1 and any(space.linear(access) is None for access in space.accesses)
-    return Operand(space, value, is_window or _rows_are_neighbours(space))
+    # Of data with channels last they lie along the channels; else neighbouring pixels' windows
+    # begin beside each other.
+    rows_first = not _channels_are_chunks(space) if is_window else _rows_are_neighbours(space)
+    return Operand(space, value, rows_first)
+
+
+def _channels_are_chunks(space: IterationSpace) -> bool:
+    """Return whether windows are read in whole chunks along the reduced axis."""
+    return all(
+        classify(space, _chunk(read.buffer)).kinds[read.var] == "vector"
+        for read in space.steps
+        if isinstance(read, Read)
+    )
 
 
 def _rows_are_neighbours(space: IterationSpace) -> bool:

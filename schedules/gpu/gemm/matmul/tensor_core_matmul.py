@@ -33,7 +33,7 @@ from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
 from ...core.tensor_core import TensorCore
 from ...pointwise.coalescing import classify
-from ...pointwise.element_program import Read, Step, Value
+from ...pointwise.element_program import Step, Value
 from ...pointwise.point_kernel import PointWriter, Views
 from ..float4 import at_once, without_jumps
 from ..implicit_gemm import Index
@@ -46,6 +46,7 @@ from .tensor_core_tile import (
     TensorTile,
     allows_tf32,
     choose_tensor_tile,
+    copied_read,
     element,
     is_copied,
 )
@@ -203,15 +204,16 @@ class _Copied(Factor):
     """A factor whose chunks are copied to shared memory without registers."""
 
     def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
-        [read] = self.operand.space.steps
-        assert isinstance(read, Read), "a factor that is copied is read as it lies"
+        read = copied_read(self.operand)
+        assert read is not None, "a factor that is copied is read as it lies"
         view = self.views.row(read.buffer)
         assert view is not None, "and is a parameter"
         position = self.operand.space.position(read)
         for turn in range(self.turns):
             row, inner, place = self.chunk(thread, turn, depth)
             at = dict(zip(self.operand.space.axes, [*self.start[:-1], row, inner], strict=True))
-            exists = at_once(self.inside(row, inner))
+            guards = [without_jumps(substitute(guard, at)) for guard in read.guards]
+            exists = at_once([*self.inside(row, inner), *guards])
             core.copy(stage + place, view, substitute(position, at), exists)
 
 

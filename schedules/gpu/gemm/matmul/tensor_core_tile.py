@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import tvm_ffi
 from tvm import DataType, tirx
 
+from schedules.tir.expression_walk import is_if_then_else
 from schedules.workload.reduce import constant
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
 from ...core.tensor_core import CHUNK, MATRIX_TYPES, MatrixType, product_type
 from ...pointwise.coalescing import classify
-from ...pointwise.element_program import Read
+from ...pointwise.element_program import Read, Value
 from ..implicit_gemm import Index
 from .matmul_pattern import MatmulFunction, Operand
 from .matmul_tile_sizes import assumed_size
@@ -22,6 +24,7 @@ ELEMENTS = 8  # rows of a matrix of ldmatrix, columns of a product, 16-bit eleme
 STEP = 16  # rows of a product, and 16-bit elements of the reduced axis in it
 MOST_STAGES = 6
 DTYPES = ("float16", "bfloat16")
+_MOST_SUMS = 128  # of a thread
 LINE = 64  # bytes along the reduced axis in a stage
 TF32 = "tvm_fusion.tf32"
 """Attribute of functions whose products of float32 may be rounded to TF32."""
@@ -191,7 +194,7 @@ def choose_tensor_tile(
     if matmul.left.shift is not None and (found.name != "tf32" or not _is_whole(matmul.left)):
         return None
     batches, m, n = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n))
-    chosen = tile_of_sizes(batches, m, n, gpu).of_type(found)
+    chosen = _with_large_warps(tile_of_sizes(batches, m, n, gpu).of_type(found), matmul, gpu)
     values = () if matmul.statistics is None else matmul.statistics.names
     room = gpu.shared_bytes - chosen.rows * sum(DataType(v.ty.dtype).bits // 8 for v in values)
     return chosen.with_stages(room)
@@ -205,6 +208,28 @@ def tile_of_sizes(batches: int, m: int, n: int, gpu: GPUInfo) -> TensorTile:
         if not wasted and blocks >= gpu.multiprocessors:
             return tile
     return TILES[-1]
+
+
+def _with_large_warps(tile: TensorTile, matmul: MatmulFunction, gpu: GPUInfo) -> TensorTile:
+    """The tile with as many rows as columns a warp, where they are many and the grid is large.
+
+    Warps then load a third less from shared memory. With half the warps, each multiprocessor needs
+    as many blocks as fit, and all registers are for sums, so that nothing may be held on the way.
+    """
+    large = replace(tile, warp_columns=tile.warp_rows)
+    m, n = assumed_size(matmul.m), assumed_size(matmul.n)
+    blocks = assumed_size(matmul.batches) * -(-m // large.rows) * -(-n // large.columns)
+    resident = COSTS.register_file // (large.registers * large.threads)
+    is_copied_whole = all(
+        is_copied(operand, large.shared(extent, operand, is_left))
+        for operand, extent, is_left in (
+            (matmul.left, large.rows, True),
+            (matmul.right, large.columns, False),
+        )
+    )
+    wanted = large.sums == _MOST_SUMS and tile.sums < large.sums and matmul.is_plain
+    enough = blocks >= resident * gpu.multiprocessors
+    return large if wanted and enough and is_copied_whole else tile
 
 
 def _is_whole(operand: Operand) -> bool:
@@ -238,16 +263,30 @@ def factor_dtype(operand: Operand) -> str | None:
 
 
 def is_copied(operand: Operand, shared: SharedTile) -> bool:
-    """Return whether chunks of a factor are copied as they lie in memory.
+    """Return whether chunks of a factor are copied as they lie in memory, with zeros around.
 
     Else their elements are computed or gathered, and stored to shared memory by the threads.
     """
-    [*steps, read] = operand.space.steps
-    if steps or not isinstance(read, Read) or read.guards:
-        return False
-    if shared.turned:
+    read = copied_read(operand)
+    if read is None or shared.turned:
         return False
     lanes = classify(operand.along_neighbours, shared.chunk)
+    return lanes.is_aligned and lanes.kinds[read.var] == "vector"
+
+
+def copied_read(operand: Operand) -> Read | None:
+    """The read that a factor is, with zeros outside of the read's guards; None if it is none."""
+    read, *rest = operand.space.steps
     value = element(operand) if operand.shift is None else operand.value.a
-    whole = read.var.same_as(value) and lanes.is_aligned
-    return whole and lanes.kinds[read.var] == "vector"
+    if not isinstance(read, Read):
+        return None
+    if not rest:
+        return read if read.var.same_as(value) and not read.guards else None
+    [padded, *more] = rest
+    if more or not isinstance(padded, Value) or not padded.var.same_as(value) or padded.guards:
+        return None
+    if not is_if_then_else(padded.expression):
+        return None
+    guard, inside, outside = padded.expression.args
+    same = inside.same_as(read.var) and tvm_ffi.structural_equal([guard], list(read.guards))
+    return read if same and getattr(outside, "value", None) == 0 else None
