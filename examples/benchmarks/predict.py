@@ -14,6 +14,7 @@ What was left out is said.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import sys
@@ -42,6 +43,7 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
     gemm_sweep,
     row_sweeps,
 )
+from examples.benchmarks.prediction.fit_links import check as check_links  # noqa: E402
 from examples.benchmarks.prediction.whole_models import session_spread  # noqa: E402
 from schedules.cost.features import limits  # noqa: E402
 from schedules.cost.kernel_call import KernelCall, element_bytes  # noqa: E402
@@ -57,6 +59,8 @@ from schedules.cost.learned import (  # noqa: E402
 )
 from schedules.cost.machine import load_machine  # noqa: E402
 from schedules.cost.registry import predict  # noqa: E402
+from tvm_fusion.prediction.cluster import Cluster  # noqa: E402
+from tvm_fusion.prediction.training import GPTTraining, predict_training  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
@@ -144,6 +148,29 @@ def joint_models(folder: Path, all_rows: bool) -> dict[str, Any]:
                 rows.append(row | errors(chosen.seconds[mine], predicted[mine]))
         found[name] = {"now": rows, **report}
     return found
+
+
+def gpt_trainings(folder: Path) -> dict[str, dict[str, float]]:
+    """Errors of a quarter of the GPT trainings on 8 A100, by tensor, data and pipeline parallel."""
+    path = folder / "collectives" / "gpt_training_8xa100.csv"
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        runs = list(csv.DictReader(file))[::4]
+    node = Cluster("dgx", load_machine("a100-sxm-80"), 1, 8, 2.5e10, 5e-6, "data sheet")
+    names = ["hidden", "heads", "layers", "sequence", "global_batch", "micro_batch"]
+    names += ["tensor", "data", "pipeline"]
+    measured, predicted, shares = [], [], []
+    for run in runs:
+        sizes: dict[str, Any] = {name: int(run[name]) for name in names}
+        training = GPTTraining(**sizes, recompute=True)
+        predicted.append(predict_training(training, node).seconds)
+        measured.append(float(run["iteration_ms"]) / 1e3)
+        shares.append(f"tensor {training.tensor}")
+    part, times, found = np.array(shares), np.array(measured), np.array(predicted)
+    groups = {name: part == name for name in sorted(set(shares))}
+    groups["all"] = np.ones(len(part), bool)
+    return {name: errors(times[mine], found[mine]) for name, mine in groups.items()}
 
 
 def joint_report(found: dict[str, Any]) -> None:
@@ -411,6 +438,10 @@ def main() -> None:
     report(found)
     found["joint"] = joint_models(folder, all_rows)
     joint_report(found["joint"])
+    found["gpt_trainings"] = gpt_trainings(folder)
+    print("GPT trainings on 8 A100, errors in %:", found["gpt_trainings"])
+    found["links"] = check_links(folder)
+    print("NCCL, MAPE of left-out sizes in %:", found["links"])
     if not found["models"]:
         print("left out: whole models (no gpu_kernels/model_times.csv)")
     text = json.dumps(found, indent=1) + "\n"

@@ -391,13 +391,22 @@ def _others() -> list[Artifact]:
     with_data = {"t.json": json.dumps(tables).encode(), "d.npz": data.getvalue()}
     shard = command("shard", "FILE", "--machine", "v100", "--ranks", "2")
     uncached: Reader = load_model.__wrapped__
+    link = {"bandwidth": 5e10, "latency": 5e-6, "origin": "here"}
+    nodes = {"name": "two", "machine": "h100", "nodes": 2, "gpus_per_node": 8, "link": link}
     return [
+        Artifact({"nodes.json": json.dumps(nodes).encode()}, (_exchange,), damaged_json),
         Artifact({"t.json": TABLES}, (shard,), damaged_json),
         Artifact(with_data, (shard,), damaged_json),
         Artifact({"x.npy": array.getvalue()}, (load_array, _as_input)),
         Artifact({"l.npz": learned.read_bytes()}, (uncached,)),
         _external_data(),
     ]
+
+
+def _exchange(path: Path) -> None:
+    from tvm_fusion.prediction.cluster import load_cluster
+
+    load_cluster(path).predict("all_reduce", (0, 1), 1e6)
 
 
 def _as_input(path: Path) -> None:

@@ -237,7 +237,8 @@ class Split:
         for key in sorted(set(zip(self.machine, self.dtype, self.part, strict=True))):
             mine = (self.machine == key[0]) & (self.dtype == key[1]) & (self.part == key[2])
             inside = (low <= self.seconds) & (self.seconds <= high)
-            row = dict(zip(("machine", "dtype", "part"), map(str, key), strict=True))
+            names = ("machine", "dtype", "part")
+            row: dict[str, Any] = dict(zip(names, map(str, key), strict=True))
             row |= errors(self.seconds[mine], self.predicted[mine])
             row["inside"] = round(100 * float(inside[mine].mean()), 1)
             width = np.median((high - low)[mine] / self.predicted[mine])

@@ -58,7 +58,13 @@ from ..progress import progress_bar
     type=click.IntRange(1, 4096),
     default=1,
     show_default=True,
-    help="GPUs of a node that share MODEL by tensor parallelism; engine pytorch.",
+    help="GPUs that share MODEL by tensor parallelism; engine pytorch.",
+)
+@click.option(
+    "--cluster",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Nodes of the ranks, with their machine. Default: one node of --machine.",
 )
 @click.option(
     "--phase",
@@ -161,6 +167,7 @@ def predict_model(
     engine: str,
     precision: str,
     ranks: int,
+    cluster: Path | None,
     phase: str | None,
     step: int | None,
     batch: int | None,
@@ -170,6 +177,7 @@ def predict_model(
     **options: Any,
 ) -> None:
     """Predict and show a model on machines."""
+    from ...prediction.cluster import load_cluster
     from ...prediction.model.ask import Question
     from ...prediction.model.model_report import predictions_table
     from ...prediction.traces.overheads import load_overheads
@@ -181,12 +189,15 @@ def predict_model(
     if check:
         if set(machines) - {"native"}:
             raise click.UsageError("--check runs here: expected no --machine, or native")
-        of_gpus = ["engine", "precision", "ranks", "phase", "overheads", "what_if"]
+        of_gpus = ["engine", "precision", "ranks", "cluster", "phase", "overheads", "what_if"]
         refuse_given(of_gpus, "--check is of our kernels on this CPU")
         _check(model, as_json, shapes=shapes, **options)
         return
     options |= {"overheads": load_overheads(overheads) if overheads else None}
     options |= {"precision": precision, "ranks": ranks}
+    if cluster is not None:
+        refuse_given(["machines"], "--cluster has its own machine")
+        options["cluster"] = load_cluster(cluster)
     asked = [
         Question(model, machine, engine, shapes, options, phase or "", step or 0)
         for machine in machines or ["native"]

@@ -10,6 +10,7 @@ from typing import Any
 from ...errors import PredictionError
 from ...onnx.frontend import ImportedModel
 from ...onnx.model.loader import parse_model, read_model
+from ..cluster import load_cluster
 from ..report import Answer
 from ..timeline.execution_graph import HostCosts
 from .lowered import PRECISIONS
@@ -150,6 +151,8 @@ def phase_shapes(model: Any, phase: str, step: int) -> dict[str, int]:
 
 
 def _machine(asked: Question, value: str) -> Question:
+    if asked.options.get("cluster") is not None:
+        raise PredictionError(f"machine={value}: a cluster has its own machine")
     return replace(asked, machine=value)
 
 
@@ -238,6 +241,7 @@ def predict(
     overheads: HostCosts | None = None,
     precision: str = "fp32",
     ranks: int = 1,
+    cluster: Any = None,
     phase: str = "",
     step: int = 0,
     what_if: Sequence[str] = (),
@@ -264,7 +268,10 @@ def predict(
     precision : str
         Type of the floats on a GPU: ``fp32``, ``tf32`` (matrices only), ``fp16`` or ``bf16``.
     ranks : int
-        GPUs of a node that share the model by tensor parallelism; engine ``pytorch`` only.
+        GPUs that share the model by tensor parallelism; engine ``pytorch`` only.
+    cluster : path, optional
+        File of nodes, whose machine replaces ``machine``; see :mod:`tvm_fusion.prediction.cluster`.
+        Without it all ranks are in one node.
     phase, step : str, int
         Of a decoder, whose open dimensions they bind: ``prefill`` of a prompt of ``step`` tokens,
         or ``decode``, the token after ``step`` others; see :func:`phase_shapes`.
@@ -285,6 +292,7 @@ def predict(
     """
     options = {"fuse": fuse, "winograd": winograd, "records": records, "threads": threads}
     options |= {"overheads": overheads, "precision": precision, "ranks": ranks}
+    options |= {"cluster": None if cluster is None else load_cluster(cluster)}
     asked = Question(model, machine, engine, shapes, options, phase, step)
     imported = asked.imported()
     return asked.what_if(imported, asked.predict(imported), what_if)

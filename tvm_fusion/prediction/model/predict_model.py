@@ -18,6 +18,7 @@ from ...compiler.tuned import choose_records
 from ...errors import InvalidModelError, PredictionError
 from ...onnx.frontend import ImportedModel, import_onnx
 from ...runtime.tensor_spec import refuse_open_shapes
+from ..cluster import Cluster
 from ..collectives import bus_factor, link_bandwidth, node_collectives
 from ..host import host_costs
 from ..machines import cpu_target, find_machine, gpu_target
@@ -155,6 +156,7 @@ def predict_on(
     overheads: HostCosts | None = None,
     precision: str = "fp32",
     ranks: int = 1,
+    cluster: Cluster | None = None,
 ) -> ModelPrediction:
     """Predict an imported model, which can serve several machines; see :func:`.ask.predict`."""
     if engine not in ENGINES:
@@ -162,6 +164,8 @@ def predict_on(
     if precision not in PRECISIONS:
         known = ", ".join(PRECISIONS)
         raise PredictionError(f"precision is {precision!r}; expected one of {known}")
+    if cluster is not None:
+        machine = cluster.machine
     found = machine if isinstance(machine, Machine) else find_machine(machine, threads)
     if precision != "fp32" and found.kind != "gpu":
         raise PredictionError(
@@ -187,7 +191,7 @@ def predict_on(
         chosen = choose_records(records, target)
         options = pipeline.Options(fuse=fuse, winograd=winograd, records=chosen)
         ops = lower_to_cpu_kernels(imported.mod, target, found, options)
-    whole = _assemble(in_precision(ops, precision), found, engine, overheads)
+    whole = _assemble(in_precision(ops, precision), found, engine, overheads, cluster)
     if memory is None or "capacity.memory" not in found.figures:
         return whole
     return _with_memory(whole, memory * bytes_share(precision), found["capacity.memory"], ranks)
@@ -209,10 +213,16 @@ def _with_memory(
 
 
 def _assemble(
-    ops: Sequence[LoweredOp], machine: Machine, engine: str, overheads: HostCosts | None
+    ops: Sequence[LoweredOp],
+    machine: Machine,
+    engine: str,
+    overheads: HostCosts | None,
+    cluster: Cluster | None,
 ) -> ModelPrediction:
     kernels = [kernel for op in ops for kernel in op.kernels]
-    predictions = [_predict(kernel, machine) for kernel in kernels]
+    alike = {(kernel.call, kernel.like): kernel for kernel in kernels}
+    by_call = {key: _predict(kernel, machine, cluster) for key, kernel in alike.items()}
+    predictions = [by_call[kernel.call, kernel.like] for kernel in kernels]
     rows = tuple(
         _row(position, kernel, found, machine.get("launch_floor", 0.0))
         for position, (kernel, found) in enumerate(zip(kernels, predictions, strict=True))
@@ -251,20 +261,23 @@ def _assemble(
     )
 
 
-def _predict(kernel: LoweredKernel, machine: Machine) -> Prediction:
+def _predict(kernel: LoweredKernel, machine: Machine, cluster: Cluster | None) -> Prediction:
     if "ranks" in kernel.call.sizes:
-        return _collective(kernel.call, machine)
+        return _collective(kernel.call, machine, cluster)
     if kernel.like is not None:
         return estimate(kernel.call, kernel.like, machine)
     return registry.predict(kernel.call, machine)
 
 
-def _collective(call: KernelCall, machine: Machine) -> Prediction:
-    """A collective within a node, by the curves of NCCL."""
-    curves, note = node_collectives(machine)
-    ranks = call.size("ranks")
-    found = curves.predict(call.op, ranks, call.read_bytes)
-    least = call.read_bytes * bus_factor(call.op, ranks) / link_bandwidth(machine)
+def _collective(call: KernelCall, machine: Machine, cluster: Cluster | None) -> Prediction:
+    """A collective of the first ranks of a cluster, or within a node, by the curves of NCCL."""
+    ranks, message, note = call.size("ranks"), call.read_bytes, ""
+    if cluster is None:
+        curves, note = node_collectives(machine)
+        found = curves.predict(call.op, ranks, message)
+    else:
+        found = cluster.predict(call.op, range(ranks), message)
+    least = message * bus_factor(call.op, ranks) / link_bandwidth(machine)
     beyond = ("machine",) * bool(note) + ("size",) * (not found.in_range)
     ends, model = (found.low, found.high), f"nccl, {found.model}"
     return Prediction(

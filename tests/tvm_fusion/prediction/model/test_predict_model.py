@@ -105,6 +105,23 @@ def test_a_model_is_shared_by_the_gpus_of_a_node():
             predict(**{"machine": "h200", "engine": "pytorch", "ranks": 2, **options})
 
 
+def test_ranks_of_several_nodes_wait_for_the_links_between(tmp_path):
+    file = tmp_path / "nodes.json"
+    link = {"bandwidth": 2.5e10, "latency": 5e-6, "origin": "data sheet"}
+    nodes = {"name": "nodes", "machine": "h200", "nodes": 4, "gpus_per_node": 2, "link": link}
+    file.write_text(json.dumps(nodes))
+    model, options = bert_base(layers=1), {"engine": "pytorch", "ranks": 4}
+    one, several = (
+        predict("h200", model, **options),
+        predict("v100", model, cluster=file, **options),
+    )
+    assert several.machine == "h200"
+    for near, far in zip(one.kernels, several.kernels, strict=True):
+        assert far.seconds > near.seconds if near.bound == "network" else far == near
+    with pytest.raises(PredictionError, match="machine=h100: a cluster has its own machine"):
+        predict("h200", model, cluster=file, what_if=["machine=h100"], **options)
+
+
 def test_a_machine_of_ten_figures_as_the_page_shows_it(tmp_path):
     page = (Path(tvm_fusion.__file__).parents[1] / "docs" / "prediction.md").read_text()
     (text,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
