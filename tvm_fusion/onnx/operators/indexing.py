@@ -88,7 +88,6 @@ def _take(data: te.Tensor, indices: te.Tensor, axis: int) -> te.Tensor:
 
 
 ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
-BY_COORDINATES = frozenset({"GatherND", "ScatterND"})
 
 CHECKED_INDICES = "tvm_fusion.CheckedIndices"
 """Operator that :func:`translate_checked_indices` translates."""
