@@ -142,9 +142,16 @@ class _Rewriter(PyExprMutator):
             if key not in self._paired:
                 self._paired[key] = tensor_constant(in_pairs(array_of(integers)), "uint8")
             integers = self._paired[key]
-        attrs = {name: int(value.attrs[name]) for name in ("block", "axis")}
-        attrs |= {"mode": mode, "out_dtype": str(value.attrs["out_dtype"])}
-        return take_widened(rows, integers, *others, columns=int(value.ty.shape[1]), **attrs)
+        return take_widened(
+            rows,
+            integers,
+            *others,
+            columns=int(value.ty.shape[1]),
+            block=int(value.attrs["block"]),
+            axis=int(value.attrs["axis"]),
+            mode=mode,
+            out_dtype=str(value.attrs["out_dtype"]),
+        )
 
     def _product(self, call: relax.Call, packed: _Packed) -> relax.Expr:
         """The product by the kernel, in the type of ``call``."""

@@ -440,10 +440,14 @@ class Conv2DKernel:
         words = replace(layer, in_channels=-(-layer.in_channels // self.word))
         layout = "NCHW" if self.data_layout == f"NCHW{WORD_BYTES}c" else self.data_layout
         kernel = replace(self, layers=(words,), dtype="float32", data_layout=layout)
-        if self.rounding is not None and self.is_static:
+        if self.rounding is not None and self.height and self.width:
             top, left, bottom, right = words.padding
-            size = {"height": self.height + top + bottom, "width": self.width + left + right}
-            kernel = replace(kernel, layers=(replace(words, padding=(0, 0, 0, 0)),), **size)
+            kernel = replace(
+                kernel,
+                layers=(replace(words, padding=(0, 0, 0, 0)),),
+                height=self.height + top + bottom,
+                width=self.width + left + right,
+            )
         return replace(kernel, batch=1, width=self.batch) if self.is_matrix else kernel
 
     @property

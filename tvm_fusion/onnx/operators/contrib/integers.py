@@ -194,10 +194,10 @@ def gather_in_blocks(parts: Expansion) -> str | None:
     """Rows of a constant matrix of 4 or 8 bits whose rows have a scale for each block."""
     places = (0, 2, 3) if parts.input(3) else (0, 2)
     given = [parts.facts.constant(parts.input(place)) for place in places]
-    data, scales, *others = given
-    zeros = [zero for zero in others if zero is not None]
-    if data is None or scales is None or len(zeros) < len(others):
+    known = [each for each in given if each is not None]
+    if len(known) < len(given):
         return "its data, scales or zero points are only known at run time"
+    data, scales, *zeros = known
     axes = parts.get("gather_axis", 0), parts.get("quantize_axis", 1)
     if data.ndim != 2 or axes not in ((0, 1), (0, -1)):
         return f"it gathers along axis {axes[0]} of {data.ndim} with blocks along {axes[1]}"
