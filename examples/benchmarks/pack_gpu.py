@@ -75,10 +75,12 @@ def onnx_model(case: KernelCase) -> onnx.ModelProto:
 
     nodes = []
     for op, inputs, outputs, attributes in case.nodes:
-        named = {
-            name: _onnx_type(value) if name == "to" else value for name, value in attributes.items()
-        }
-        nodes.append(helper.make_node(op, inputs, outputs, **named))
+        node = helper.make_node(op, inputs, outputs)
+        node.attribute.extend(
+            helper.make_attribute(name, _onnx_type(value) if name == "to" else value)
+            for name, value in attributes.items()
+        )
+        nodes.append(node)
     weights = [numpy_helper.from_array(array, name) for name, array in case.weights().items()]
     graph = helper.make_graph(nodes, "case", info(case.inputs), info(case.outputs), weights)
     opsets = [helper.make_opsetid("", _OPSET)]
@@ -159,7 +161,8 @@ def save_outputs(model: onnx.ModelProto, path: Path) -> None:
     )
     arrays = {f"x{number}": array for number, array in enumerate(feed.values())}
     arrays |= {f"y{number}": array for number, array in enumerate(session.run(None, feed))}
-    np.savez(path, **arrays)
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def predicted(case: AnyCase, model: onnx.ModelProto) -> dict[str, float]:

@@ -276,7 +276,7 @@ def put_verdicts(
 
 
 _TOLD = ("engine", "how", "problem", "repeatable", "details")
-_UNKNOWN = ("", None, {})
+_UNKNOWN: tuple[Any, ...] = ("", None, {})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ def table(lines: Lines, index: Mapping[str, Any]) -> str:
         elif "engine" in line:
             by_case[line["case"]].append(line)
     machine = folder_name(facts.get("gpu", {}).get("name", ""))
-    rows = [HEADINGS]
+    rows: list[tuple[str, ...]] = [HEADINGS]
     for name, found in by_case.items():
         if all(line["engine"] != Loaded.title for line in found):
             continue  # a stage that could not run
