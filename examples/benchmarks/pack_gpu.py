@@ -57,6 +57,7 @@ MEASURING = ("tvm_fusion", "schedules", "examples")
 MOST_BYTES = 40_000_000
 MACHINES = ("h100", "h200")
 _OPSET = 20
+_QUICK = 1  # preset of xz: repeated weights shrink to nothing by any
 _LIBRARIES = ("libtvm_runtime.so", "libtvm_runtime_extra.so", "libtvm_runtime_cuda.so")
 _NOT_FFI = ("include", "3rdparty", "share", "src", "cython", "__pycache__", "testing", "stub")
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux2014")
@@ -199,7 +200,7 @@ def pack_cases(
     target: Path,
 ) -> None:
     """Write the compiled cases, their index, and candidates of a tuning job into an archive."""
-    with tempfile.TemporaryDirectory() as name, _archive(target) as archive:
+    with tempfile.TemporaryDirectory() as name, _archive(target, _QUICK) as archive:
         about = Path(name) / "cases.json"
         about.write_text(json.dumps(index))
         archive.add(about, "cases.json")
@@ -230,8 +231,8 @@ def pack_runtime(target: Path, python: str) -> None:
             archive.add(path.resolve(), f"cuda/{path.name}")
 
 
-def _archive(path: Path) -> tarfile.TarFile:
-    return tarfile.open(path, "w:xz", preset=lzma.PRESET_DEFAULT)
+def _archive(path: Path, preset: int = lzma.PRESET_DEFAULT) -> tarfile.TarFile:
+    return tarfile.open(path, "w:xz", preset=preset)
 
 
 def _ffi(scratch: Path, python: str) -> Iterator[tuple[Path, str]]:

@@ -63,7 +63,6 @@ _HALF = {"precision": "fp16"}
 MODELS = (
     PackedModel("model/resnet-50 float16, batch 8", "resnet_50", {"batch": 8}, 2e-2, _HALF),
     PackedModel("model/bert-base float16", "bert_base", {}, 2e-2, _HALF),
-    PackedModel("model/bert-base float32", "bert_base"),
 )
 
 
