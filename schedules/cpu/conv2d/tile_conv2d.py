@@ -120,6 +120,7 @@ def tile_conv2d_template(
             ops = operands(builder, kernel, image)
             if is_flat(ops):
                 ops = flatten(ops, 0, ops.output.height)
+            found = replace(found, lines=ops.output.height, width=ops.output.width)
             pixel_groups, channel_groups = found.groups(knobs)
             pixels = chunk(
                 pixel_groups, tirx.floordiv(piece, knobs.block_chunks), knobs.unit_chunks
@@ -165,7 +166,7 @@ def _bordered(
     top, before = first * layer.strides[0] - layer.padding[0], layer.padding[1]
     words, step = source.lanes, width * source.lanes
     copy = T.sblock_alloc_buffer((ops.in_blocks * height * step,), "int32")
-    inside = min(source.width, width - before)
+    inside = max(0, min(source.width, width - before))
     zeros = T.broadcast(T.int32(0), words) if words > 1 else T.int32(0)
 
     def pixel(place: Index) -> Index:
@@ -182,7 +183,7 @@ def _bordered(
 
             with T.If(tirx.all(at >= 0, at < source.height)):
                 with T.Then():
-                    clear(0, before)
+                    clear(0, min(before, width))
                     with loop(0, inside) as column:
                         value = source.buffer[pixel(source.at(block, at, column))]
                         T.buffer_store(copy, value, [pixel(to + (before + column) * words)])

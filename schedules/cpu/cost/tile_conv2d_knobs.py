@@ -133,7 +133,9 @@ class TileGeometry:
 
 def fits_tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     """Return whether tile registers can compute a packed convolution."""
-    if kernel.dtype not in cpu.tiles or not kernel.has_words or kernel.layers[0].groups > 1:
+    if kernel.dtype not in cpu.tiles or not kernel.has_words or len(kernel.layers) > 1:
+        return False
+    if kernel.layers[0].groups > 1:
         return False
     word = WORDS[kernel.dtype]
     fills = data_lanes(kernel) <= word * TILE_WORDS and not kernel.lanes % TILE_WORDS

@@ -69,6 +69,12 @@ def test_tiles_that_reach_back(shape, interleaved):
     case.check(compile_function(schedule(case, knobs)), 5)
 
 
+def test_padding_that_is_wider_than_what_is_read():
+    layer = ConvLayer(20, 20, (1, 1), (5, 5), (4, 4, 0, 0), activation=BYTES)
+    case = QuantizedCase(layer, 2, 1, 1, 16, False, "uint8")
+    case.check(compile_function(schedule(case)), 3)
+
+
 def test_images_of_one_pixel_are_rows_of_a_matrix():
     layer = ConvLayer(70, 130, (1, 1), activation=Activation("round_clip", -100, 155))
     case = QuantizedCase(layer, 19, 1, 1, 64, False, "uint8", addition=ADDITIONS[1])
