@@ -221,8 +221,9 @@ def _unwidened(
 ) -> relax.Expr | None:
     """The tensor of 16 bits that a residual is the float32 of, if it is that of one."""
     value = values.get(residual) if isinstance(residual, relax.Var) else None
-    is_cast = isinstance(value, relax.Call) and value.op == _ASTYPE
-    return value.args[0] if is_cast and _has_dtype(value.args[0].ty, dtype) else residual
+    if not isinstance(value, relax.Call) or value.op != _ASTYPE:
+        return residual
+    return value.args[0] if _has_dtype(value.args[0].ty, dtype) else residual
 
 
 def _add_bounds(chain: ConvChain, line: relax.VarBinding, users: Users) -> ConvChain | None:

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from small_onnx import small_model
 
 from tvm_fusion.bench import race as benchmark
+from tvm_fusion.bench.engines import ENGINES
 from tvm_fusion.bench.race import (
     Arena,
     EngineSpec,
     Plan,
     available_peers,
+    cpu_peers,
     gpu_peers,
     model_file,
     race,
@@ -223,6 +226,29 @@ def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         Arena([EngineSpec("onnxruntime"), EngineSpec("openvino")])
     with pytest.raises(EngineError, match="a race without engines; expected some of tvm-fusion, "):
         Arena([])
+
+
+def test_openvino_takes_part_in_float32_and_as_it_chooses() -> None:
+    peers = cpu_peers(["openvino", "tvm"])
+    assert [(spec.engine, spec.title) for spec in peers] == [
+        ("openvino", "OpenVINO, float32"),
+        ("openvino", "OpenVINO, its default"),
+        ("tvm", "stock TVM"),
+    ]
+    assert [spec.options.get("precision") for spec in peers] == [None, "default", None]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed"
+)
+def test_openvino_tells_its_precision(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(small_model(), path)
+    engine = ENGINES["openvino"].make()
+    engine.load(str(path), {}, 1, {})
+    assert engine.details() == {"precision": "f32"}
+    engine.load(str(path), {}, 1, {"precision": "default"})
+    assert engine.details()["precision"] in ("f32", "bf16", "f16")
 
 
 def test_model_file_of_bytes_is_temporary() -> None:

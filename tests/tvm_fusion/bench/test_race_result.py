@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rich.console import Console
 
-from tvm_fusion.bench.race_result import EngineResult, Plan, RaceResult, race_table
+from tvm_fusion.bench.race_result import EngineResult, Plan, RaceResult, race_table, title_of
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.runtime.host_arrays import relative_error
 
@@ -123,3 +123,9 @@ def test_json_of_numbers_that_are_not_finite() -> None:
         "-inf",
         [1, {"a": 2.5}],
     ]
+
+
+def test_a_type_that_an_engine_chose_is_in_its_row() -> None:
+    chosen = {"options": {"precision": "default"}, "details": {"precision": "bf16"}}
+    titles = [title_of(result_of(**change).engines[0]) for change in ({}, chosen)]
+    assert titles == ["tvm-fusion", "tvm-fusion, bf16"]
