@@ -196,6 +196,25 @@ def test_products_of_matrices_round_both_factors() -> None:
     np.testing.assert_allclose(v, rounded(z) @ rounded(c), rtol=1e-5, atol=1e-5 * np.abs(v).max())
 
 
+def test_casts_to_bfloat16_round_within_a_kernel() -> None:
+    model = model_of(
+        """g (float[7,33] x) => (float[7,33] y) {
+            a = Cast<to = 16>(x)
+            b = Cast<to = 1>(a)
+            c = Mul(b, b)
+            d = Cast<to = 16>(c)
+            e = Cast<to = 1>(d)
+            y = Add(e, b)
+        }"""
+    )
+    x = np.random.default_rng(2).standard_normal((7, 33)).astype("float32")
+    x[0, :3] = np.inf, -np.inf, np.nan
+    b = rounded(x)
+    with np.errstate(invalid="ignore"):
+        expected = (rounded(b * b) + b).astype("float32")
+    np.testing.assert_array_equal(tvm_fusion.compile(model)(x), expected)
+
+
 def test_what_stays_between_convolutions_has_half_the_bytes() -> None:
     mod = pipeline.optimize(
         import_onnx(bottlenecks()).mod, resolve("native", 2), Options(precision="bf16")
