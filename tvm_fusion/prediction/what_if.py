@@ -205,7 +205,9 @@ def device_machine(device: str | Machine) -> Machine:
     for name in known_machines():
         model, _, memory = name.partition("-")
         sizes = [word for word in words if word.endswith("gb")]
-        if model in words and (not memory or not sizes or f"{memory}gb" in sizes):
+        rest = set(memory.split("-")) - {"", "sxm", "40", "80"}  # such as of an RTX PRO 6000
+        fits = not memory or not sizes or f"{memory}gb" in sizes
+        if model in words and fits and rest <= set(words):
             return load_machine(name)
     known = ", ".join(known_machines())
     raise PredictionError(

@@ -213,6 +213,9 @@ def test_what_cannot_be_changed(run, change: str, reason: str) -> None:
 
 def test_machine_of_a_device() -> None:
     assert device_machine("Tesla V100-SXM2-32GB").name == "v100"
+    assert device_machine("NVIDIA RTX PRO 6000 Blackwell").name == "rtx-pro-6000"
+    with pytest.raises(PredictionError, match="'NVIDIA RTX A6000' is not a known machine"):
+        device_machine("NVIDIA RTX A6000")
     with pytest.raises(PredictionError, match="'Radeon' is not a known machine; known are .*v100"):
         device_machine("Radeon")
 

@@ -59,9 +59,8 @@ def _totals(found: ModelPrediction) -> str:
     if found.memory_bytes is not None:
         text += f"\nPeak memory of a rank: {found.memory_bytes / 1e9:.3g} GB."
     if outside:
-        text += (
-            f"\n* {outside} kernels outside of what their model was fitted to: machine, type, size"
-        )
+        text += f"\n* {outside} kernels outside of what their model was fitted to"
+        text += ", in machine, type or size"
     return text
 
 
