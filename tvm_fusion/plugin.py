@@ -23,7 +23,7 @@ OPS = tuple(
     f"relax.tvm_fusion.{name}"
     for name in """channel_norm channel_shuffle channel_slice checked_indices coalesced_reduce
     conv2d fused_conv2d fused_quantized_conv2d hardswish pack quantized_conv2d recurrence
-    round_clip sort_key unpack widen_weight winograd_conv2d""".split()
+    round_clip sort_key take_widened unpack widen_weight winograd_conv2d""".split()
 )
 """The ops of ``relay_passes.op``."""
 
@@ -86,7 +86,7 @@ def register() -> None:
         _add_ops(sys.modules[_SCRIPT])
     else:
         sys.meta_path.insert(0, _AfterImport())
-    rules = ModuleType("tvm_fusion", "Schedule rules of tvm-fusion.")
+    rules: Any = ModuleType("tvm_fusion", "Schedule rules of tvm-fusion.")
     rules.cpu, rules.gpu = _Later("schedules.cpu"), _Later("schedules.gpu")
     tvm.s_tir.dlight.tvm_fusion = rules
     tvm.relax.register_pipeline(PIPELINE)(_pipeline)
