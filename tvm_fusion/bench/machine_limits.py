@@ -2,7 +2,7 @@
 """Limits of this machine: multiply-adds a second, and bytes a second from each cache.
 
 Both are measured with dedicated small kernels: a loop of independent multiply-adds in registers,
-of floats and, where the CPU multiplies them in words, of bytes,
+of floats and, where the CPU multiplies them in words or in tile registers, of bytes,
 and sums over arrays which fit the level in question (L2 of all threads, the last-level cache,
 memory). Reading alone is faster than copying, so the limits are on the strict side.
 """
@@ -22,13 +22,24 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.core.micro_kernel import add_word_products, word_functions
+from schedules.cpu.core.tile_unit import (
+    TILE_ELEMENTS,
+    TILE_ROWS,
+    TILE_WORDS,
+    TileShape,
+    tile_unit,
+)
+from schedules.workload.conv2d import WORD_BYTES
 
+from ..machine.host import may_use_tiles
 from ..runtime.thread_pool import Crew
 
 _SECONDS = 0.02
 _REPEATS = 30
 _ROUNDS = 20_000
 _WORD_STEPS = 8
+_TILES = 4
+_TILE_ROUNDS = 2_000
 _VECTORS_IN_FLIGHT = 12  # covers two multiply-adds a cycle of up to six cycles each
 _LEAST_MEMORY_BYTES = 128 << 20
 
@@ -149,6 +160,15 @@ class PeakProbe:
     """
 
     def __init__(self, cpu: CPUInfo, target: Target, threads: int, of_bytes: bool = False) -> None:
+        if of_bytes and "uint8" in cpu.tiles:
+            may_use_tiles()
+            size = threads * _TILES * TILE_ELEMENTS
+            self._data = tvm.runtime.tensor(np.full(size, 0x01010101, "int32"))
+            self._sums = tvm.runtime.tensor(np.zeros(size, "int32"))
+            self._kernel = tvm.compile(_tile_products(cpu, threads), target)["main"]
+            products = threads * _TILES * _TILE_ROUNDS * TILE_ELEMENTS
+            self._operations = products * TILE_WORDS * WORD_BYTES * 2
+            return
         lanes, word = cpu.lanes("float32"), cpu.word_channels if of_bytes else 0
         vectors = min(2 * _VECTORS_IN_FLIGHT, cpu.num_vector_registers - 4)
         dtype, factor = ("int32", 0x01010101) if word else ("float32", 0.5)
@@ -189,6 +209,31 @@ def _fastest(
         call()
         times.append(time.perf_counter() - begin)
     return min(times)
+
+
+def _tile_products(cpu: CPUInfo, threads: int) -> tirx.PrimFunc:
+    """Products of tiles of bytes, ``_TILES`` sums at a time, the same on every thread."""
+    shape = TileShape(TILE_ROWS, TILE_WORDS)
+    size = threads * _TILES * TILE_ELEMENTS
+    with IRBuilder() as builder:
+        with T.prim_func(s_tir=True):
+            T.func_name("main")
+            data, sums = (T.arg(name, T.buffer((size,), "int32")) for name in ("data", "sums"))
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                with T.parallel(0, threads) as thread, T.sblock("part"):
+                    T.reads()
+                    T.writes()
+                    with tile_unit([shape] * (_TILES + 2), "uint8", cpu) as unit:
+                        for tile in range(_TILES + 2):
+                            unit.load(tile, data, 0, TILE_WORDS)
+                        with T.serial(0, _TILE_ROUNDS):
+                            for tile in range(_TILES):
+                                unit.multiply(tile, _TILES, _TILES + 1)
+                        for tile in range(_TILES):
+                            unit.store(tile, sums, (thread * _TILES + tile) * TILE_ELEMENTS)
+    return builder.get()
 
 
 def _data_size(lanes: int, vectors: int, word: int) -> int:

@@ -15,7 +15,7 @@ from small_onnx import dense_model, small_model
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
-from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits, measure_limits
+from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits, PeakProbe, measure_limits
 from tvm_fusion.bench.profiler import (
     Described,
     KernelCost,
@@ -195,3 +195,12 @@ def test_products_with_few_bits_have_their_work(level: int) -> None:
 def test_gpus_are_not_profiled() -> None:
     with pytest.raises(TargetError, match="profiled on CPUs only; got .* 'opencl'"):
         profile(small_model(), "opencl")
+
+
+def test_the_peak_of_bytes_is_that_of_tile_registers() -> None:
+    """By loops: each sum adds 64 products of ones a round to what it begins with."""
+    target = resolve("native", 2)
+    tiles = {"tiles": frozenset({"uint8"}), "emulates_tiles": True}
+    probe = PeakProbe(replace(CPUInfo.from_target(target), **tiles), target, 2, of_bytes=True)
+    assert probe.flops(0.0, 1) > 0
+    np.testing.assert_array_equal(probe._sums.numpy(), 0x01010101 + 64 * 2_000)
