@@ -19,7 +19,6 @@ reproduce to a fifth; products alone take 16 cycles for 16 rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -160,14 +159,14 @@ def fastest_block(kernels: Sequence[Conv2DKernel], cpu: CPUInfo) -> int | None:
     types = {kernel.dtype for kernel in kernels}
     if len(types) != 1 or not types <= cpu.tiles:
         return None
-    word, best = WORDS[types.pop()], (math.inf, None)
+    word, cycles = WORDS[types.pop()], dict[int, float]()
     for block in range(TILE_WORDS, word * TILE_WORDS + 1, TILE_WORDS):
         packed = [_packed(kernel, block, word) for kernel in kernels]
         if block & (block - 1) or not all(fits_tiles(kernel, cpu) for kernel in packed):
             continue
         settings = ((kernel, default_tile_knobs(kernel, cpu)) for kernel in packed)
-        best = min(best, (sum(tile_cycles(*each, cpu) for each in settings), block))
-    return best[1]
+        cycles[block] = sum(tile_cycles(*each, cpu) for each in settings)
+    return min(cycles, key=cycles.__getitem__, default=None)
 
 
 def _packed(kernel: Conv2DKernel, block: int, word: int) -> Conv2DKernel:
