@@ -240,7 +240,8 @@ class _Reader:
         if results is None:
             return None
         batch = tuple(shape[i] for i in self.batch)
-        parts = (batch, *shape[-2:], depth, result.shape[-1])
+        m, n, columns = shape[-2], shape[-1], result.shape[-1]
+        parts = (batch, m, n, depth, columns)
         return AttentionFunction(query, key, operand, *parts, self._logit(), results)
 
     def _are_floats(self) -> bool:
