@@ -29,3 +29,21 @@ def in_turns(*parameters: Iterable[Any], every: int = 2) -> list[Any]:
         values = [value for _, value in numbered]
         found.append(pytest.param(*values, marks=() if is_quick else pytest.mark.slow))
     return found
+
+
+def slow_where(names: Iterable[str], cases: Iterable[Any]) -> list[Any]:
+    """Cases for ``pytest.mark.parametrize`` of which those that begin with a name are slow.
+
+    Parameters
+    ----------
+    names : iterable of str
+        First values of slow cases.
+    cases : iterable
+        Values, or what :func:`in_turns` returns.
+    """
+    slow, found = set(names), []
+    for case in cases:
+        values, marks = getattr(case, "values", (case,)), tuple(getattr(case, "marks", ()))
+        marks = (*marks, pytest.mark.slow) if values[0] in slow and not marks else marks
+        found.append(pytest.param(*values, marks=marks))
+    return found

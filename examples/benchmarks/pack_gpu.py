@@ -232,7 +232,7 @@ def pack_runtime(target: Path, python: str) -> None:
 
 
 def _archive(path: Path, preset: int = lzma.PRESET_DEFAULT) -> tarfile.TarFile:
-    return tarfile.open(path, "w:xz", preset=preset)
+    return tarfile.TarFile.xzopen(str(path), "w", preset=preset)
 
 
 def _ffi(scratch: Path, python: str) -> Iterator[tuple[Path, str]]:

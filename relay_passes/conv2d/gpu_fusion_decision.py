@@ -98,8 +98,8 @@ def _cycles(workload: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool) -> tuple[fl
     if workload.dtype == "float32":
         ways.append(separate_cycles(_pair(workload), gpu))
     if tile is not None:
-        fused = fused_product_cycles(workload, tile, gpu) + repacking_cycles(workload, gpu)
-        return min(ways), fused
+        products = fused_product_cycles(workload, tile, gpu)
+        return min(ways), products + repacking_cycles(workload, gpu)
     fused = fused_cycles(_pair(workload), gpu)
     assert fused is not None, "there is a tile"
     # Among layers of TF32, which are in NCHW, data and result of the pair are repacked.

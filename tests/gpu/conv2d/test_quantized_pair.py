@@ -20,7 +20,7 @@ from schedules.gpu.conv2d.tensor_core_pair import pair_workload
 from schedules.gpu.conv2d.tensor_core_pair_tile import choose_pair_tile
 from schedules.gpu.core.machine import GPUInfo
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
-from tests.selection import in_turns
+from tests.selection import in_turns, slow_where
 
 BYTES = Activation("round_clip", 0, 255)
 
@@ -80,7 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_where(["halo_of_windows"], CASES))
 def test_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes are those of two kernels, but for some that are rounded the other way."""
     emulate_tensor_cores(monkeypatch)

@@ -33,7 +33,7 @@ from schedules.gpu.core.bfloat16_bits import convert_by_bits
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.matmul.tensor_core_tile import TF32, TILES, TensorTile
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, FusedConv2DWorkload, to_json
-from tests.selection import in_turns
+from tests.selection import in_turns, slow_where
 
 Size = tuple[int, int, int]
 UNITS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-11}
@@ -156,7 +156,10 @@ CASES = {
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("name", "dtype"), in_turns(CASES, UNITS))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_where(["halo_of_windows", "halo_one_sided"], in_turns(CASES, UNITS)),
+)
 def test_numbers(name: str, dtype: str) -> None:
     layers, size, residual = CASES[name]
     kernel = kernel_of(layers, size, residual, dtype)
@@ -271,7 +274,11 @@ PRODUCTS["float32"] = "HMMA.1688.F32.TF32"
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "arch"), in_turns(PAIRS, PRODUCTS, ["sm_90", "sm_80"], every=6)
+    ("name", "dtype", "arch"),
+    slow_where(  # compiling one takes a minute
+        [name for name in PAIRS if name.startswith("halo")],
+        in_turns(PAIRS, PRODUCTS, ["sm_90", "sm_80"], every=6),
+    ),
 )
 def test_machine_code(name: str, dtype: str, arch: str) -> None:
     """Both products are on tensor cores; as many blocks at once as asked for, without spills."""

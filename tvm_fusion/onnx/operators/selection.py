@@ -206,8 +206,9 @@ def bound_topk(model: onnx.ModelProto, facts: GraphFacts) -> None:
             axis=axis,
             largest=largest,
             sizes=[place for _, place in sizes],
-            numbers=numbers,
         )
+        if numbers:
+            replacement.attribute.append(helper.make_attribute("numbers", numbers))
         node.CopyFrom(replacement)
         changed = True
     if changed:

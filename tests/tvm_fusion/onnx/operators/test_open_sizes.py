@@ -94,6 +94,11 @@ def test_compress(axis: int | None) -> None:
             k = Reshape(least, flat) y, order = TopK(chosen, k) z = Gather(chosen, order)""",
         ),
         (
+            "float[n] y, int64[n] order",
+            """shape = Shape(chosen) size = Gather(shape, first) k = Reshape(size, flat)
+            y, order = TopK(chosen, k)""",
+        ),
+        (
             "int64[n, 3] y",
             """boxes = Gather(corners, places) image = Unsqueeze(boxes, zero)
             one = Unsqueeze(chosen, zero) scores = Unsqueeze(one, zero)
