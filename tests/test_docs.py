@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 import pytest
-from small_onnx import small_model
+from small_onnx import small_decoder, small_model
 from small_traces import training_step
 
 from tvm_fusion import cli
@@ -63,6 +63,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(job, "FINAL_SECONDS", 0.05)
     onnx.save(small_model(size=32, channels=16), "model.onnx")
     onnx.save(small_model("batch", size=32, channels=16), "open.onnx")
+    onnx.save(small_decoder(), "step.onnx")
+    for page in PAGES:  # files that they show, under their names
+        for _, block in blocks(page.read_text(), "json"):
+            (tmp_path / f"{json.loads(block)['name']}.json").write_text(block)
     (tmp_path / "traces").mkdir()
     table = {"rows": 1000, "width": 64, "lookups": 20}
     (tmp_path / "tables.json").write_text(json.dumps({"batch": 512, "tables": [table] * 3}))

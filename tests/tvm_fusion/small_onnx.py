@@ -46,6 +46,31 @@ def small_model(
     return model
 
 
+def small_decoder(
+    past: str = "past_sequence_length", new: str = "sequence_length", width: int = 64
+) -> onnx.ModelProto:
+    """Attention of new tokens to themselves and those before."""
+    float_ = TensorProto.FLOAT
+    total = f"{past} + {new}" if past else new
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["q"]),
+        helper.make_node("Concat", ["past", "q"] if past else ["q"], ["k"], axis=1),
+        helper.make_node("Transpose", ["k"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["q", "t"], ["s"]),
+        helper.make_node("Add", ["s", "mask"], ["m"]),
+        helper.make_node("Softmax", ["m"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "k"], ["y"]),
+    ]
+    shapes = {"x": ["batch", new, width], "mask": ["batch", 1, total]}
+    shapes |= {"past": ["batch", past, width]} if past else {}
+    inputs = [helper.make_tensor_value_info(n, float_, s) for n, s in shapes.items()]
+    outputs = [helper.make_tensor_value_info("y", float_, ["batch", new, width])]
+    weight = np.random.default_rng(0).normal(size=(width, width)).astype(np.float32)
+    weights = [numpy_helper.from_array(weight, "w")]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
 def dense_model(
     batch: int | str = 1, size: int = 12, channels: int = 16, seed: int = 0
 ) -> onnx.ModelProto:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of models: what they bring, as text and as methods, and what is refused."""
 
-import numpy as np
-import onnx
 import pytest
-from small_onnx import small_model
+from small_onnx import small_decoder, small_model
 
 import tvm_fusion
 from tvm_fusion.errors import PredictionError
@@ -96,31 +94,8 @@ def test_a_fixed_batch_has_no_other():
         tvm_fusion.predict(small_model(), "v100", "pytorch", what_if=["batch=2"])
 
 
-def decoder(past="past_sequence_length", new="sequence_length", width=64):
-    """Attention of new tokens to themselves and those before."""
-    float_ = onnx.TensorProto.FLOAT
-    total = f"{past} + {new}" if past else new
-    nodes = [
-        onnx.helper.make_node("MatMul", ["x", "w"], ["q"]),
-        onnx.helper.make_node("Concat", ["past", "q"] if past else ["q"], ["k"], axis=1),
-        onnx.helper.make_node("Transpose", ["k"], ["t"], perm=[0, 2, 1]),
-        onnx.helper.make_node("MatMul", ["q", "t"], ["s"]),
-        onnx.helper.make_node("Add", ["s", "mask"], ["m"]),
-        onnx.helper.make_node("Softmax", ["m"], ["p"], axis=-1),
-        onnx.helper.make_node("MatMul", ["p", "k"], ["y"]),
-    ]
-    shapes = {"x": ["batch", new, width], "mask": ["batch", 1, total]}
-    shapes |= {"past": ["batch", past, width]} if past else {}
-    inputs = [onnx.helper.make_tensor_value_info(n, float_, s) for n, s in shapes.items()]
-    outputs = [onnx.helper.make_tensor_value_info("y", float_, ["batch", new, width])]
-    weight = np.random.default_rng(0).normal(size=(width, width)).astype(np.float32)
-    weights = [onnx.numpy_helper.from_array(weight, "w")]
-    graph = onnx.helper.make_graph(nodes, "g", inputs, outputs, weights)
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
-
-
 def sizes(**options):
-    found = tvm_fusion.predict(decoder(), "h200", "pytorch", {"batch": 2}, **options)
+    found = tvm_fusion.predict(small_decoder(), "h200", "pytorch", {"batch": 2}, **options)
     return [
         dict(kernel.call.sizes)
         for graph in found.scenario.graphs
@@ -129,13 +104,13 @@ def sizes(**options):
     ]
 
 
-def test_a_step_of_a_decoder():
+def test_a_step_of_a_small_decoder():
     linear, scores, mixed = sizes(phase="decode", step=511, precision="bf16")
     assert linear == {"B": 1, "M": 2, "N": 64, "K": 64}
     assert scores == {"B": 2, "M": 1, "N": 512, "K": 64}
     assert mixed == {"B": 2, "M": 1, "N": 64, "K": 512}
     found = tvm_fusion.predict(
-        decoder(),
+        small_decoder(),
         "h200",
         "pytorch",
         {"batch": 2},
@@ -147,8 +122,8 @@ def test_a_step_of_a_decoder():
     assert half.seconds < longer.seconds and longer.gain < 0
 
 
-def test_the_prompt_of_a_decoder():
-    model = decoder("", "seq_len")
+def test_the_prompt_of_a_small_decoder():
+    model = small_decoder("", "seq_len")
     found = tvm_fusion.predict(model, "h200", "pytorch", {"batch": 1}, phase="prefill", step=128)
     (scores, _) = (row for row in found.kernels if row.op == "bmm")
     assert "M=128 N=128" in scores.operator
@@ -156,14 +131,14 @@ def test_the_prompt_of_a_decoder():
 
 def test_phases_that_are_refused():
     with pytest.raises(PredictionError, match="'past_sequence_length' would be 0; expected a mode"):
-        phase_shapes(decoder(), "prefill", 16)
+        phase_shapes(small_decoder(), "prefill", 16)
     with pytest.raises(PredictionError, match="called like 'past'; the model has batch, seq_len"):
-        phase_shapes(decoder("", "seq_len"), "decode", 16)
+        phase_shapes(small_decoder("", "seq_len"), "decode", 16)
     with pytest.raises(PredictionError, match="called like 'sequence'; the model has batch, a"):
-        phase_shapes(decoder("", "a"), "prefill", 16)
+        phase_shapes(small_decoder("", "a"), "prefill", 16)
     with pytest.raises(PredictionError, match="phase is 'train'; expected one of prefill, decode"):
-        phase_shapes(decoder(), "train", 16)
+        phase_shapes(small_decoder(), "train", 16)
     with pytest.raises(PredictionError, match="step is 0; expected a number of tokens from 1 on"):
-        phase_shapes(decoder(), "decode", 0)
+        phase_shapes(small_decoder(), "decode", 0)
     with pytest.raises(PredictionError, match="step=4: expected a number of tokens, and a phase"):
         ask("step=4")
