@@ -68,7 +68,7 @@ class CPUInfo:
         have 16 bits; ``"sdot"``; or none.
     converts_halves : bool
         Whether vectors of float16 become float32 by an instruction.
-    tiles : frozenset[str]
+    tiles : tuple[str, ...]
         Types whose products tile registers (AMX) add up: ``"uint8"``, ``"bfloat16"``.
     emulates_tiles : bool
         Whether loops do what tile registers do: to test kernels on a CPU without these.
@@ -88,9 +88,12 @@ class CPUInfo:
     word_channels: int = 0
     byte_dots: str = ""
     converts_halves: bool = False
-    tiles: frozenset[str] = frozenset()
+    tiles: tuple[str, ...] = ()
     emulates_tiles: bool = False
     has_half_dots: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiles", tuple(self.tiles))  # of JSON, a list
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -263,12 +266,12 @@ def _from_text(text: str) -> CPUInfo:
     )
 
 
-def _tiles(features: set[str], bits: int) -> frozenset[str]:
+def _tiles(features: set[str], bits: int) -> tuple[str, ...]:
     """Types that tile registers multiply; what follows their products takes whole vectors."""
     if "amx-tile" not in features or bits != TILE_BITS:
-        return frozenset()
+        return ()
     found = {dtype for dtype, name in TILE_PRODUCTS.items() if name in features}
-    return frozenset(found if "avx512bf16" in features else found - {"bfloat16"})
+    return tuple(sorted(found if "avx512bf16" in features else found - {"bfloat16"}))
 
 
 def _word_channels(features: set[str], bits: int) -> int:

@@ -157,7 +157,7 @@ def fastest_block(kernels: Sequence[Conv2DKernel], cpu: CPUInfo) -> int | None:
         At most as many as fill a row of a tile; None where tiles cannot compute all of them.
     """
     types = {kernel.dtype for kernel in kernels}
-    if len(types) != 1 or not types <= cpu.tiles:
+    if len(types) != 1 or not types <= set(cpu.tiles):
         return None
     word, cycles = WORDS[types.pop()], dict[int, float]()
     for block in range(TILE_WORDS, word * TILE_WORDS + 1, TILE_WORDS):

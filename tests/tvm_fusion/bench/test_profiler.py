@@ -200,7 +200,7 @@ def test_gpus_are_not_profiled() -> None:
 def test_the_peak_of_bytes_is_that_of_tile_registers() -> None:
     """By loops: each sum adds 64 products of ones a round to what it begins with."""
     target = resolve("native", 2)
-    tiles = {"tiles": frozenset({"uint8"}), "emulates_tiles": True}
+    tiles = {"tiles": ("uint8",), "emulates_tiles": True}
     probe = PeakProbe(replace(CPUInfo.from_target(target), **tiles), target, 2, of_bytes=True)
     assert probe.flops(0.0, 1) > 0
     np.testing.assert_array_equal(probe._sums.numpy(), 0x01010101 + 64 * 2_000)

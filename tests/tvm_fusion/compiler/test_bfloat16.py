@@ -120,7 +120,7 @@ def rows() -> onnx.ModelProto:
 def test_numbers_by_loops_in_place_of_tile_registers(model: onnx.ModelProto) -> None:
     """All convolutions, the stem among them, and products of many rows."""
     target = resolve("native", 1)
-    tiles = {"tiles": frozenset({"bfloat16"}), "emulates_tiles": True}
+    tiles = {"tiles": ("bfloat16",), "emulates_tiles": True}
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
     with described(target, replace(CPUInfo.from_target(target), **tiles)):
         mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))

@@ -123,7 +123,7 @@ def test_numbers_by_loops_in_place_of_tile_registers(form, tmp_path):
     x = next(iter(Images(model).get_next().values()))
     (wanted,) = run_onnx(model, {"x": x})
     target = resolve("native", 1)
-    tiles = {"tiles": frozenset({"uint8"}), "emulates_tiles": True, "word_channels": 4}
+    tiles = {"tiles": ("uint8",), "emulates_tiles": True, "word_channels": 4}
     with described(target, replace(CPUInfo.from_target(target), **tiles)):
         mod = pipeline.optimize(import_onnx(model).mod, target, Options())
         found = tvm_fusion.compile(model, target, records="none")(x)

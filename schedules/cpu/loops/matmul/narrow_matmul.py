@@ -85,10 +85,16 @@ def narrow_matmul(
         x, weight, *given, out = map(flat, arguments)
         scale, zero, *_ = (*given, None, None)
         writer = _Writer(matrix, cpu, reduce(mul, rows, long(1)), x, weight, scale, zero, out)
-        with T.parallel(long(0), long(matrix.tiles)) as tile, T.sblock("tile"):
-            T.reads()
-            T.writes()
-            writer.write(tile)
+        # The last tile may overlap the one before, whose task computes it, too: sums of a part of
+        # the depth lie in the result until the next part adds to them.
+        tasks = max(1, matrix.columns // matrix.tile)
+        with T.parallel(long(0), long(tasks)) as task:
+            last = long(matrix.tiles - tasks + 1)
+            count = tirx.if_then_else(task < long(tasks - 1), long(1), last)
+            with T.serial(long(0), count) as number, T.sblock("tile"):
+                T.reads()
+                T.writes()
+                writer.write(task + number)
 
     return cpu_kernel("NarrowMatmul", buffers, write, work_of(rows, matrix))
 

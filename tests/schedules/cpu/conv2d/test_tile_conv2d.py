@@ -29,7 +29,7 @@ from schedules.cpu.cost.tile_conv2d_knobs import (
 )
 from schedules.workload.conv2d import Activation, ConvLayer
 
-TILES = {"tiles": frozenset({"uint8", "bfloat16"}), "emulates_tiles": True, "word_channels": 4}
+TILES = {"tiles": ("bfloat16", "uint8"), "emulates_tiles": True, "word_channels": 4}
 CPU = replace(CPUInfo.from_target(TARGET), **TILES)
 BYTES = Activation("round_clip", 0, 255)
 FEW = settings(max_examples=settings.default.max_examples // 4)

@@ -7,6 +7,7 @@ import ml_dtypes  # noqa: F401  gives numpy the dtype "bfloat16"
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 from cpu.conv_cases import TARGET, compile_function
 from cpu.machine_cases import AARCH64, CPUS, info_of, loops_of
 from hypothesis import given, settings
@@ -121,6 +122,17 @@ def test_floats_of_16_bits(dtype: str, rows: int, columns: int) -> None:
     (found,) = call(func, given, ((rows, columns), "float32"))
     wanted = x.astype("float64") @ weight.astype("float64")
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("columns", "tasks"), [(64, 2), (72, 2), (48, 1), (32, 1)])
+def test_tiles_that_overlap_belong_to_one_task(columns: int, tasks: int) -> None:
+    """The sums of a part of the depth lie in the result; no other task may write there."""
+    matrix = NarrowMatrix(256, columns, "int4", 32, 32, False, False)
+    func = narrow_matmul([14], matrix, "int8", CPU)
+    loops: list[tirx.For] = []
+    tvm_ffi.structural_walk(func.body, (tirx.For, loops.append))
+    extents = [int(loop.extent) for loop in loops if loop.kind == tirx.ForKind.PARALLEL]
+    assert extents == [tasks]
 
 
 def test_tile_must_fit() -> None:
