@@ -138,11 +138,22 @@ _WIDE = frozenset(
 """Types of which TVM's own resizing, in float32, loses digits."""
 
 
+def _finds_nearest(node: onnx.NodeProto, facts: GraphFacts) -> bool:
+    """Return whether TVM rounds places as ONNX does: it multiplies by the inverse of the scale."""
+    if attribute(node, "mode", "nearest") != "nearest":
+        return True
+    if attribute(node, "coordinate_transformation_mode") == "align_corners":
+        return False
+    sizes = zip(facts.shape(node.input[0]) or (), facts.shape(node.output[0]) or (), strict=True)
+    return all(math.frexp(after / max(before, 1))[0] in (0, 0.5) for before, after in sizes)
+
+
 def expand_resize(expansion: Expansion) -> None:
     """Replace a Resize that :func:`resize_problem` refuses, or of wide numbers; name sizes else."""
     facts = expansion.facts
     is_sound = resize_problem(expansion.node, facts) is None
-    if is_sound and facts.dtype(expansion.input(0)) not in _WIDE:
+    is_exact = facts.dtype(expansion.input(0)) not in _WIDE
+    if is_sound and is_exact and _finds_nearest(expansion.node, facts):
         _name_sizes(expansion)
         return
     axes = _resized_axes(expansion.node, facts)

@@ -74,6 +74,21 @@ def test_every_axis_can_change(mode: str) -> None:
     assert_same_as_onnx_runtime(resize((5, 7), None, int64(9, 4), mode=mode))
 
 
+@pytest.mark.parametrize(
+    ("rounding", "mode"),
+    in_turns(
+        ["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"],
+        ["half_pixel", "asymmetric", "align_corners"],
+    ),
+)
+def test_nearest_pixels_half_way_between_two(rounding: str, mode: str) -> None:
+    """Places are quotients by the scale, whose inverse is rounded."""
+    options = {"nearest_mode": rounding, "coordinate_transformation_mode": mode}
+    for before, after in [((2, 3), (7, 9)), ((5, 7), (6, 14)), ((6, 4), (2, 6)), ((3, 2), (21, 8))]:
+        model = resize((1, 1, *before), None, int64(1, 1, *after), mode="nearest", **options)
+        assert_same_as_onnx_runtime(model)
+
+
 def test_the_smaller_scale_for_both_axes() -> None:
     attributes = {"axes": [2, 3], "keep_aspect_ratio_policy": "not_larger", "mode": "linear"}
     model = resize((1, 2, 7, 9), None, int64(5, 5), **attributes)
