@@ -139,10 +139,14 @@ _WIDE = frozenset(
 
 
 def _finds_nearest(node: onnx.NodeProto, facts: GraphFacts) -> bool:
-    """Return whether TVM rounds places as ONNX does: it multiplies by the inverse of the scale."""
-    if attribute(node, "mode", "nearest") != "nearest":
+    """Return whether TVM rounds places as ONNX does: it multiplies by the inverse of the scale.
+
+    In asymmetric mode TVM's are the exact ones, which a quotient in float32 can miss.
+    """
+    mode = attribute(node, "coordinate_transformation_mode", "half_pixel")
+    if attribute(node, "mode", "nearest") != "nearest" or mode == "asymmetric":
         return True
-    if attribute(node, "coordinate_transformation_mode") == "align_corners":
+    if mode == "align_corners":
         return False
     sizes = zip(facts.shape(node.input[0]) or (), facts.shape(node.output[0]) or (), strict=True)
     return all(math.frexp(after / max(before, 1))[0] in (0, 0.5) for before, after in sizes)

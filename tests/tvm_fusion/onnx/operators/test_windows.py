@@ -78,7 +78,7 @@ def test_every_axis_can_change(mode: str) -> None:
     ("rounding", "mode"),
     in_turns(
         ["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"],
-        ["half_pixel", "asymmetric", "align_corners"],
+        ["half_pixel", "align_corners"],
     ),
 )
 def test_nearest_pixels_half_way_between_two(rounding: str, mode: str) -> None:
