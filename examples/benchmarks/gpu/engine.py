@@ -92,6 +92,13 @@ def module(name: str) -> Any:
         raise EngineError(f"{name} cannot be imported: {error}") from None
 
 
+def check_torch(compiled: bool) -> None:
+    """Look for PyTorch, and for Triton, which torch.compile needs; EngineError if one is absent."""
+    module("torch")
+    if compiled:
+        module("triton")
+
+
 def version(package: str) -> str:
     """The version of an imported module, or an empty text."""
     try:

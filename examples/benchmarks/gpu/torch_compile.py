@@ -8,7 +8,7 @@ from typing import Any
 from examples.benchmarks.reduction_cases import Case
 
 from .array_steps import planned, reduce_torch, run_planned
-from .engine import Engine, Launcher, Sets, module
+from .engine import Engine, Launcher, Sets, check_torch, module
 
 
 class TorchCompile(Engine):
@@ -28,8 +28,7 @@ class TorchCompile(Engine):
 
     def check(self) -> None:
         """Look for PyTorch and Triton."""
-        module("torch")
-        module("triton")
+        check_torch(compiled=True)
 
     def prepare(self, case: Case, sets: Sets) -> Launcher:
         """Compile a case, all of it as one graph."""

@@ -164,10 +164,8 @@ def gemm_fp16_sweep(folder: Path) -> Sweep | None:
     table = _tables(folder / "gemm_fp16", "gemm_fp16.csv.gz")
     if table is None:
         return None
-    sizes = {"B": np.ones(len(table["M"])), **{name: table[name] for name in "MNK"}}
-    sizes["batched"] = np.zeros(len(table["M"]))
     machine, seconds = _machines(table["gpu"]), table["us"] / 1e6
-    return Sweep("gemm", "float16", machine, sizes, seconds, table["model"], VIDUR)
+    return Sweep("gemm", "float16", machine, _linear(table), seconds, table["model"], VIDUR)
 
 
 def gemm_bf16_sweep(folder: Path) -> Sweep | None:
@@ -175,10 +173,15 @@ def gemm_bf16_sweep(folder: Path) -> Sweep | None:
     table = _tables(folder / "gpu_16bit", "gemm_bf16.csv.gz")
     if table is None:
         return None
-    sizes = {"B": np.ones(len(table["M"])), **{name: table[name] for name in "MNK"}}
-    sizes["batched"] = np.zeros(len(table["M"]))
     machine, seconds = _machines(table["device"]), table["us"] / 1e6
-    return Sweep("gemm", "bfloat16", machine, sizes, seconds, machine, DYNAMO)
+    return Sweep("gemm", "bfloat16", machine, _linear(table), seconds, machine, DYNAMO)
+
+
+def _linear(table: Columns) -> dict[str, np.ndarray]:
+    """Sizes of products that are not batched."""
+    count = len(table["M"])
+    sizes = {"B": np.ones(count), **{name: table[name] for name in "MNK"}}
+    return sizes | {"batched": np.zeros(count)}
 
 
 def joint_gemm_sweeps(folder: Path) -> list[Sweep]:

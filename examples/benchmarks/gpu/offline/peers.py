@@ -9,7 +9,7 @@ from typing import Any
 from tvm_fusion.errors import EngineError
 
 from ..cupy_cub import CupyCub
-from ..engine import Engine, Launcher, Sets, module
+from ..engine import Engine, Launcher, Sets, check_torch, module
 from .kernel_cases import KernelCase
 
 LATER = ("torch.compile", "QuACK", "Triton")
@@ -52,9 +52,7 @@ class ByExpression(Engine):
 
     def check(self) -> None:
         """Look for PyTorch, and for Triton where it is needed."""
-        module("torch")
-        if self.compiled:
-            module("triton")
+        check_torch(self.compiled)
 
     def prepare(self, case: Any, sets: Sets) -> Launcher:
         """Place the weights, and turn images where asked to."""

@@ -14,7 +14,7 @@ from tvm_fusion.compiler.gpu_phases import stock_phases
 from tvm_fusion.compiler.pipeline import build
 from tvm_fusion.errors import EngineError
 
-from ..engine import Engine, Launcher, Sets, module
+from ..engine import Engine, Launcher, Sets, check_torch, module
 from ..onnx_torch import TorchTwin
 from .model_case import ModelCase, Phases, gpu_target, launches, optimize, our_phases
 from .ours import check_tvm
@@ -81,9 +81,7 @@ class ByTorch(Engine):
 
     def check(self) -> None:
         """Look for PyTorch, and for Triton where it is needed."""
-        module("torch")
-        if self.compiled:
-            module("triton")
+        check_torch(self.compiled)
 
     def prepare(self, case: Any, sets: Sets) -> Launcher:
         """Make the twin."""

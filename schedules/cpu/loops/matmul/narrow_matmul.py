@@ -87,7 +87,7 @@ def narrow_matmul(
         writer = _Writer(matrix, cpu, reduce(mul, rows, long(1)), x, weight, scale, zero, out)
         # The last tile may overlap the one before, whose task computes it, too: sums of a part of
         # the depth lie in the result until the next part adds to them.
-        tasks = max(1, matrix.columns // matrix.tile)
+        tasks = matrix.columns // matrix.tile
         with T.parallel(long(0), long(tasks)) as task:
             last = long(matrix.tiles - tasks + 1)
             count = tirx.if_then_else(task < long(tasks - 1), long(1), last)
