@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,13 @@ needs_mpi = pytest.mark.skipif(
     importlib.util.find_spec("mpi4py") is None or MPIEXEC is None,
     reason="MPI is not installed: pip install -e '.[mpi]'",
 )
+_BANNER = re.compile(r"\n=+\n=   BAD TERMINATION .*?debugging suggestions\n", re.DOTALL)
+"""What mpiexec prints itself if it notices that a rank was killed before it has killed them all."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: exit code, seconds, what it printed."""
+    """How a job ended: exit code, seconds, what its ranks printed."""
 
     code: int
     seconds: float
@@ -52,4 +55,5 @@ def run_ranks(ranks: int, program: Path | str, *arguments: str) -> Outcome:
         timeout=120,
         env=environment | {"TVM_NUM_THREADS": "1"},
     )
-    return Outcome(done.returncode, time.monotonic() - begin, done.stdout, done.stderr)
+    seconds = time.monotonic() - begin
+    return Outcome(done.returncode, seconds, _BANNER.sub("", done.stdout), done.stderr)

@@ -78,11 +78,14 @@ class StateKernel:
         self._crew = Crew(threads, library)
 
     def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """The fields of the states, flattened."""
-        tensors, held = self._memory.place(self._memory.check(arrays))
-        fields = list(self._crew.run(self._main, *tensors))
-        found = results(fields, [True] * len(fields), held)
-        return [field.reshape(-1) for field in found]
+        """The fields of the states, flattened; calls of several threads wait for each other."""
+        return self._crew.run(self._run, self._memory.check(arrays))
+
+    def _run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        tensors, held = self._memory.place(arrays)
+        outputs = list(self._main(*tensors))
+        fields = results(outputs, [True] * len(outputs), held)
+        return [field.reshape(-1) for field in fields]
 
 
 _compiling = threading.Lock()

@@ -10,6 +10,7 @@ import pytest
 from mpi_ranks import needs_mpi, run_ranks
 
 from tvm_fusion import distributed
+from tvm_fusion.distributed.world.local_world import LocalWorld
 from tvm_fusion.errors import OpError, TargetError
 
 PROGRAM = Path(__file__).with_name("reduce_program.py")
@@ -43,13 +44,15 @@ def test_threads_of_one_process(operator: str, dtype: str, columns: int) -> None
 
 
 def test_threads_share_out_many_outputs() -> None:
-    whole = np.random.default_rng(0).random((4, 9001), np.float32)
-    parts = np.split(whole, 2)
-    found = distributed.run_ranks(
-        2, lambda world: distributed.reduce(world, parts[world.rank], "argmax", 0)
-    )
-    for each in found:
-        np.testing.assert_array_equal(each, whole.argmax(0))
+    """Also one kernel, whose inputs of all threads are copied, since none begins at 64 bytes."""
+
+    def work(world: LocalWorld) -> list[np.ndarray]:
+        return [distributed.reduce(world, part[world.rank], "argmax", 0) for part in parts]
+
+    wholes = np.random.default_rng(0).random((50, 8, 9001), np.float32)
+    parts = [np.split(whole, 4) for whole in wholes]
+    for found in distributed.run_ranks(4, work):
+        np.testing.assert_array_equal(found, wholes.argmax(1))
 
 
 @pytest.mark.parametrize(
