@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +28,7 @@ from tvm.target import Target, codegen
 
 import relay_passes
 from schedules.cpu.core import machine
+from tests.selection import mark_slow_cases
 from tvm_fusion.compiler import pipeline
 
 # LLVM's name of the CPU that this one is to pass for; it keeps its instructions.
@@ -62,6 +63,22 @@ for profile, examples in (("quick", 20), ("thorough", 100)):
         derandomize="CI" in os.environ,  # a change is judged by examples that do not change
     )
 settings.load_profile("quick")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark of tests of whose cases few are quick."""
+    config.addinivalue_line(
+        "markers", "quick_cases(count or ids): the other cases are slow, see tests/selection.py"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Mark as slow all but the chosen cases of a test."""
+    made = yield
+    if isinstance(made, list):
+        mark_slow_cases(made)
+    return made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

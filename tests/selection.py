@@ -4,10 +4,51 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+
+def mark_slow_cases(cases: Sequence[pytest.Function]) -> None:
+    """Mark as slow the cases of a test that its mark ``quick_cases`` does not choose.
+
+    ``quick_cases(2)`` chooses two: always the first of those that have most values of parameters
+    which no chosen one has. ``quick_cases("mean-float16", "max-int8")`` chooses these.
+
+    Raises
+    ------
+    ValueError
+        If there is no case of a name, or no need of the mark.
+    """
+    mark = cases[0].get_closest_marker("quick_cases") if cases else None
+    if mark is None:
+        return
+    left = [case for case in cases if case.get_closest_marker("slow") is None]
+    if isinstance(mark.args[0], int):
+        chosen = _with_most_values(left, mark.args[0])
+    else:
+        chosen = [case for case in left if case.callspec.id in mark.args]
+        if len(chosen) < len(mark.args):
+            names = ", ".join(case.callspec.id for case in left)
+            raise ValueError(f"{cases[0].originalname}: quick_cases{mark.args}, of {names}")
+    for case in left:
+        if case not in chosen:
+            case.add_marker(pytest.mark.slow)
+
+
+def _with_most_values(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
+    """``count`` cases, each the first of those that add most values of parameters."""
+    if count >= len(cases):
+        raise ValueError(f"{cases[0].originalname}: quick_cases({count}) of {len(cases)} cases")
+    chosen: list[pytest.Function] = []
+    seen: set[tuple[str, int]] = set()
+    for _ in range(count):
+        left = [case for case in cases if case not in chosen]
+        best = max(left, key=lambda case: len(case.callspec.indices.items() - seen))
+        chosen.append(best)
+        seen |= best.callspec.indices.items()
+    return chosen
 
 
 def in_turns(*parameters: Iterable[Any], every: int = 2) -> list[Any]:

@@ -94,6 +94,7 @@ def test_model_as_it_is(name: str, optimised: list[tvm.IRModule]) -> None:
     assert all(func.attrs.get("tirx.is_scheduled") for func in kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["squeezenet"]

@@ -73,6 +73,7 @@ def is_vector(line: str) -> bool:
     return re.match(r"fmla\tv\d+\.4s", line) is not None
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_main_loops_multiply_and_add_vectors(name: str) -> None:
     model, fuse, convolutions_fused = MODELS[name]

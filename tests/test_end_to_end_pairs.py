@@ -16,6 +16,7 @@ CASES = [(name, 1) for name in NAMES] + [(name, 3) for name in NAMES[::3]]
 QUICK = [(name, 3) for name in {PAIRS[name].network: name for name in NAMES[::3]}.values()]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "batch"),
     [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],

@@ -91,6 +91,7 @@ def test_the_newest_program_is_taken(program, monkeypatch):
     assert find_mca() == str(newer) and 22 in mca.VERSIONS
 
 
+@pytest.mark.slow
 def test_every_kernel_of_a_network_is_predicted(program, monkeypatch, capsys):
     monkeypatch.setattr(predicted, "MODELS", {"tiny": lambda: small_model(size=32, channels=32)})
     command = ["predicted.py", "--only", "tiny", "--llvm-mca"]

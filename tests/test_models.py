@@ -73,6 +73,7 @@ def _run(model: onnx.ModelProto, data: np.ndarray) -> np.ndarray:
     return session.run(None, {"input": data})[0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_structure(name: str) -> None:
     model = _full_size(name)
@@ -98,6 +99,7 @@ def test_kernels_of_mnasnet() -> None:
     assert kernels == {3: 10, 5: 6}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_are_not_degenerate(name: str) -> None:
     model = MODELS[name](batch=2, image_size=64)

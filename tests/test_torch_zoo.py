@@ -40,6 +40,7 @@ def needed(name: str) -> str | None:
     return None if name in OURS else PACKAGES.get(family)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in TORCH_ZOO],
@@ -69,6 +70,7 @@ def test_there_are_enough_of_each_kind() -> None:
     }
 
 
+@pytest.mark.slow
 def test_command_writes_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert torch_zoo.main(["dlrm", "-o", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("dlrm: right, error ")

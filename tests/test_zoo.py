@@ -76,6 +76,7 @@ def outputs(compiled: Any, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
     return [result] if isinstance(result, np.ndarray) else list(result)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", NEW)
 def test_full_size_is_valid_and_imports(name: str) -> None:
     model = hollow(name)
@@ -124,6 +125,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_small_version_is_the_same_compiled_and_in_onnx_runtime(name: str) -> None:
     model = small(name)
@@ -134,6 +136,7 @@ def test_small_version_is_the_same_compiled_and_in_onnx_runtime(name: str) -> No
         assert_same(outputs(compiled, feed), run_onnx(model, feed), limit=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -156,6 +159,7 @@ def test_small_version_decomposed(name: str) -> None:
     assert_same(results, run_onnx(model, feed), limit=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", [name for name in NEW if name != "unet"])  # Resize has none
 def test_symbolic_batch(name: str) -> None:
     model = small(name, "rows")
@@ -167,6 +171,7 @@ def test_symbolic_batch(name: str) -> None:
         assert_same(run_onnx(model, feed), run_onnx(fixed, feed), limit=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["bert_base", "gpt2"])
 def test_symbolic_batch_compiled_for_three(name: str) -> None:
     model = small(name, "rows")
@@ -175,6 +180,7 @@ def test_symbolic_batch_compiled_for_three(name: str) -> None:
     assert_same(outputs(compiled, feed), run_onnx(model, feed), limit=1e-5)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", NEW)
 def test_outputs_depend_on_the_input_and_keep_their_range(name: str) -> None:
     model = small(name, 4)
@@ -204,6 +210,7 @@ def test_attention_of_bert_sees_no_masked_tokens() -> None:
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", NEW)
 def test_seed_decides_the_weights(name: str) -> None:
     assert small(name, seed=1).SerializeToString() == small(name, seed=1).SerializeToString()

@@ -89,6 +89,7 @@ def of_logits(logits: Callable[..., relax.Expr]) -> Build:
 plain = of_logits(lambda scores: op.multiply(scores, relax.const(0.125)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("m", "n", "depth", "columns"),
     [(37, 45, 20, 20), (130, 33, 64, 128), (16, 200, 128, 24), (33, 1, 5, 7)],
@@ -99,6 +100,7 @@ def test_numbers(m: int, n: int, depth: int, columns: int, rng: np.random.Genera
     np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-5, 1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sizes", in_turns(attention_tile._TILES), ids=str)
 def test_numbers_of_each_tile(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
@@ -109,6 +111,7 @@ def test_numbers_of_each_tile(
     np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_numbers_with_little_shared_memory(rng: np.random.Generator) -> None:
     query, key, value = heads(rng, *[(1, 2, 30, 64)] * 3)
     exact = attend(query, key, value, lambda scores: scores * 0.125)
@@ -140,6 +143,7 @@ def causal(past: np.ndarray, least: float) -> Build:
     return of_logits(lambda s: op.where(relax.const(past), s, relax.const(least, F32)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("m", "least"), in_turns([70, 33], [-np.inf, np.finfo(F32).min, -3.0]))
 def test_a_constant_causal_mask(m: int, least: float, rng: np.random.Generator) -> None:
     """Keys are skipped where their weight is zero, not where they are merely weighed less."""
@@ -150,6 +154,7 @@ def test_a_constant_causal_mask(m: int, least: float, rng: np.random.Generator) 
     np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("least", [np.finfo(F32).min, -3.0])
 def test_hidden_keys_are_not_read(least: float) -> None:
     """NaN behind the last visible tile changes nothing, if the mask hides it for sure."""
@@ -216,6 +221,7 @@ def test_queries_of_several_heads_share_a_key(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_symbolic_lengths(rng: np.random.Generator) -> None:
     batch, m, n = (tirx.Var(name, "int64") for name in ("batch", "m", "n"))
     shapes = [(batch, m, 16), (batch, n, 16), (batch, n, 16)]
@@ -229,6 +235,7 @@ def test_symbolic_lengths(rng: np.random.Generator) -> None:
     assert len(machine.launches) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "arch"),
     in_turns(
@@ -305,6 +312,7 @@ def all_half(mask: np.ndarray | None, factor: float) -> Build:
     return build
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("factor", [0.125, 2.0])
 def test_scores_of_half_precision_are_not_rounded(
     factor: float, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
@@ -323,6 +331,7 @@ def test_scores_of_half_precision_are_not_rounded(
     np.testing.assert_allclose(found, exact, 0, 3e-3)
 
 
+@pytest.mark.slow
 def test_a_causal_mask_of_half_precision(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
@@ -343,6 +352,7 @@ def test_a_causal_mask_of_half_precision(
     assert np.isnan(found[:, 32:]).all()
 
 
+@pytest.mark.slow
 def test_logits_of_each_form(rng: np.random.Generator) -> None:
     """Factors are taken out of the logits where they are positive, and of masks with them."""
     query, key, value = heads(rng, (1, 9, 8), (1, 11, 8), (1, 11, 8))
@@ -370,6 +380,7 @@ def _emitted(graph: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
 MOST_INSTRUCTIONS = 7  # of a warp, for each product, in the loop over keys
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("kind", "arch"),
     in_turns(

@@ -56,12 +56,14 @@ TILES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("tile", "residual"), in_turns(TILES, [False, True]))
 def test_dense_in_any_tile(tile: ConvTile, residual: bool, rng: np.random.Generator) -> None:
     case = case_of(ODD, batch=2, height=9, width=11, residual=residual)
     check(case, conv2d_template(build(case), case.kernel, tile, GPU), rng)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -93,12 +95,14 @@ def test_no_thread_reads_behind_the_data(tile: ConvTile, nchw: bool) -> None:
     assert traffic.reads[0].all() and set(traffic.writes[-1]) == {1}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations(kind: str, rng: np.random.Generator) -> None:
     case = case_of(dense(5, 6, activation=kind), height=3, width=5, residual=True)
     check(case, scheduled(case, Conv2D()), rng)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("case", "rows"),
     in_turns(
@@ -156,6 +160,7 @@ def test_any_layer(case: Case, number: int, rng: np.random.Generator) -> None:
         check(case, conv2d_template(func, case.kernel, TILES[number], GPU), rng)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rule", [Conv2D(), DepthwiseConv2D(), AnyConv2D()], ids=_name)
 def test_symbolic_batch(rule: ScheduleRule, rng: np.random.Generator) -> None:
     layer = depthwise(6) if isinstance(rule, DepthwiseConv2D) else dense(6, 10, 3, "relu")
@@ -169,6 +174,7 @@ def test_symbolic_batch(rule: ScheduleRule, rng: np.random.Generator) -> None:
 SMALL_BLOCKS = Target({"kind": "opencl", "max_num_threads": 32}, host="llvm")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("case", "threads"),
     in_turns(

@@ -56,6 +56,7 @@ def _main_loop(func: tirx.PrimFunc, arch: str) -> list[str]:
     return max(found, key=lambda names: count(names, "FFMA"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     "case",
@@ -78,6 +79,7 @@ def test_main_loop_of_large_products(case: Case, arch: str) -> None:
     assert products > 0.75 * len(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_small_images(arch: str) -> None:
     func = scheduled(SMALL, Conv2D(), Target({"kind": "cuda", "arch": arch}, host="llvm"))
@@ -87,6 +89,7 @@ def test_small_images(arch: str) -> None:
     assert count(names, "FFMA") >= 3 * count(names, "LDS.128") > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_floats_are_summed_in_float32(dtype: str) -> None:
     layer = ConvLayer(32, 8, (3, 3), groups=2)  # others run on tensor cores
@@ -154,6 +157,7 @@ def test_tvm_adds_no_barriers_to_a_product(tile: ConvTile) -> None:
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", [depthwise(64), dense(64, 64, 3)], ids=str)
 def test_tvm_adds_no_barriers_to_a_pair(first: ConvLayer) -> None:
     case = case_of(first, dense(64, 64, 3), height=16)
@@ -244,6 +248,7 @@ def _network(name: str) -> list[tirx.PrimFunc]:
     return [func for func in functions if "tvm_fusion.workload" in (func.attrs or {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mobilenet_v2", pytest.param("resnet_50", marks=pytest.mark.slow)]
 )

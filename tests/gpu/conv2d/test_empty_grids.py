@@ -38,6 +38,7 @@ GRAPHS: dict[str, tuple[Build, list[Shape]]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs(name: str) -> None:
     """Outputs that exist for size zero are zero; with size three everything is written."""
@@ -58,6 +59,7 @@ def test_graphs(name: str) -> None:
             assert size or not output.any()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("data", "operator", "finish"),
     in_turns(
@@ -88,6 +90,7 @@ def test_reductions(
             np.testing.assert_array_equal(given[-1], identity)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("rule", "layers"),
     [

@@ -38,17 +38,20 @@ TILES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " - ".join(map(str, case.layers)))
 def test_pair(case: Case, rng: np.random.Generator) -> None:
     assert rule_of(build(case)) == "FusedConv2D"
     check(case, scheduled(case, FusedConv2D()), rng)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("case", "tile"), in_turns([CASES[2], CASES[5]], TILES, every=3))
 def test_any_tile(case: Case, tile: FusedTile, rng: np.random.Generator) -> None:
     check(case, fused_template(build(case), case.kernel, tile), rng)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layer", [depthwise(24), dense(4, 24)], ids=["depthwise", "dense"])
 def test_a_last_chunk_that_is_not_full(layer: ConvLayer, rng: np.random.Generator) -> None:
     """Six blocks in chunks of four: what lies behind the last weights is poison."""

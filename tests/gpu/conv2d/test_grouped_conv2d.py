@@ -22,6 +22,7 @@ def conv(x: relax.Expr, w: relax.Expr, groups: int = 2, strides: int = 1) -> rel
     return op.nn.conv2d(x, w, strides, 1, groups=groups, out_dtype=F32)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("has_epilogue", [False, True])
 @pytest.mark.parametrize("strides", [1, 2])
 def test_numbers(strides: int, has_epilogue: bool, rng: np.random.Generator) -> None:

@@ -136,6 +136,7 @@ def convolve(data: np.ndarray, weight: np.ndarray, layer: ConvLayer) -> np.ndarr
     return np.einsum("nchwkl,ockl->nohw", windows, weight)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("layer", "size"),
     [
@@ -195,6 +196,7 @@ def test_numbers_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.abs(found - exact).max() > 1e-3, "nothing was rounded"
 
 
+@pytest.mark.slow
 def test_numbers_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution as TVM legalizes it, of several images, with an epilogue."""
     emulate_tensor_cores(monkeypatch)
@@ -221,6 +223,7 @@ RESNET = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "arch"), in_turns(RESNET, ["sm_90", "sm_80"], every=5))
 def test_machine_code(name: str, arch: str) -> None:
     layer, size = RESNET[name]
@@ -240,6 +243,7 @@ def test_machine_code(name: str, arch: str) -> None:
 MOST_INSTRUCTIONS = 9.5  # of a warp, for each product, where a tile is smallest
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "arch"), in_turns([name for name in RESNET if name != "stem"], CUDA_ARCHS, every=4)
 )
@@ -256,6 +260,7 @@ def test_machine_code_of_blocks_of_channels(name: str, arch: str) -> None:
     assert len(loop) <= MOST_INSTRUCTIONS * count(loop, "HMMA")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "arch"), in_turns(["2_1x1", "2_3x3", "stem"], ["sm_90", "sm_80"], every=3)
 )
@@ -269,6 +274,7 @@ def test_machine_code_of_tf32(name: str, arch: str) -> None:
     assert count(names, "STS") == count(names, "STS.128")  # others meet banks four times
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("layer", "size"),
     [(layer_of(3, 64, 7, 2), (1, 224, 224)), (layer_of(256, 512, 1, 2), (8, 56, 56))],

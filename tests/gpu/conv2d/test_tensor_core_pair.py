@@ -155,6 +155,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -215,6 +216,7 @@ def test_no_bank_conflicts_of_lines_of_channels(chunk: int, columns: int) -> Non
 LARGE, WIDE, SQUARE, SMALL = TILES
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "tiles",
     in_turns([(WIDE, LARGE), (SQUARE, SMALL), (SMALL, SQUARE), (NARROW, NARROW)]),
@@ -245,6 +247,7 @@ def test_numbers_of_each_tile(
     choose_pair_tile.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_symbolic_batch() -> None:
     layers = dense(8, 32, 3, "relu"), dense(32, 16)
@@ -273,6 +276,7 @@ PRODUCTS = {"float16": "HMMA.16816.F32", "bfloat16": "HMMA.16816.F32.BF16"}
 PRODUCTS["float32"] = "HMMA.1688.F32.TF32"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "dtype", "arch"),
     slow_where(  # compiling one takes a minute

@@ -33,6 +33,7 @@ def test_which_have_it() -> None:
     assert not GPUInfo.from_target(OLD).has_bfloat16
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("kind", "data"),
     in_turns(
@@ -68,6 +69,7 @@ def _sisters(producer: str, target: Target) -> Group:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("producer",), in_turns(reversed(PRODUCERS)))
 def test_numbers_of_what_is_computed_before_a_reduction(
     producer: str, rng: np.random.Generator
@@ -78,16 +80,19 @@ def test_numbers_of_what_is_computed_before_a_reduction(
     np.testing.assert_allclose(largest.astype("float64"), wanted, rtol=2.0**-7)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("producer",), in_turns(PRODUCERS))
 def test_what_is_computed_before_a_reduction(producer: str) -> None:
     _check(_sisters(producer, OLD).func)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["softmax", "layer_norm"])
 def test_chains(name: str) -> None:
     _check(make(name, BF16, (300, 768), 1, OLD).func)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("build", "shapes"),
     [

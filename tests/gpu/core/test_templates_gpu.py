@@ -137,11 +137,13 @@ def check_numbers(name: str, count: int) -> None:
             np.testing.assert_allclose(output, wanted, rtol=0, atol=tolerance, err_msg=str(knobs))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
 def test_a_setting_spills_nothing(name: str) -> None:
     check_resources(name, 1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "tile",
     [
@@ -157,6 +159,7 @@ def test_small_tiles_get_the_registers_that_addresses_take(tile: ConvTile) -> No
     check_spills(conv2d_template(func, workload, tile, machine))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "tile",
     [
@@ -184,6 +187,7 @@ def test_dense_pairs_that_spill_are_no_settings() -> None:
     assert template.contains(workload, replace(spills, first_quads=2), rule.machine(CUDA))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
 def test_a_setting_agrees_with_the_default(name: str) -> None:
     check_numbers(name, 1)

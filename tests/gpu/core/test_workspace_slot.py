@@ -187,6 +187,7 @@ def test_blocks_of_several_calls_in_any_order(
         all_calls.check()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_calls_on_two_streams_with_the_same_output(
     form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +203,7 @@ def test_calls_on_two_streams_with_the_same_output(
         calls.check()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_a_replayed_launch_beside_one_with_its_output_and_stream(
     form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +217,7 @@ def test_a_replayed_launch_beside_one_with_its_output_and_stream(
         calls.check()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("arch",), in_turns(["sm_75", "sm_80", "sm_90"]))
 def test_the_device_numbers_the_launches(arch: str) -> None:
     """The driver passes the number among the constants of a kernel; data is loaded before it."""
@@ -248,6 +251,7 @@ def test_waiting_has_an_end() -> None:
     assert count(opcodes(code), "BPT.TRAP") and not count(opcodes(code), "CALL")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form", "spoilt"), in_turns(SHAPES, ["slots", "tickets"]))
 def test_a_spoilt_workspace_is_noted_and_can_be_reset(
     form: str, spoilt: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -277,6 +281,7 @@ def test_a_spoilt_workspace_is_noted_and_can_be_reset(
         patient.check()
 
 
+@pytest.mark.slow
 def test_sisters_in_one_workspace(rng: np.random.Generator) -> None:
     calls = calls_of_group(_sisters, (3, 2060), PLACES, rng, _compare_sisters, BLOCK_BY_BLOCK)
     for _ in range(3):
@@ -321,6 +326,7 @@ def test_a_call_without_a_place_waits_for_one(rng: np.random.Generator) -> None:
     calls.check()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "count"),
     in_turns(["x", "y", "sisters", "softmax"], [PLACES + 4, 2, PLACES], every=3),
@@ -358,6 +364,7 @@ def test_code_of_the_lock() -> None:
         assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("arch",), in_turns(["sm_75", "sm_80", "sm_90"]))
 def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(arch: str) -> None:
     """No fence and no update: the words carry tags. One barrier more than a block alone needs."""
@@ -383,6 +390,7 @@ def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(ar
     assert len([name for name in behind if name.endswith("GPU")]) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("arch", "fences"), [("sm_80", 5), ("sm_90", 3)])
 def test_only_releases_wait_for_stores(arch: str, fences: int) -> None:
     """Of the name, the lock and the slot. Before sm_90 locking and finding a slot do so, too."""
@@ -402,6 +410,7 @@ def test_the_states_of_the_warps_and_the_ticket_are_read_at_once() -> None:
     assert count(names[barrier:stored], "LDS") >= 4 and not count(names[barrier:stored], "BRA")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form", "tag"), in_turns(SHAPES, [1, 2]))
 def test_words_of_the_launch_before_are_not_taken(
     form: str, tag: int, rng: np.random.Generator
@@ -435,6 +444,7 @@ def test_words_of_the_launch_before_are_not_taken(
     check("sum", waiting.read()[2], calls.inputs[0], reference("sum", calls.inputs[0], axes))
 
 
+@pytest.mark.slow
 def test_the_place_is_sought_while_data_is_under_way() -> None:
     """A turn of loads stands before the first strong load, their use behind it."""
     for shape, axes in (((64, 1 << 16), [1]), ((1 << 16, 64), [0]), ((1 << 22,), [0])):

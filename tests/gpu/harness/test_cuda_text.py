@@ -71,6 +71,7 @@ def shared_sum(a: T.handle, b: T.handle):
                 B[i] = B[i] + A[i, r]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("lanes", "dtype", "wide", "narrow"),
     [

@@ -36,6 +36,7 @@ def calling(func: tirx.PrimFunc, arguments: list, *outputs: relax.TensorType) ->
     return builder.get()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rows", [1, 3, 300])
 def test_symbolic_extents_tuples_and_views(rows: int, rng: np.random.Generator) -> None:
     n = tirx.Var("n", "int64")

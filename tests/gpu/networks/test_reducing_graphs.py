@@ -102,6 +102,7 @@ def by_numpy(mod: tvm.IRModule, inputs: list[np.ndarray]) -> list[np.ndarray]:
     return result
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "number",
     [pytest.param(k, id=n, marks=() if k % 4 == 0 else SLOW) for k, n in enumerate(NAMES)],
@@ -122,6 +123,7 @@ def test_numbers(number: int, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(actual.astype("float64"), wanted, rtol=rough, atol=rough * scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, *(pytest.param(n, marks=SLOW) for n in (1, 2, 3))])
 def test_nothing_spills(start: int) -> None:
     functions: dict[str, tirx.PrimFunc] = {}

@@ -62,6 +62,7 @@ def test_they_are_those_of_the_table() -> None:
     assert rows == TABLE.strip().splitlines()
 
 
+@pytest.mark.quick_cases(5)
 @each
 def test_onnx_and_relax_become_the_same_kernel(graph: SubGraph) -> None:
     imported = import_onnx(graph.onnx_model())
@@ -122,6 +123,7 @@ def test_every_element_is_moved_once(graph: SubGraph) -> None:
     assert moved == graph.bytes
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("graph", "arch"), in_turns(SUB_GRAPHS, ["sm_90", "sm_80", "sm_70"], every=3)
 )

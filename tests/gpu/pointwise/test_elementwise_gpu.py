@@ -221,6 +221,7 @@ def _check(got: list[np.ndarray], wanted: object) -> None:
             np.testing.assert_allclose(a.astype("float64"), b.astype("float64"), epsilon, 1e-6)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str, rng: np.random.Generator) -> None:
     build, reference, types = CASES[name]
@@ -315,6 +316,7 @@ WIDE = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", WIDE)
 def test_accesses_are_16_bytes(name: str) -> None:
     build = CASES[name][0]
@@ -326,6 +328,7 @@ def test_accesses_are_16_bytes(name: str) -> None:
     assert count(names, "STG.E.128") == writes == count(names, "STG")
 
 
+@pytest.mark.slow
 def test_nothing_spills() -> None:
     """One text with the kernels of all cases."""
     kernels = {}

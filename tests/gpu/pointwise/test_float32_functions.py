@@ -54,6 +54,7 @@ def source(name: str) -> str:
     return cuda_source(func)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_machine_code_has_no_approximate_function(name: str) -> None:
     text = source(name)
@@ -63,6 +64,7 @@ def test_machine_code_has_no_approximate_function(name: str) -> None:
     assert not re.search(r"\b__\w+f\(", text[text.rindex("__global__") :])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "instruction"),
     [("tanh", "MUFU.TANH"), ("gelu_tanh", "MUFU.TANH"), ("sin", "MUFU.SIN")],
@@ -72,6 +74,7 @@ def test_fast_math_on_request(name: str, instruction: str) -> None:
     assert count(opcodes(code), instruction) > 0
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numbers(name: str) -> None:
     build, expected, ulps = FUNCTIONS[name]

@@ -68,6 +68,7 @@ def _pool(name: str, case: dict[str, Any], layout: str, **attributes: bool) -> A
     return build
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_maxima(case: dict[str, Any], layout: str, rng: np.random.Generator) -> None:
@@ -76,6 +77,7 @@ def test_maxima(case: dict[str, Any], layout: str, rng: np.random.Generator) -> 
     np.testing.assert_array_equal(got, _windows(x, case, -np.inf).max((0, 1)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("layout", "case", "padded"), in_turns(SHAPES, CASES[:2] + CASES[3:], [False, True])
 )
@@ -100,6 +102,7 @@ def test_neighbours_join_the_kernel(rng: np.random.Generator) -> None:
     assert len(built) <= 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["max_pool2d", "avg_pool2d"])
 def test_pixels_of_four_channels_are_loaded_at_once(name: str) -> None:
     build = _pool(name, CASES[1], "NCHW4c")
@@ -122,6 +125,7 @@ DEPTHWISE: dict[str, tuple[tuple[int, int], tuple[int, int, int, int], int, int,
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", DEPTHWISE)
 def test_depthwise_convolutions_of_float16(name: str, rng: np.random.Generator) -> None:
     strides, padding, dilation, channels, filters, size = DEPTHWISE[name]

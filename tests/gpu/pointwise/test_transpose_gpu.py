@@ -51,6 +51,7 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.
     return (rng.standard_normal(shape) * 3).astype(numpy_dtype(dtype))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str, rng: np.random.Generator) -> None:
     build, reference, shape, dtype = CASES[name]
@@ -61,6 +62,7 @@ def test_numbers(name: str, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got.astype(F32), reference(x).astype(F32), 1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("channels", [8, 12, 30])
 def test_pack_and_unpack(channels: int, rng: np.random.Generator) -> None:
     x = _random(rng, (2, channels, 5, 7), F32)
@@ -112,6 +114,7 @@ def test_tiles_lie_in_shared_memory() -> None:
     assert count(opcodes(code), "BAR") == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("is_pack", [True, False])
 def test_layouts_of_four_channels_move_pixels_at_once(is_pack: bool) -> None:
     if is_pack:

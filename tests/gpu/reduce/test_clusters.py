@@ -75,6 +75,7 @@ def _chain(name: str, dtype: str, shape: Sequence, axis: int) -> tuple[Group, in
     return group, config.cluster
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("operator", "dtype", "form", "number"),
     [
@@ -103,6 +104,7 @@ def test_numbers(
     check(operator, arguments[-1], data, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("operator", ["sum", "argmax"])
 def test_several_rows_of_a_block(operator: str, rng: np.random.Generator) -> None:
     """The last block has one row less than the others."""
@@ -116,6 +118,7 @@ def test_several_rows_of_a_block(operator: str, rng: np.random.Generator) -> Non
     check(operator, arguments[-1], data, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "shape", [(tirx.Var("n", "int64"), 20_000), (3001, tirx.Var("n", "int64"))]
 )
@@ -135,6 +138,7 @@ def test_unknown_outputs_of_chains(shape: tuple, rng: np.random.Generator) -> No
             check_chain("softmax", axis, inputs, group.outputs(arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symbolic", in_turns(["all", "x", "y"], every=3))
 def test_symbolic_rows(symbolic: str, rng: np.random.Generator) -> None:
     n = tirx.Var("n", "int64")
@@ -149,6 +153,7 @@ def test_symbolic_rows(symbolic: str, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(arguments[-1], wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("operator", ["max", "min", "sum", "argmax", "prod"])
 def test_nan_and_infinity(operator: str, rng: np.random.Generator) -> None:
     shape = (5, 20_003)
@@ -163,6 +168,7 @@ def test_nan_and_infinity(operator: str, rng: np.random.Generator) -> None:
     check(operator, arguments[-1], data, reference(operator, data, [1]))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", SHAPES)
 def test_sisters_with_epilogues(form: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form][0]
@@ -190,6 +196,7 @@ def test_sisters_with_epilogues(form: str, rng: np.random.Generator) -> None:
 ROWS = [(3, 8200), (2, 20_004), (1, 60_000), (1, 12_345), (2, 90_004)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -209,6 +216,7 @@ def test_rows_of_chains(name: str, shape: tuple[int, int], rng: np.random.Genera
     check_chain(name, 1, inputs, group.run(*inputs))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "case"),
     in_turns(
@@ -226,6 +234,7 @@ def test_columns_of_chains(
     check_chain(name, axis, inputs, group.run(*inputs))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("softmax", "float16"), ("layer_norm", "bfloat16"), ("softmax", "float64")]
 )
@@ -258,6 +267,7 @@ def test_nan_and_infinity_in_chains(rng: np.random.Generator) -> None:
     assert np.isnan(got[0][[0, 1, 3]]).any(1).all()
 
 
+@pytest.mark.slow
 def test_ties_of_argmax_in_chains(rng: np.random.Generator) -> None:
     """The first of equal extremes, whichever block has it."""
 
@@ -307,6 +317,7 @@ def source() -> str:
     return cuda_source(tvm.IRModule(_cuda_functions()))
 
 
+@pytest.mark.slow
 def test_nothing_spills(source: str) -> None:
     used = ptxas(source)
     assert len(used) == len(CUDA_SINGLE) + len(CHAINS)
@@ -336,6 +347,7 @@ def test_large_states_of_many_stages_fit() -> None:
     assert used.shared == (config.rows + 4) * leaders * state
 
 
+@pytest.mark.slow
 def test_other_blocks_are_read_between_barriers(source: str) -> None:
     """One barrier a stage, then one before the end; nothing in memory but data and results."""
     for name, code in sass(source).items():
@@ -442,6 +454,7 @@ def test_chain_fits(outputs: int, reduced: int, form: str, fits: bool) -> None:
     assert not chain_fits(outputs, reduced, 4, older, form)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("build", "exchanges"), [(long_softmax, 2), (long_sums, 1)])
 def test_models(build: Callable[[], onnx.ModelProto], exchanges: int) -> None:
     """A whole model is one kernel with clusters."""

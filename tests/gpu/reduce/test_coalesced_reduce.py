@@ -82,6 +82,7 @@ def _run(case: Case, data: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return arguments[-1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("operator", "dtype", "form", "finish", "number"), _pairs())
 def test_numbers(
     operator: str, dtype: str, form: str, finish: str, number: int, rng: np.random.Generator
@@ -95,6 +96,7 @@ def test_numbers(
     check(operator, _run(case, data, wanted), data, wanted, roundings)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("finish", FINISHES)
 @pytest.mark.parametrize("form", SHAPES)
 def test_every_form_with_every_finish(form: str, finish: str, rng: np.random.Generator) -> None:
@@ -107,6 +109,7 @@ def test_every_form_with_every_finish(form: str, finish: str, rng: np.random.Gen
     check("sum", _run(case, data, wanted), data, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("data", "kind", "finish"),
     in_turns(
@@ -126,6 +129,7 @@ def test_reduced_axes_that_are_no_neighbours(
     check(operator, _run(case, values, wanted), values, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bool", marks=pytest.mark.slow)])
 def test_producers_that_know_their_place_on_far_axes(dtype: str, rng: np.random.Generator) -> None:
     """Read twice, also backwards, under conditions on their places."""
@@ -172,6 +176,7 @@ def test_any_axes(shape: list[int], mask: int, operator: str, keepdims: bool, se
     check(operator, got, data, wanted.reshape(kept))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("operator", "dtype", "shape"),
     [
@@ -192,6 +197,7 @@ def test_few_elements_of_many_outputs(
     check(operator, _run(case, data, wanted), data, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form", "operator"), in_turns(["x", "y"], ["argmin", "argmax"]))
 def test_positions_of_equal_elements(form: str, operator: str, rng: np.random.Generator) -> None:
     """The first one of them, also where all are the identity, and of several NaN."""
@@ -208,6 +214,7 @@ def test_positions_of_equal_elements(form: str, operator: str, rng: np.random.Ge
     np.testing.assert_array_equal(_run(case, data, wanted), wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("operator", "dtype", "shape"),
     [
@@ -252,6 +259,7 @@ def test_calls_in_several_queues_do_not_disturb_each_other(rng: np.random.Genera
         check("sum", np.array(session.read()[-1]), data, reference("sum", data, [0]))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("operator", "finish"), in_turns(["min", "max", "sum"], FINISHES, every=3))
 def test_nan_and_infinity(operator: str, finish: str, rng: np.random.Generator) -> None:
     shape = (6, 20_000)
@@ -291,6 +299,7 @@ def _reshape(data: te.Tensor) -> te.Tensor:
     return te.compute(shape, lambda i, j, k: data[i, j * 4 + k], name="reshape")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axes", [[0], [1], [0, 1]])
 def test_producers_are_part_of_the_kernel(axes: list[int], rng: np.random.Generator) -> None:
     shape = (130, 264)
@@ -321,6 +330,7 @@ def test_an_input_that_is_not_needed_is_left_alone(rng: np.random.Generator) -> 
     assert arguments[-1] == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("threads", [100, 64])
 def test_devices_with_small_blocks(threads: int, rng: np.random.Generator) -> None:
     target = Target({"kind": "opencl", "max_num_threads": threads}, host="llvm")
@@ -339,6 +349,7 @@ def test_reshaped_data_is_read_in_place(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(_run(case, data, wanted), wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("symbolic", "axes"), [(0, [1]), (1, [1]), (0, [0]), (1, [0])])
 def test_symbolic_extents(symbolic: int, axes: list[int], rng: np.random.Generator) -> None:
     extent = tirx.Var("n", "int64")
@@ -374,6 +385,7 @@ def test_an_atomic_finish_that_does_not_exist(operator: str, dtype: str) -> None
         Case(operator, dtype, (3, 4099), [1], "atomic")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("kind", "shape"),
     in_turns(
@@ -419,6 +431,7 @@ def _disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subword_atomics, "compare_and_swap", disturbed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("output", "dtype"),
     in_turns(
@@ -445,6 +458,7 @@ def test_blocks_that_contend_for_one_word(
     np.testing.assert_array_equal(got, expected % 256)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [OPENCL, CUDA], ids=["opencl", "cuda"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_word_reaches_behind_the_output(dtype: str, target: Target) -> None:
@@ -472,6 +486,7 @@ def test_tensors_that_begin_within_a_word_are_refused() -> None:
         tvm.runtime.from_dlpack(aligned[2:10])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "axes", "dtype"),
     [((4, 1 << 18), [1], "float32"), ((1 << 16, 64), [0], "float16"), ((1 << 22,), [0], "int32")],

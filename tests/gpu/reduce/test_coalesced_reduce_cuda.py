@@ -33,6 +33,7 @@ FINISHES = ("one_block", "atomic", "last_block")
 QUICK = ("float16",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
     [d if d in QUICK else pytest.param(d, marks=pytest.mark.slow) for d in DTYPES],
@@ -58,6 +59,7 @@ def test_nothing_spills(dtype: str) -> None:
         assert spilled == (0, 0, 0), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype",), in_turns(["int8", "bfloat16", "float16"], every=3))
 def test_clusters_do_not_spill_wide_states(dtype: str) -> None:
     """Of narrow elements a thread has many."""
@@ -67,6 +69,7 @@ def test_clusters_do_not_spill_wide_states(dtype: str) -> None:
     assert (resources.stack_frame, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form", "finish"), in_turns(FORMS, FINISHES, every=3))
 def test_main_loop_loads_16_bytes(form: str, finish: str) -> None:
     shape, axes = FORMS[form]
@@ -83,6 +86,7 @@ def test_tvm_adds_no_barriers(finish: str) -> None:
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", [*FORMS, "far"])
 def test_indices_are_narrow_beside_a_ticket(form: str) -> None:
     shape, axes = FORMS.get(form, ((128, 64, 147, 147), [0, 2, 3]))
@@ -99,6 +103,7 @@ def test_subscripts_of_far_axes_are_stepped() -> None:
     assert len(main) <= 12 * count(main, "LDG.E")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", in_turns([64, 5, 90], every=3))
 def test_all_axes_are_one_row(last: int) -> None:
     """No subscripts are computed by division, whether the vector divides the last extent or not."""
@@ -123,6 +128,7 @@ def _is_finite(data: te.Tensor) -> te.Tensor:
     return te.compute(data.shape, lambda *i: tirx.isfinite(data(*i)), name="finite")
 
 
+@pytest.mark.slow
 def test_wide_data_of_narrow_values_is_loaded_by_vectors() -> None:
     case = Case("and", "float32", (1 << 22,), [0], target=CUDA, producer=_is_finite)
     main = main_loop(*sass(cuda_source(case.func)).values())
@@ -144,6 +150,7 @@ def test_two_blocks_for_each_multiprocessor(form: str, outputs: int, dtype: str)
         assert tiles(config, loops) * config.splits >= 2 * gpu.multiprocessors, config
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     outputs=st.one_of(st.integers(1, 3000), st.integers(1, 1 << 18)),
@@ -192,6 +199,7 @@ def test_waves_are_even(shape: tuple[int, ...], axes: list[int], dtype: str) -> 
     assert at_once // 2 <= blocks <= at_once or blocks >= 4 * at_once, config
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((8192, 8, 7168), "float32"), ((4, 7, 4096, 128), "bfloat16"), ((90, 31, 4096), "int8")],
@@ -207,6 +215,7 @@ def test_few_elements_are_left_to_one_thread(shape: tuple[int, ...], dtype: str)
         assert count(names, opcode) == count(names, f"{opcode}.128") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch",), in_turns(["sm_90", "sm_80", "sm_70"], every=3))
 def test_integer_sums_are_atomic_on_request(arch: str) -> None:
     """By default they are one kernel, without another one that initialises the output."""
@@ -220,6 +229,7 @@ def test_integer_sums_are_atomic_on_request(arch: str) -> None:
         assert cuda_source(case.func, arch).count("__global__ void") == 2  # declared, defined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "dtype"), in_turns(FORMS, ["float32", "float16", "int64"], every=5)
 )
@@ -233,6 +243,7 @@ def test_positions_of_extremes_need_no_branch(form: str, dtype: str) -> None:
     assert count(main, "BRA") == 1 and count(main, "BSSY") == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "instruction"), [("float32", "F32x4"), ("float16", "F16x2"), ("bfloat16", "BF16x2")]
 )
@@ -244,6 +255,7 @@ def test_atomic_sums_of_columns_are_vectors(dtype: str, instruction: str) -> Non
     assert all(name.startswith("REDG") and instruction in name for name in updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "operator", "dtype"),
     [("y", "max", "int8")]

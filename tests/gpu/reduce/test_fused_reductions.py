@@ -64,6 +64,7 @@ def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> np.
     return rng.standard_normal(shape).astype(dtype)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("number", TABLE_2)
 def test_a_sub_graph_of_table_2_is_one_launch(number, rng):
     types, build, by_numpy = TABLE_2[number]
@@ -85,6 +86,7 @@ def test_calls_that_share_a_workspace(rng):
     assert_near(results, [x.sum(1), np.exp(y).sum(1), y.sum(1)])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_one_launch(name, rng):
     build, by_numpy, shapes, _ = CHAINS[name]
@@ -134,6 +136,7 @@ def logits(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return x
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "name"), in_turns([(1, 1 << 18), (4, 70_001)], ["softmax", "log_softmax"])
 )
@@ -180,6 +183,7 @@ def test_losses_of_long_rows(rng):
     assert len(likelihoods.launches) == 2
 
 
+@pytest.mark.slow
 def test_a_masked_softmax_of_long_rows_in_half_precision(rng):
     def build(emit, x, mask):
         scaled = emit(op.multiply(emit(f32(x)), relax.const(0.5)))
@@ -195,6 +199,7 @@ def test_a_masked_softmax_of_long_rows_in_half_precision(rng):
     np.testing.assert_allclose(result.astype("float64"), wanted, rtol=2e-3, atol=1e-7)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("width", [37, tirx.Var("k", "int64")])
 def test_symbolic_extents(width, rng):
     n = tirx.Var("n", "int64")
@@ -221,6 +226,7 @@ def test_statistics_with_their_epilogue(rng):
     assert_near(results, [exact.mean(axes), 1 / np.sqrt(exact.var(axes) + 1e-5)])
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.data(), st.booleans())
 def test_every_group_of_random_graphs_is_a_kernel(draw, fits):

@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("dtype", "shape", "axes"), CASES)
 def test_numbers(dtype: str, shape: tuple, axes: list[int], rng: np.random.Generator) -> None:
     group = both(dtype, shape, axes)
@@ -95,6 +96,7 @@ def test_numbers(dtype: str, shape: tuple, axes: list[int], rng: np.random.Gener
             check(group.outputs(arguments), x, axes)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("shape", "axes"), [((4, 100_003), [1]), ((50_021, 4), [0])])
 def test_infinities_and_nan(shape: tuple, axes: list[int], rng: np.random.Generator) -> None:
     group, inf = both("float32", shape, axes), np.inf
@@ -128,6 +130,7 @@ def test_infinities_and_nan(shape: tuple, axes: list[int], rng: np.random.Genera
         run(change)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("order", [1, -1])
 def test_rows_in_order(order: int) -> None:
     """Every element is the largest one so far, or none is."""
@@ -135,6 +138,7 @@ def test_rows_in_order(order: int) -> None:
     check(both("float32", x.shape, [1]).run(x.copy()), x, [1])
 
 
+@pytest.mark.slow
 def test_rows_of_unknown_length(rng: np.random.Generator) -> None:
     group = both("float32", (2, tirx.Var("n", "int64")), [1])
     assert chosen(group)[1].splits > 1
@@ -150,6 +154,7 @@ def test_short_rows_are_a_chain(rng: np.random.Generator) -> None:
     check(group.run(x), x, [1])
 
 
+@pytest.mark.slow
 def test_another_shift_than_the_maximum(rng: np.random.Generator) -> None:
     """As in the logarithm of a sum of exponentials, and one that is never the maximum."""
 
@@ -175,6 +180,7 @@ def test_another_shift_than_the_maximum(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(found[1], np.exp(exact - half).sum(1, keepdims=True), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_sisters_share_the_pass(rng: np.random.Generator) -> None:
     def build(x: relax.Expr) -> list[relax.Expr]:
         maximum = largest(x, [1])
@@ -244,6 +250,7 @@ def test_what_is_no_online_softmax(name: str) -> None:
     assert found is not None and in_one_stage(found) is None
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "shape", "axis"),
     [

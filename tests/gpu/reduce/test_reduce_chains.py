@@ -103,16 +103,19 @@ def _in_turns(shapes: list, every: tuple[str, ...]) -> list:
     ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "shape"), _in_turns(ROWS, ("softmax", "residual_layer_norm")))
 def test_rows(name: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
     run(name, "float32", shape, 1, rng)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "case"), _in_turns(COLUMNS, ("softmax",)))
 def test_columns(name: str, case: tuple[tuple[int, ...], int], rng: np.random.Generator) -> None:
     run(name, "float32", *case, rng)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "dtype", "shape", "axis"),
     [
@@ -144,6 +147,7 @@ def test_thresholds_on_this_device() -> None:
     assert kept[0] > 0 == kept[1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "symbolic", "axis"),
     in_turns(["softmax", "residual_layer_norm", "variance"], [0, 1], [1, 0]),
@@ -171,6 +175,7 @@ def _batch_norm(data: relax.Expr, scale: relax.Expr) -> list[relax.Expr]:
     return [op.nn.relu(scaled), op.reshape(mean, (6,)), op.reshape(variance, (6,))]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [(4, 6, 8, 8), (3, 6, 5, 7), (20, 6, 30, 30)])
 def test_reduced_axes_around_parallel_ones(size: tuple[int, ...], rng: np.random.Generator) -> None:
     group = Group(_batch_norm, ("float32", size), ("float32", (6,)))
@@ -211,6 +216,7 @@ def _cross_entropy(logits: relax.Expr, labels: relax.Expr) -> list[relax.Expr]:
     return [op.subtract(logarithm, chosen), op.argmax(logits, 1)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(17, 1000), (3, 30_001)])
 def test_cross_entropy(shape: tuple[int, int], rng: np.random.Generator) -> None:
     group = Group(_cross_entropy, ("float32", shape), ("int64", shape[:1]))
@@ -271,6 +277,7 @@ CUDA_SHAPES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "dtype"), in_turns(CHAINS, ["float32", "float16"], every=8))
 def test_nothing_spills(name: str, dtype: str) -> None:
     functions = {
@@ -286,6 +293,7 @@ def test_nothing_spills(name: str, dtype: str) -> None:
         assert spilled == (0, 0, 0), kernel
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("softmax", "rms_norm") else SLOW) for name in CHAINS],
@@ -303,6 +311,7 @@ def test_rows_of_one_turn_and_a_part_do_not_spill(name: str) -> None:
         assert spilled == (0, 0, 0), kernel
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "case"),
     in_turns(["softmax", "layer_norm", "residual_layer_norm"], CUDA_SHAPES, every=3),

@@ -39,6 +39,7 @@ def sisters(operators: list[str], axes: list[int], finish: str = "auto"):
     return build
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form", "finish"), in_turns(SHAPES, ["one_block", "last_block"], every=4))
 def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
@@ -51,6 +52,7 @@ def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generat
         check(operator, got, data, reference(operator, data, axes))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_integers_are_updated_atomically_on_request(form: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
@@ -77,6 +79,7 @@ def test_atomic_only_where_every_sister_can_be() -> None:
     assert Group(build, data).config.finish == "last_block"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("form", "dtype"),
     in_turns(["x", "y"], ["float16", "bfloat16", "float32", "float64", "int8", "bool"], every=4),
@@ -90,6 +93,7 @@ def test_types(form: str, dtype: str, rng: np.random.Generator) -> None:
         check(operator, got, data, reference(operator, data, axes))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", SHAPES)
 def test_different_inputs_of_different_types(form: str, rng: np.random.Generator) -> None:
     """As in the backward pass of a normalisation: two sums, of one and of two tensors."""
@@ -112,6 +116,7 @@ def test_different_inputs_of_different_types(form: str, rng: np.random.Generator
     np.testing.assert_array_equal(third, data.max(tuple(axes)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("form", "finish"), in_turns(SHAPES, ["one_block", "last_block"]))
 def test_epilogues(form: str, finish: str, rng: np.random.Generator) -> None:
     """A norm and a scaled mean; one result is stored too, one only used."""
@@ -158,6 +163,7 @@ def test_epilogue_of_a_reshaped_result(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, np.exp(data.max(2)).reshape(2, 12), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time_and_tickets_at_zero(rng: np.random.Generator) -> None:
     shape, axes = SHAPES["x"]
     group = Group(sisters(["sum", "sum_squares", "argmax", "mean"], axes), ("float32", shape))
@@ -191,6 +197,7 @@ def test_sisters_have_room_for_all_partial_results(rng: np.random.Generator) -> 
     assert words - before == 2 * (of_one - before)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("finish", ["one_block", "last_block"])
 def test_nan_and_infinity(finish: str, rng: np.random.Generator) -> None:
     data = random_data(rng, "max", "float32", (5, 20_001))
@@ -206,6 +213,7 @@ def test_nan_and_infinity(finish: str, rng: np.random.Generator) -> None:
         check(operator, got, data, exact)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("symbolic", "axes"), [(0, [1]), (1, [1]), (0, [0]), (1, [0])])
 def test_symbolic_extents(symbolic: int, axes: list[int], rng: np.random.Generator) -> None:
     shape: list[int | tirx.Var] = [37, 70]
@@ -264,6 +272,7 @@ def test_a_shared_input_is_read_once(form: str) -> None:
     assert config == alone.config
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "finish"),
     in_turns(["float32", "float16", "int8"], ["one_block", "last_block"], every=3),
@@ -281,6 +290,7 @@ def test_nothing_spills(dtype: str, finish: str) -> None:
         assert (resources.stack_frame, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_main_loop_loads_16_bytes(form: str) -> None:
     shape, axes = ((64, 1 << 18), [1]) if form == "x" else ((1 << 16, 64), [0])

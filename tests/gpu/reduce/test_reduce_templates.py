@@ -183,11 +183,13 @@ def check_resources(func: tirx.PrimFunc, count: int) -> None:
                 assert (used.spill_stores, used.spill_loads) == (0, 0), (kernel, config)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", REDUCTIONS[:5])
 def test_settings_agree_with_numpy(case: tuple) -> None:
     check_reductions(case, 2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", ROWS[:3])
 def test_settings_of_chains_agree_with_numpy(case: tuple) -> None:
     check_chains(case, 2)
@@ -228,6 +230,7 @@ def online_sum() -> tirx.PrimFunc:
     return unconfigured(Group(build, ("float32", (5, 6000))))
 
 
+@pytest.mark.slow
 def test_a_chain_that_can_be_one_stage_has_both_templates() -> None:
     func = online_sum()
     found = {template: settings for template, _, settings in spaces(func, LARGE)}
@@ -244,6 +247,7 @@ def test_a_chain_that_can_be_one_stage_has_both_templates() -> None:
             np.testing.assert_allclose(got, wanted, rtol=2e-5, err_msg=str(config))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [CUDA, LARGE])
 def test_the_default_is_what_is_chosen_without_records(target: Target) -> None:
     functions = [reduction(*case) for case in REDUCTIONS]
@@ -268,6 +272,7 @@ def test_kernels_of_a_space_keep_the_limits_of_the_device() -> None:
                     assert config.form == workload.form
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [CUDA, LARGE])
 def test_a_space_contains_its_settings_and_no_others(target: Target) -> None:
     """Settings are changed at random; those that are listed, and no others, are contained."""

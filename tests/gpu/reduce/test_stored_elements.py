@@ -59,6 +59,7 @@ def wanted(x: np.ndarray, y: np.ndarray, axes: list[int]) -> list[np.ndarray]:
     return [sums, product, y.max(over), x.astype("float16"), product > x]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("form", "finish"), in_turns(SHAPES, ["one_block", "last_block", "atomic", "auto"], every=4)
 )
@@ -86,6 +87,7 @@ def test_symbolic_extents(extents: tuple[int, int], rng: np.random.Generator) ->
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_every_element_is_moved_once(form: str) -> None:
     """By several blocks of each output, too, on devices with clusters and without."""
@@ -110,6 +112,7 @@ def test_every_element_is_moved_once(form: str) -> None:
             assert (set(reads), set(writes)) == ({0}, {1})
 
 
+@pytest.mark.slow
 def test_stores_are_vectors_and_nothing_spills() -> None:
     functions = {
         form.replace(" ", "_"): Group(

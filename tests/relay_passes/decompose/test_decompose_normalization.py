@@ -224,6 +224,7 @@ def test_layer_norm(
         )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_norms_by_channel(dtype: str) -> None:
     rng = np.random.default_rng(1)
@@ -312,6 +313,7 @@ def test_cross_entropy(shape: tuple[int, ...], dtype: str) -> None:
     check(relax.op.nn.cross_entropy_with_logits, lambda x, y: -(x * y).sum() / batch, [x, y], dtype)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "reduction", "weighted", "ignore"),
     in_turns([(6, 5), (2, 5, 3, 2)], ["none", "sum", "mean"], [False, True], [-100, 2]),
@@ -434,6 +436,7 @@ def test_one_mean_serves_the_variance_too() -> None:
     assert ops(decompose(Both)) == ["mean", "subtract", "multiply", "mean", "add"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loss", ["softmax", "log_softmax", "cross_entropy", "nll_loss"])
 def test_gradients_hold_only_reductions_that_are_coalesced(loss: str) -> None:
     n, k = 4, 5
@@ -472,6 +475,7 @@ def test_gradients_hold_only_reductions_that_are_coalesced(loss: str) -> None:
     assert (gradient * step).sum() == pytest.approx(slope, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("reduction", "shape"), in_turns(["none", "sum", "mean"], [(6, 5), (2, 5, 3, 2)])
 )
@@ -551,6 +555,7 @@ ONNX_NODES = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("special", "name"), in_turns([False, True], ONNX_NODES))
 def test_onnx_operators(name: str, special: bool) -> None:
     attributes, weights = ONNX_NODES[name]
@@ -576,6 +581,7 @@ def test_onnx_operators(name: str, special: bool) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "GlobalLpPool"])
 def test_norms_of_16_bits_do_not_overflow_on_the_way(name: str) -> None:
     attributes, weights = ONNX_NODES[name]

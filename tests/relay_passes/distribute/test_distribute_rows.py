@@ -166,6 +166,7 @@ def test_calls_that_are_not_split(build: Callable[..., relax.Expr], shapes: Any)
     assert row_op(call(build, *shapes)) is None
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("build", "shapes"),
     [

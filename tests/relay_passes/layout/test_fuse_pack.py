@@ -283,6 +283,7 @@ def run_scheduled(mod, *arrays):
     return machine["main"](*(tvm.runtime.tensor(array) for array in arrays)).numpy()
 
 
+@pytest.mark.slow
 @given(
     channels=st.sampled_from([13, 16, 19, 24, 40]),
     outputs=st.sampled_from([13, 16, 24, 40]),

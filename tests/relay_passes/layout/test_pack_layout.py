@@ -605,6 +605,7 @@ def test_bodies_of_branches_are_packed_on_their_own():
     check(Before, Expected, 4)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("target", "lanes"),
     [

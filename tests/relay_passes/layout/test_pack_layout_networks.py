@@ -172,6 +172,7 @@ def draw_network(data, most: int) -> tvm.IRModule:
     return network.build(steps, data.draw(st.sampled_from(CHANNELS), label="channels"))
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.data(), st.sampled_from([4, 8, 16]))
 def test_twice_is_once(data, block):

@@ -70,6 +70,7 @@ def reduced_shape(shape, axes, keepdims):
     return [size for axis, size in enumerate(shape) if axis not in axes]
 
 
+@pytest.mark.quick_cases(36)
 @pytest.mark.parametrize(("operator", "dtype"), CASES)
 def test_types(operator, dtype):
     n = tirx.Var("n", "int64")
@@ -191,6 +192,7 @@ def test_legalization_has_fixed_names():
     assert all(f'T.sblock("{name}")' in text for name in (VALUE, STATE, FINISH))
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("operator", "dtype"), CASES)
 @settings(max_examples=settings.default.max_examples // 10)
 @given(draw=st.data())
@@ -206,6 +208,7 @@ def test_numbers(operator, dtype, draw):
     assert_close(actual, reference(operator, data, axes, keepdims), operator)
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize(("dtype", "operator"), in_turns(FLOATS, OPERATORS))
 def test_special_values(operator, dtype):
     rows = [
@@ -272,6 +275,7 @@ def test_no_elements(operator, case):
     assert_close(run(mod, data), reference(operator, data, axes), operator)
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(("axes", "extents"), [([0], (3, 7)), ([1], (7, 3)), ([0, 1], (5, 1))])
 def test_symbolic_extents(operator, axes, extents):

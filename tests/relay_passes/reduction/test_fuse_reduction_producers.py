@@ -109,6 +109,7 @@ def test_pass_has_the_name_of_its_file_and_is_exported():
     assert relay_passes.FuseReductionProducers is FuseReductionProducers
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("number", TABLE_2)
 def test_sub_graphs_of_table_2_are_one_function_a_reduction(number):
     types, build, by_numpy = TABLE_2[number]

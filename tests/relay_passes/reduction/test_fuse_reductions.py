@@ -157,6 +157,7 @@ def test_an_old_gpu_is_refused():
         FuseReductions(Target({"kind": "cuda", "arch": "sm_50"}))(before)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("number", TABLE_2)
 def test_a_sub_graph_of_table_2_is_one_kernel(number):
     types, build, by_numpy = TABLE_2[number]
@@ -367,6 +368,7 @@ def test_an_epilogue_reads_at_the_row_that_it_writes(turn):
 # Chains
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_one_kernel(name):
     build, by_numpy, shapes, outputs = CHAINS[name]

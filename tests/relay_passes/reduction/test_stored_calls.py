@@ -43,6 +43,7 @@ def pair(*shape: int) -> list[relax.Var]:
     return [data(*shape, name=name) for name in "xy"]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("axes", [[0], [1], None])
 def test_producers_that_are_outputs(axes: list[int] | None) -> None:
     """Also one that another producer reads, and whatever the size of a row."""

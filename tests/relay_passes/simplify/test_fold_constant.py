@@ -104,6 +104,7 @@ def test_every_op_of_the_table_has_a_case():
     assert set(CASES) == set(FOLDED)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_tvm(name):
     mod = constant_function(CASES[name])

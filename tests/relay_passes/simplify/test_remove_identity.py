@@ -13,6 +13,7 @@ from tvm.script import relax as R
 op = relax.op
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "identity",
     [
@@ -52,6 +53,7 @@ def test_identities_go(identity):
     check(Before, Expected)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "other",
     [

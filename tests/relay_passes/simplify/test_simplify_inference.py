@@ -258,6 +258,7 @@ def test_dead_bindings_and_functions_go():
     check(Before, Expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_float_types(dtype):
     weight = dyadic(4, 2, 1, 1)

@@ -172,6 +172,7 @@ CLASSIFIER = {"reshape", "matmul", "nn.softmax"}
 CONV = {"nn.conv2d", "add", "nn.relu"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("build", "convolutions", "ops"),
     [
@@ -202,6 +203,7 @@ def test_networks(build, convolutions, ops):
     assert_normal_form(mod)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("network", "convolutions", "ops"),
     [

@@ -46,6 +46,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("cpu", "channels", "size", "outputs", "kernel", "stride"), FORMS)
 def test_the_code_of_pairs_from_nchw_to_nchw_fits_the_instruction_cache(
     cpu, channels, size, outputs, kernel, stride
@@ -100,6 +101,7 @@ SINGLE = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("cpu", "kernel", "stride", "name"), SINGLE)
 def test_the_code_of_one_convolution_fits_the_instruction_cache(cpu, kernel, stride, name):
     channels, groups, size = LAYERS[name]
@@ -107,6 +109,7 @@ def test_the_code_of_one_convolution_fits_the_instruction_cache(cpu, kernel, str
     assert 512 < code_of_single(layer, size, cpu) <= MOST_CODE_BYTES
 
 
+@pytest.mark.slow
 def test_the_code_does_not_grow_with_the_number_of_groups():
     """The blocks of a group are tiles of three and of two."""
     few, many = (

@@ -73,6 +73,7 @@ def interpreter_of(name: str) -> Interpreter:
     return Interpreter((CASES | SEVERAL)[name]())
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 64])
 @pytest.mark.parametrize("name", CASES)
 def test_rows(name: str, ranks: int) -> None:
@@ -84,6 +85,7 @@ def test_rows(name: str, ranks: int) -> None:
     assert [begin for begin, _ in rows[1:]] == [end for _, end in rows[:-1]]
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 64])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_outputs(name: str, ranks: int) -> None:
@@ -115,6 +117,7 @@ def test_halos_of_any_number_of_steps(ranks: int, deep: int) -> None:
         assert sorted(found) == sorted(needed - set(elements(part.owned["A"])))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("ranks", "deep"), [(3, 2), (2, 4), (12, 3)])
 def test_halos_of_several_fields(ranks: int, deep: int) -> None:
     """The displacement needs a row more for each step, the velocity one less."""
@@ -150,6 +153,7 @@ def test_refused_repeat(repeat: str | dict[str, str], reason: str) -> None:
         distribute(wave2d(), "i", 2, repeat=repeat)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("name", "ranks"), in_turns(CASES, [2, 4, 6, 12]))
 def test_grids(name: str, ranks: int) -> None:
     plan = distribute(CASES[name](), [0, 1], ranks)
@@ -301,6 +305,7 @@ def test_transfers_instead_of_an_exchange() -> None:
         distribute(blur(12), "i", 2, transfers=given[1:], infer=False)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("plan", "loops"), in_turns([(3, 2), (3, 3), (5, 4), (12, 3)], [[0], [0, 1]])
 )

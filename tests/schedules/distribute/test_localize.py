@@ -59,6 +59,7 @@ def test_text() -> None:
     assert scalar_arguments(nest, ((4, 8),), windows) == (4, 4, 4)
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_shapes_have_equal_functions(name: str) -> None:
     func = CASES[name]()

@@ -80,6 +80,7 @@ def test_blocks() -> None:
     assert chosen(with_unused(960)) == Skew(steps=4, reach=0, block=32, chunks=1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("func", "options"),
     [

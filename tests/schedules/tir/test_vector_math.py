@@ -89,6 +89,7 @@ def test_within_units_in_the_last_place_of_float64(op, reference, positive, unit
     np.testing.assert_allclose(found[~normal], expected[~normal], atol=1.2e-38)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "op",
     [te.exp, te.log, te.tanh, te.sigmoid, te.erf, te.sinh, te.cosh, tirx.log1p, tirx.atanh],
@@ -106,6 +107,7 @@ def test_vectors_have_the_results_of_their_elements(op):
     np.testing.assert_array_equal(run(expanded, x)[0], run(apply(op, 64), x)[0])
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(
     "exponent",
     [0.25, 0.5, 0.75, -0.75, 0.6, 1.0, 1.5, 2.0, -2.0, 4.0, -1.3, 1 / 3, 2.2, -3.9, 1e-3],

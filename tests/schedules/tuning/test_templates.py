@@ -202,6 +202,7 @@ def fingerprint(template: AnyTemplate, workload: Any, func: tirx.PrimFunc) -> st
     return hashlib.sha256("\n".join([*names, *texts]).encode()).hexdigest()[:16]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_changed_template_has_another_version(name: str) -> None:
     """If this fails, raise the template's ``version`` and write the new pair to the file."""
@@ -218,6 +219,7 @@ def test_a_change_changes_the_hash() -> None:
     assert prints[0] != prints[1]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_default_comes_first_and_each_setting_once(name: str) -> None:
     template, workload = TEMPLATES[name], workload_of(name)
@@ -235,6 +237,7 @@ def test_defaults_are_members_of_the_space(name: str) -> None:
     assert template.contains(workload, template.default(workload, machine), machine)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_settings_drawn_from_the_space_can_be_written(name: str) -> None:
     template, workload = TEMPLATES[name], workload_of(name)
@@ -247,6 +250,7 @@ def test_settings_drawn_from_the_space_can_be_written(name: str) -> None:
 SHAPED = [n for n, given in WORKLOADS.items() if n < "gpu" and type(given) is tuple]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", SHAPED)
 def test_settings_drawn_from_the_space_compute_the_same(name: str) -> None:
     """Reductions, beside TVM's own code for the function without a schedule."""
@@ -338,6 +342,7 @@ def rule_of(name: str, func: tirx.PrimFunc) -> TunableRule:
     return next(rule for rule in rules if rule.workload(func, target_of(name)) is not None)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_closed_with_the_defaults_decisions_an_open_function_is_the_default(name: str) -> None:
     template, func = TEMPLATES[name], function(name)
@@ -355,6 +360,7 @@ def test_closed_with_the_defaults_decisions_an_open_function_is_the_default(name
         tvm.ir.assert_structural_equal(closed.mod, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_decisions_are_drawn_from_the_space(name: str) -> None:
     func = function(name)

@@ -74,6 +74,7 @@ def test_places_and_values_that_are_not_finite() -> None:
     assert _tensor_errors("y", "", [(whole, whole)]).top1 is None
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     path, array = tmp_path / "network.onnx", tmp_path / "x.npy"
     onnx.save(network(), path)

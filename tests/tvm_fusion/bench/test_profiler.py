@@ -136,6 +136,7 @@ def test_the_mean_of_two_measurements() -> None:
     assert [lvl.name for lvl in mean.levels] == ["L2", "L3", "memory"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_limits_of_this_machine(threads: int) -> None:
     limits = measure_limits(resolve("native", cores=threads), threads)
@@ -176,6 +177,7 @@ def few_bits(level: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("level", [0, 4], ids=["floats", "rows of bytes"])
 def test_products_with_few_bits_have_their_work(level: int) -> None:
     limits = replace(LIMITS, peak_byte_ops=4e11)

@@ -58,6 +58,7 @@ def wait_for_state(pid: int, states: str) -> str:
     return state
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", available_peers())
 def test_peer_computes_what_onnx_runtime_computes(engine: str, model_path: str) -> None:
     shapes = {"image": (2, 3, 12, 12)}
@@ -85,6 +86,7 @@ def test_process_of_a_peer_holds_no_tvm(worker: EngineWorker, model_path: str) -
     assert "onnxruntime" in listed and "libtvm" not in listed
 
 
+@pytest.mark.slow
 def test_a_process_that_loads_what_another_one_compiled_holds_no_compiler(
     model_path: str, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def test_run_shows_outputs_and_saves_them(
     assert lines[6].startswith("latency: median ") and lines[6].endswith("2 runs, 1 threads")
 
 
+@pytest.mark.slow
 def test_run_takes_an_onnx_file_and_draws_the_same_inputs(run: Run, model_path: Path) -> None:
     command = ("run", model_path, "--json", "--repeat", 1, "--threads", 1, "--seed")
     first, again, other = (json.loads(run(*command, seed)[1]) for seed in (3, 3, 4))
@@ -190,6 +191,7 @@ def test_run_takes_an_onnx_file_and_draws_the_same_inputs(run: Run, model_path: 
     assert 0 < first["latency"]["min_ms"] <= first["latency"]["median_ms"]
 
 
+@pytest.mark.slow
 def test_run_counts_the_calls_of_several_streams(run: Run, library: Path) -> None:
     code, out, _ = run("run", library, "--streams", 2, "--threads", 1, "--json")
     found = json.loads(out)["throughput"]
@@ -208,6 +210,7 @@ def test_a_model_from_standard_input(model_path: Path, library: Path, tmp_path: 
     np.testing.assert_array_equal(piped(x), tvm_fusion.load(library, threads=1)(x))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("source", "arguments"),
     [
@@ -308,6 +311,7 @@ def test_explain_prints_every_pair(
     assert "likely to be slow" not in out
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", ["opencl", "cuda -arch=sm_90"])
 def test_models_are_compiled_for_gpus_anywhere(
     run: Run, model_path: Path, tmp_path: Path, target: str
@@ -328,6 +332,7 @@ def test_explain_lists_the_kernels_of_a_gpu(run: Run, model_path: Path) -> None:
     assert all(use["name"] in out for use in report["functions"])
 
 
+@pytest.mark.slow
 def test_explain_tells_several_targets_one_by_one(run: Run, model_path: Path) -> None:
     command = ("explain", model_path, "--target", "x86-64-v3,opencl")
     code, out, _ = run(*command, "--json")
@@ -366,6 +371,7 @@ def test_a_gpu_of_another_generation_is_refused_before_compiling(
     assert code == 1 and "compiled for sm_90, and this machine's GPU (A40) is sm_86" in err
 
 
+@pytest.mark.slow
 def test_bench_profiles_the_kernels(run: Run, model_path: Path) -> None:
     command = ("bench", model_path, "--profile", "--runs", 2, "--threads", 1)
     code, out, _ = run(*command, "--json")
@@ -399,6 +405,7 @@ def test_bench_of_a_model_for_a_gpu_races_on_that_gpu(
     assert "provider" in runtime.options
 
 
+@pytest.mark.slow
 def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path) -> None:
     command = ("bench", model_path, "--compiled", library, "--against", "onnxruntime")
     command += ("--rounds", 2, "--runs", 2, "--threads", 1)
@@ -412,6 +419,7 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
     assert code == 0 and "ONNX Runtime" in out and "reference" in out
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
@@ -547,6 +555,7 @@ def test_real_ctrl_c_ends_the_workers_of_a_race(model_path: Path, library: Path)
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in workers)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("arguments", [["explain", "{model}"], ["--version"]])
 def test_reader_that_leaves_early_ends_it_silently(model_path: Path, arguments: list[str]) -> None:
     command = command_line(*(argument.format(model=model_path) for argument in arguments))
@@ -646,6 +655,7 @@ def test_a_clock_moves_but_where_it_would_disturb(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_command_before_it_shows_the_result(
     library: Path, tmp_path: Path
 ) -> None:

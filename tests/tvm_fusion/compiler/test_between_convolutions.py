@@ -180,6 +180,7 @@ def layout_changes(model) -> list[str]:
     return found
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("channels", [48, 20])
 @pytest.mark.parametrize("middle", MIDDLES.values(), ids=MIDDLES.keys())
 def test_nothing_is_unpacked_between(middle, channels: int) -> None:
@@ -205,6 +206,7 @@ def writes(mod: tvm.IRModule) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("channels", [20, 116])
 @pytest.mark.parametrize("middle", ONLY_FULL_BLOCKS.values(), ids=ONLY_FULL_BLOCKS.keys())
 def test_in_cut_blocks_no_kernel_writes_another_layout(middle, channels: int) -> None:
@@ -230,6 +232,7 @@ BY_ELEMENT = {"hardswish", "clip", "leaky", "elu", "sigmoid", "softplus", "batch
 """Graphs of ops by element; the tests of the rules of packed layouts have their numbers, too."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "channels"),
     [

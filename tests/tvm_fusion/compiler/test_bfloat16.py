@@ -71,6 +71,7 @@ def pooled(seed: int = 3) -> onnx.ModelProto:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -116,6 +117,7 @@ def rows() -> onnx.ModelProto:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("model", [pooled(), rows()], ids=["pooled", "rows"])
 def test_numbers_by_loops_in_place_of_tile_registers(model: onnx.ModelProto) -> None:
     """All convolutions, the stem among them, and products of many rows."""
@@ -238,6 +240,7 @@ def test_infinities_and_nan_arrive() -> None:
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
 
 
+@pytest.mark.slow
 def test_a_comparison_tells_the_errors_of_layers() -> None:
     found = tvm_fusion.compare(bottlenecks(), precision="bf16", layers=True, runs=2)
     assert len(found.layers) == 5
@@ -265,6 +268,7 @@ def test_auto_on_a_gpu_is_float32() -> None:
     assert faster_precision("fp32", resolve("cuda -arch=sm_90")) is None
 
 
+@pytest.mark.slow
 def test_commands_say_when_another_precision_is_faster(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(bottlenecks(), path)

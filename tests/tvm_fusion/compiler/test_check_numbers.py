@@ -38,6 +38,7 @@ class Changed:
         return self.change(*self.model(*inputs))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "change, text",
     [

@@ -85,6 +85,7 @@ def test_without_fusion_the_numbers_are_the_same(model: CompiledModel) -> None:
     assert_close(apart(image()), model(image()))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["path", "str", "bytes"])
 def test_models_come_as_paths_and_bytes_too(tmp_path: Path, form: str) -> None:
     path = tmp_path / "small.onnx"
@@ -150,6 +151,7 @@ def test_progress_counts_the_stages() -> None:
     assert set(total) == {len(seen) - 1}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", ["x86-64", "x86-64-v3", "x86-64-v4", "aarch64"])
 def test_models_are_compiled_for_other_cpus_and_run_only_where_they_can(
     target: str, tmp_path: Path

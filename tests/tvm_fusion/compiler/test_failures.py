@@ -49,6 +49,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     monkeypatch.setattr(build_kernels, "_compiled", fail)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("kernel", "shape", "nodes"),
     [

@@ -63,6 +63,7 @@ def saved(compiled: CompiledModel, tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_give_the_numbers_of_the_reference(name: str) -> None:
     model, target = MODELS[name](), resolve(OPENCL)
@@ -73,6 +74,7 @@ def test_models_give_the_numbers_of_the_reference(name: str) -> None:
     assert len(run.launches) == sum(use.launches for use in kernel_uses(mod))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kernel_becomes_machine_code(name: str) -> None:
     target = resolve(CUDA)
@@ -133,6 +135,7 @@ def test_activations_of_convolutions_are_packed_by_four() -> None:
     assert {"Conv2D", "DepthwiseConv2D"} <= rules
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fuse", ["all", "none"])
 def test_pairs_of_convolutions_are_fused_if_asked(fuse: str) -> None:
     model, target = small_model(), resolve(OPENCL)
@@ -207,6 +210,7 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
         assert sum("mma_sync_aligned" in kernel for kernel in kernels) == layers
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "options", "product"),
     [
@@ -424,6 +428,7 @@ def test_the_loader_finds_the_machine_code(compiled: CompiledModel, saved: Path)
     assert kernels == len(nvrtc.resources(nvrtc.compile_cuda(text, "sm_90"))) == 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [CUDA, OPENCL])
 def test_without_a_gpu_nothing_of_the_file_is_loaded(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -131,6 +131,7 @@ def test_nothing_is_printed_of_a_node_that_tvm_cannot_import(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_an_interrupt_waits_for_the_end_of_imports() -> None:
     code = """
 import signal, sys

@@ -87,6 +87,7 @@ def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "harm",
     [

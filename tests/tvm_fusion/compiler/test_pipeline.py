@@ -76,6 +76,7 @@ def kernels(mod: tvm.IRModule) -> list[tirx.PrimFunc]:
     return [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
 
 
+@pytest.mark.slow
 def test_the_import_registers_it() -> None:
     code = (
         "from tvm import relax\nimport tvm_fusion\n"
@@ -86,6 +87,7 @@ def test_the_import_registers_it() -> None:
     assert result.stdout.strip() == "tvm_fusion"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("fuse", "given"), [("auto", False), ("auto", True), ("all", True), ("none", True)]
 )
@@ -139,6 +141,7 @@ def test_the_options_choose_what_winograd_computes(fuse, winograd, expected) -> 
     assert all(f.attrs["tirx.is_scheduled"] for f in kernels(mod))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("winograd", "size"),
     [("always", 9), ("always", 30), ("never", 9)],

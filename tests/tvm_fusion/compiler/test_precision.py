@@ -71,6 +71,7 @@ def test_products_are_float16_summed_in_float32_and_norms_float32(bert: tvm.IRMo
     assert not any(isinstance(call.args[0], ir.Constant) for call in casts)
 
 
+@pytest.mark.slow
 def test_kernels_of_tensor_cores_and_one_more_launch(bert: tvm.IRModule) -> None:
     """Between products of float32 the norm is no kernel of its own."""
     target = resolve(CUDA)
@@ -86,6 +87,7 @@ def test_kernels_of_tensor_cores_and_one_more_launch(bert: tvm.IRModule) -> None
     assert [str(ty.dtype) for ty in main.ret_ty.fields] == ["float32", "float32"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [attention, convolutions, clipped])
 def test_numbers(make: Callable[..., onnx.ModelProto], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
@@ -125,6 +127,7 @@ def test_convolutions_of_a_model_are_tf32() -> None:
     assert found["tf32"] == [2, 0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["fp16", "tf32"])
 def test_numbers_of_convolutions_on_tensor_cores(
     precision: str, monkeypatch: pytest.MonkeyPatch

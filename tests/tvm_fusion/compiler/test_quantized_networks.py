@@ -65,6 +65,7 @@ def quantized(model: onnx.ModelProto, folder, form: QuantFormat, kind: QuantType
     return onnx.load(made)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [QuantType.QUInt8, QuantType.QInt8], ids=str)
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)
 @pytest.mark.parametrize("make", [small_model, dense_model])
@@ -86,6 +87,7 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert ("rounding=" in bytes_) == (make is small_model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fuse", ["all", "none"])
 def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch):
     """By emulation."""
@@ -105,6 +107,7 @@ def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
+@pytest.mark.slow
 def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
     block = dense_block(batch=8, size=28, width=64)
     model = quantized(block, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
@@ -116,6 +119,7 @@ def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
     assert (len(products), len(pairs)) == (2, 1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)
 def test_numbers_by_loops_in_place_of_tile_registers(form, tmp_path):
     """Channels lie in blocks of 64 bytes, in which the whole network is computed."""
@@ -135,6 +139,7 @@ def test_numbers_by_loops_in_place_of_tile_registers(form, tmp_path):
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
+@pytest.mark.slow
 def test_models_for_tile_registers_start_on_no_other_cpu(tmp_path, monkeypatch):
     """Only those that use the registers say that they need them."""
     block = dense_block(1, 6, 16)
@@ -151,6 +156,7 @@ def test_models_for_tile_registers_start_on_no_other_cpu(tmp_path, monkeypatch):
         tvm_fusion.load(tmp_path / "bytes.so")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)
 @pytest.mark.parametrize("target", [VNNI, AVX2], ids=["vnni", "avx2"])
 def test_residuals_are_added_within_convolutions(form, target, tmp_path):

@@ -154,6 +154,7 @@ def test_a_bad_line_is_skipped_and_told(tmp_path: Path, kind: str) -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 def test_a_line_of_a_gigabyte_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     with path.open("wb") as file:

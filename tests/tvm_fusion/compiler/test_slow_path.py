@@ -117,6 +117,7 @@ def test_strictly_the_kernel_and_the_rule_are_named() -> None:
             act(small_model(), fuse="none")
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_tells_a_user_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

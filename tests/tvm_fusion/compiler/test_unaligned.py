@@ -74,6 +74,7 @@ def shifted(array: np.ndarray, elements: int) -> np.ndarray:
     return copy
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("fuse", ["all", "none"])
 def test_arrays_that_begin_at_any_element(proto: onnx.ModelProto, fuse: str) -> None:
     model = tvm_fusion.compile(proto, threads=2, fuse=fuse)

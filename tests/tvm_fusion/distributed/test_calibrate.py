@@ -21,6 +21,7 @@ def test_fit_finds_latency_and_bandwidth() -> None:
     assert latency == pytest.approx(2e-6) and bandwidth == pytest.approx(1e10)
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_command(tmp_path: Path) -> None:
     file = tmp_path / "network.json"

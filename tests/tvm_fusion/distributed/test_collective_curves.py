@@ -49,6 +49,7 @@ def test_all_kinds_are_measured_into_the_file_of_a_machine(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
 def test_ranks_of_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -53,6 +53,7 @@ def one_rank(name: str, *sizes: int) -> tuple[dict[str, np.ndarray], np.ndarray]
     return arrays, result
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [(name, 3) for name in CASES] + [("blur", 2), ("chain", 5), ("every_fourth", 7), ("blur", 64)],
@@ -62,6 +63,7 @@ def test_same_bits(name: str, ranks: int) -> None:
     np.testing.assert_array_equal(run(compile(CASES[name](), ranks), arrays), expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["blur", "reduced_convolution", "matmul"])
 def test_same_bits_on_a_grid(name: str) -> None:
     arrays, expected = one_rank(name)
@@ -69,6 +71,7 @@ def test_same_bits_on_a_grid(name: str) -> None:
     np.testing.assert_array_equal(run(program, arrays), expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "ranks"), in_turns(["blur", "chain", "dilated", "heat2d"], [1, 2, 3, 4, 7], every=3)
 )
@@ -88,6 +91,7 @@ def fields_of_one_rank(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.n
     return arrays, run_all(compile(func, 1, loop="i"), arrays)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "ranks"), in_turns(SEVERAL, [2, 3, 4, 7]))
 def test_several_outputs(name: str, ranks: int) -> None:
     arrays, expected = fields_of_one_rank(name)
@@ -106,6 +110,7 @@ def test_waves_of_numpy() -> None:
     np.testing.assert_allclose(found["next"], a + speed, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("ranks", "deep"), [(3, 1), (4, 3)])
 def test_steps_of_several_fields(ranks: int, deep: int) -> None:
     fields = {"A": "next", "V": "speed"}
@@ -154,6 +159,7 @@ def test_a_row_too_few_is_seen() -> None:
     assert run_ranks(3, work) == [True] * 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("ranks", "overlap"), [(1, "never"), (2, "always"), (4, "never")])
 def test_steps(ranks: int, overlap: Any) -> None:
     func = heat2d(9, 6)
@@ -166,6 +172,7 @@ def test_steps(ranks: int, overlap: Any) -> None:
     np.testing.assert_array_equal(run(program, arrays, steps=5), expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "loops", "ranks", "deep", "steps"),
     [
@@ -199,6 +206,7 @@ def quotients(rows: int = 40, cols: int = 3) -> tirx.PrimFunc:
     return function(a, v, after, te.compute((rows, cols), lambda i, j: 9 - 8 // v[i, j], "W"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("ranks", "deep"), [pytest.param(20, 1, marks=pytest.mark.slow), (20, 2), (3, 3)]
 )
@@ -265,6 +273,7 @@ def in_two_nests(sch: s_tir.Schedule) -> None:
     sch.parallel(sch.get_loops("out")[0])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_wait_before_a_block(ranks: int) -> None:
     func, mode = late_mask(), Mode(blocking=False)
@@ -365,6 +374,7 @@ def first_largest(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[t
     return tuple(tirx.Select(holds, a, b) for a, b in zip(x, y, strict=True))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "ranks", "sizes"),
     [
@@ -408,6 +418,7 @@ def test_first_of_equal_values_in_rows(loop: str) -> None:
     np.testing.assert_array_equal(most, whole.max(1))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ranks", [1, 4, 9])
 def test_extremes_of_topi(ranks: int) -> None:
     """They copy the position; the second of two reduced loops is in it, too."""

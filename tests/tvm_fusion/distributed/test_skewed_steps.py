@@ -72,6 +72,7 @@ def check(
     return made
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("small_cache")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("threads", [1, 2])
@@ -82,6 +83,7 @@ def test_bits_of_single_steps(name: str, threads: int) -> None:
     assert skewed(check(func, repeat, runs, threads, ranks=2, exchange_every=5)) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_cache")
 @settings(max_examples=12, deadline=None)
 @given(st.data())
@@ -109,6 +111,7 @@ def _text(made: Program) -> str:
     return "".join(kernel.script() for kernel in made.kernels.values())
 
 
+@pytest.mark.slow
 def test_explained(small_cache: None) -> None:
     made = compile(heat2d(200, 64), 2, repeat="A", exchange_every=4)
     assert made.explain().count("steps_0[0:100] of 4 steps") == 1
@@ -121,6 +124,7 @@ def test_explained(small_cache: None) -> None:
     assert least < slower.cpu_seconds(0) < most  # of a step, with rows of the other's halo
 
 
+@pytest.mark.slow
 def test_overlap_that_gains_less(small_cache: None) -> None:
     """Messages travel by themselves, but the memory, or the core, takes most of the time."""
     figures: Any = {
@@ -138,6 +142,7 @@ def test_own_schedules_stay(small_cache: None) -> None:
     assert skewed(made) == []
 
 
+@pytest.mark.slow
 def test_chosen_where_arrays_exceed_the_cache(small_cache: None) -> None:
     few, many = heat2d(30, 16), heat2d(400, 16)
     figures: Any = {"processor": Processor(rate=1e12, bandwidth=1e9), "repeat": "A"}

@@ -169,6 +169,7 @@ def test_campaign_counts_wrong_outputs(races: list[str], tmp_path: Path) -> None
     assert campaign.largest_error({"one": results["one"]}) == 1e-6
 
 
+@pytest.mark.slow
 def test_demo_prints_its_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +185,7 @@ def test_demo_prints_its_table(
     assert "of 2" in rows[2] and "reference" in rows[1]
 
 
+@pytest.mark.slow
 def test_networks_prints_its_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -241,6 +243,7 @@ def test_the_gain_by_fusion_is_that_of_fused_over_unfused() -> None:
     assert pairs.gain([*engines, {"engine": "a", "ratio": 3}]) == pytest.approx(1.5)
 
 
+@pytest.mark.slow
 def test_rooflines_prints_its_table_and_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -305,6 +308,7 @@ def test_distributed_blur(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("__global__") == 4 and "blockIdx.y" in out  # declarations, then kernels
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_distributed_blur_of_processes() -> None:
     outcome = run_ranks(2, Path(distributed_blur.__file__), "--mpi")
@@ -321,6 +325,7 @@ def test_cooperative_blur(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no device opencl:99; it has opencl:0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_cooperative_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--dry-run", "--only", "blur", "--size", "64", "32", "--device", "opencl"]
     assert cooperative.main(arguments) == 0
@@ -405,6 +410,7 @@ def test_distributed_choices(tmp_path: Path, capsys: Any, monkeypatch: Any) -> N
     assert "to the best" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_distributed_network(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["mobilenet_v3_large", "image_size=32", "layers=1"]
     assert distributed_network.main(["--ranks", "2", "--exchange", "once", *sizes]) == 0
@@ -457,6 +463,7 @@ def test_peers_of_stencils(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     assert "blur by jax failed" in capsys.readouterr().err
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("stencil", "dtype"),
     [
@@ -534,6 +541,7 @@ def test_distributed_networks(tmp_path: Path, capsys: Any) -> None:
     assert "to 2 threads" in capsys.readouterr().out
 
 
+@pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("case", reductions_cpu.CASES, ids=lambda case: case.name)
 def test_reductions_are_one_kernel_of_their_rule(case: reductions_cpu.Case) -> None:
     mod = pipeline.optimize(reductions_cpu.relax_module(case, True), target.resolve("native", 2))

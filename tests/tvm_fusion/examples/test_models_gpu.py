@@ -170,6 +170,7 @@ def test_the_table_and_the_plot(tmp_path: Path) -> None:
     assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["gpt2", "wide_and_deep"])
 def test_dry_run_counts_kernels(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -267,6 +268,7 @@ def test_onnx_runtime_leaves_its_results_on_the_device(monkeypatch: pytest.Monke
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_twin_in_pytorch_computes_the_same(name: str) -> None:
     torch = pytest.importorskip("torch")

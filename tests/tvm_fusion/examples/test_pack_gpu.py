@@ -56,6 +56,7 @@ def without(packages: str, *modules: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_what_measures_needs_no_compiler() -> None:
     engines = [f"examples.benchmarks.gpu.{path.stem}" for path in sorted(GPU.glob("*.py"))]
     assert "examples.benchmarks.gpu.compare" in engines
@@ -93,6 +94,7 @@ def test_cases_are_those_of_the_goals() -> None:
     assert {"softmax", "norm", "attention", "pair", "depthwise", "tf32", "float16"} <= kinds
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)
 def test_graph_and_expression_agree(case: KernelCase) -> None:
     """Both compute the same, and the judgement notices an error of a few tolerances."""
@@ -140,6 +142,7 @@ def pack(folder: Path, *names: str) -> int:
     return pack_gpu.main([*given, "--built", str(folder / "built")])
 
 
+@pytest.mark.slow
 def test_a_pack_holds_no_compiler(packed: Path) -> None:
     with tarfile.open(packed / "runtime.tar.xz") as archive:
         names = archive.getnames()
@@ -195,6 +198,7 @@ def measure(packed: Path, folder: Path, *arguments: str, **environment: str) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_run_on_a_driver_that_computes_nothing(packed: Path, tmp_path: Path) -> None:
     """Every kernel is found in its machine code and launched; its numbers are told to be wrong."""
     compiler = shutil.which("cc")

@@ -79,6 +79,7 @@ def test_cases_are_those_of_the_tables() -> None:
     assert operators == {"sum", "prod", "min", "max", "and", "or"} <= set(OPERATORS)
 
 
+@pytest.mark.quick_cases(190)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_every_case_is_whole(name: str) -> None:
     case = CASES[name]

@@ -189,6 +189,7 @@ def test_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         host.check_host([], "aarch64")
 
 
+@pytest.mark.slow
 def test_processes_of_tests_have_the_name_that_is_asked_for() -> None:
     root = Path(__file__).parents[3]
     environment = importing_from(root / "tests" / "renamed_cpu", root)

@@ -108,6 +108,7 @@ def test_attention() -> None:
     check(nodes, feeds)
 
 
+@pytest.mark.slow
 def test_rotary_embedding() -> None:
     feeds = {
         "x": normal(2, 3, 4, 8),
@@ -140,6 +141,7 @@ def test_norms() -> None:
     check(nodes, feeds)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name",), in_turns(TYPES))
 def test_casts(name: str) -> None:
     """Whole numbers wrap around, floats lose their fraction, as in numpy."""
@@ -171,6 +173,7 @@ def _dtype(name: str) -> np.dtype:
 REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [13, 18])
 def test_reductions(opset: int) -> None:
     """Axes as an input or as an attribute, kept or not, and none."""

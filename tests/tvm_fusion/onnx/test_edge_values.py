@@ -139,6 +139,7 @@ def test_casts_to_whole_numbers_of_nan_and_beyond() -> None:
     np.testing.assert_array_equal(signed, [-128, 127, -128, -1, 127, -128])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ["uint8", "int8", "int32"])
 def test_cubic_weights_stay_in_the_range_of_integers(kind: str) -> None:
     limits = np.iinfo(kind)

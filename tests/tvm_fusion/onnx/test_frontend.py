@@ -66,6 +66,7 @@ def test_names_shapes_and_order() -> None:
     assert list(imported.mod.functions)[0].name_hint == "main"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_networks(name: str) -> None:
     imported = import_onnx(MODELS[name](batch="N", image_size=64), {"N": 2})
@@ -74,6 +75,7 @@ def test_networks(name: str) -> None:
     assert len(imported.mod["main"].params) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "result"),
     [

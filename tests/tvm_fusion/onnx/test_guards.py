@@ -200,6 +200,7 @@ def test_divisions_by_minus_one_among_others(op_type: str) -> None:
     np.testing.assert_array_equal(run_relax(imported, list(feeds.values()))[0], expected)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("dtype", "op_type"), in_turns(["int8", "int32", "int64", "uint16"], ["Div", "Mod"])
 )

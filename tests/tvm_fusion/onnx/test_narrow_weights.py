@@ -113,6 +113,7 @@ def check(model: onnx.ModelProto, tolerance: float, rows: tuple[int, ...] = (3,)
         assert error <= tolerance, (count, error)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_matmul_of_few_bits(bits: int, zeros: bool) -> None:
@@ -121,6 +122,7 @@ def test_matmul_of_few_bits(bits: int, zeros: bool) -> None:
     check(model, 1e-5, (1, 2, 3, 14))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "model",
     [
@@ -185,6 +187,7 @@ def dequantized(
     return model_of(nodes, constants, 3, 96, TensorProto.FLOAT)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("kind", "axis", "block", "form"),
     [
@@ -223,6 +226,7 @@ def network(depth: int = 256) -> onnx.ModelProto:
     return model_of(nodes, constants, 2, depth, TensorProto.FLOAT)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_matrices_of_16_bits(dtype: str, turned: bool) -> None:
@@ -309,6 +313,7 @@ def check_rows(model: onnx.ModelProto, first: int, bytes_: int, path: Path) -> N
     assert (path / "model.so").stat().st_size < bytes_ + code
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", ["int8", "uint4"])
 @pytest.mark.parametrize(
     ("axis", "block", "groups"), [(0, 0, (300,)), (1, 16, (300, 63)), (0, 32, (10, 1001))]
@@ -332,6 +337,7 @@ def test_rows_of_a_dequantised_table(kind, axis, block, groups, tmp_path) -> Non
     check_rows(looked_up(nodes, constants), -300, numbers + scales, tmp_path)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("with_zero", [False, True])
 @pytest.mark.parametrize("columns", [512, 32], ids=["large", "small"])

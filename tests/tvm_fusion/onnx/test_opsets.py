@@ -45,6 +45,7 @@ def test_activations_before_their_opset(op_type: str, opset: int, newer: int) ->
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [18, 20])
 def test_group_norms_with_a_scale_for_each_group(opset: int) -> None:
     constants = normal(2), normal(2, seed=3)

@@ -42,6 +42,7 @@ OLD = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("op_type", OLD)
 def test_operators_of_opset_7(op_type: str) -> None:
     """Attributes that later became inputs, with other defaults."""
@@ -62,6 +63,7 @@ def test_batch_normalization_with_the_outputs_of_training(opset: int) -> None:
     assert len(imported.outputs) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [15, 19])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_batch_normalization_in_training_mode(opset: int, dtype: str) -> None:
@@ -128,6 +130,7 @@ def test_resizing_before_coordinate_modes_inside_of_a_branch(mode: str) -> None:
     assert_same_as_onnx_runtime(_always(nodes, (1, 2, 3, 4), scales, opset=9))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [1, 11, 12])
 @pytest.mark.parametrize("axis", [None, 0, 1, 2])
 def test_softmaxes_of_matrices(opset: int, axis: int | None) -> None:
@@ -304,6 +307,7 @@ def test_exponent_of_another_type(exponent: np.ndarray) -> None:
     assert_same_as_onnx_runtime(model, {"x": np.abs(normal(2, 3))})
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("exponent", [*range(1, 10), -2])
 def test_whole_exponents_become_products(exponent: int) -> None:
     model = one_node("Pow", (2, 3), np.array(exponent, np.float32))
@@ -317,6 +321,7 @@ def test_exponents_with_more_axes_than_the_base_stay() -> None:
     assert "R.power" in str(assert_same_as_onnx_runtime(model).mod)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("opset", "attributes"),
     in_turns(
@@ -393,6 +398,7 @@ def test_output_shape_of_transposed_convolutions(data: st.DataObject) -> None:
     assert assert_same_as_onnx_runtime(model).outputs[0].shape == (1, 3, wanted, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER", "VALID"])
 def test_output_padding_beside_automatic_padding(mode: str) -> None:
     """ONNX Runtime keeps the size times the stride, and ONNX infers more."""
@@ -422,6 +428,7 @@ RESIZES: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("attributes", "inputs"), RESIZES)
 def test_resize(attributes: dict[str, Any], inputs: list[Any]) -> None:
     constants = inputs if len(inputs) == 2 else [None, None, *inputs]
@@ -431,6 +438,7 @@ def test_resize(attributes: dict[str, Any], inputs: list[Any]) -> None:
     )
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
 @pytest.mark.parametrize(
     ("before", "after"), [((1, 5), (1, 9)), ((4, 1), (8, 2)), ((4, 6), (1, 3)), ((1, 1), (1, 1))]
@@ -448,11 +456,13 @@ def test_corners_of_a_single_pixel_are_aligned(
     assert_same_as_onnx_runtime(model)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("op_type", ["Celu", "Softsign", "HardSwish", "HardSigmoid"])
 def test_activations(op_type: str) -> None:
     assert_same_as_onnx_runtime(one_node(op_type, (2, 3, 4)))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("op_type", "constants", "attributes"),
     [

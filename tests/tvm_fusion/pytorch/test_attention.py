@@ -65,6 +65,7 @@ class Attentions(nn.Module):
         yield attend(q[0], k[0], v[0], is_causal=True)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_queries_without_a_key_have_no_result(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 4, size, 8).to(dtype) for size in (5, 6, 6))
@@ -80,6 +81,7 @@ def test_queries_without_a_key_have_no_result(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.slow
 def test_programs_of_core_ops_and_torch_compile(kept_models: list[Any]) -> None:
     def attend(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
@@ -124,6 +126,7 @@ class Layer(nn.Module):
         return result.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.bool, 4), (torch.float32, 4), (None, 2)])
 def test_attention_is_one_kernel_of_a_gpu(dtype: torch.dtype | None, groups: int) -> None:
     mask = None if dtype is None else (torch.rand(2, 1, 64, 64) > 0.3).to(dtype)

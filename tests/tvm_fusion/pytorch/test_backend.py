@@ -63,6 +63,7 @@ def test_entry_point_gives_the_backend(models: list[Any]) -> None:
     assert [m.threads for m in models] == [torch.get_num_threads()]
 
 
+@pytest.mark.slow
 def test_views_and_layouts_are_resolved(models: list[Any]) -> None:
     model = convolutions()
     check(accelerate(model), model, image().contiguous(memory_format=torch.channels_last))
@@ -83,6 +84,7 @@ def test_marked_batch_is_compiled_once(models: list[Any]) -> None:
     assert isinstance(models[0].inputs[0].shape[0], str)
 
 
+@pytest.mark.slow
 def test_transformer_block_of_any_length(models: list[Any]) -> None:
     model = TransformerBlock().eval()
     fast = accelerate(model, dynamic=True)
@@ -92,6 +94,7 @@ def test_transformer_block_of_any_length(models: list[Any]) -> None:
     assert [isinstance(size, str) for size in models[0].inputs[0].shape] == [True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layers_that_pytorch_computes_by_one_op(models: list[Any], norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, norm_first=norm_first).eval()
@@ -129,6 +132,7 @@ def test_weights_that_keep_changing_end_in_eager_mode(
     assert own(caught) == 1 and len(models) == 2
 
 
+@pytest.mark.slow
 def test_buffers_that_the_model_updates(models: list[Any]) -> None:
     model = convolutions().train()
     twin = copy.deepcopy(model)

@@ -51,6 +51,7 @@ def pairs(dtype: Any) -> list[Any]:
     return [part.reshape(-1).contiguous().to(dtype) for part in grid]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_divisions_of_floats(dtype: Any) -> None:
     below = lambda a, b: torch.div(a, b, rounding_mode="floor")  # noqa: E731
@@ -64,11 +65,13 @@ def test_divisions_of_integers() -> None:
     check([torch.floor_divide, torch.remainder], a, b)
 
 
+@pytest.mark.slow
 def test_angles() -> None:
     check([torch.atan2], *pairs(torch.float32), rtol=1e-6)
     check([torch.atan2], *pairs(torch.float16), rtol=2e-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("right", [False, True])
 def test_places_among_boundaries(right: bool) -> None:
     x, rows = torch.tensor(EDGES), torch.tensor([BOUNDARIES, [0.0, 1.0, 2.0, 3.0, INF]])

@@ -63,6 +63,7 @@ class Ahead(nn.Module):
         return scores.softmax(-1) @ x
 
 
+@pytest.mark.slow
 def test_open_sizes_have_a_variant_each() -> None:
     dims = {"x": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
     program = export(Ahead(), (torch.randn(2, 5, 4),), dynamic_shapes=dims)
@@ -78,6 +79,7 @@ def test_convolutions_are_fused_as_those_of_onnx() -> None:
     assert any(record["fused"] for record in compiled.fused)
 
 
+@pytest.mark.slow
 def test_transformer_block() -> None:
     model, x = TransformerBlock().eval(), torch.randn(2, 9, 32)
     compiled = tvm_fusion.compile(export(model, (x,)), threads=1)
@@ -119,6 +121,7 @@ class Counter(nn.Module):
         return x + self.calls
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "model, text",
     [
@@ -158,6 +161,7 @@ def run_pipeline(mod: tvm.IRModule, x: torch.Tensor) -> np.ndarray:
     return (output if isinstance(output, tvm.runtime.Tensor) else output[0]).numpy()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("unwrap", [False, True])
 def test_pipeline_on_modules_of_tvms_front_end(unwrap: bool) -> None:
     model, x = convolutions(), image()
@@ -175,6 +179,7 @@ def test_pipeline_on_from_fx_computes_what_tvm_made_of_batch_norm() -> None:
     np.testing.assert_allclose(got, eager(model, x), atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_and_pools_of_16_bits_are_summed_in_float32(dtype: torch.dtype) -> None:
     class Sums(nn.Module):

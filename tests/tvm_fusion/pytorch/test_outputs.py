@@ -103,6 +103,7 @@ def test_integers_of_a_call(models: list[Any]) -> None:
     assert models
 
 
+@pytest.mark.slow
 def test_floats_of_a_call_are_inputs_of_one_model(models: list[Any]) -> None:
     def scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
         return (x * scale).relu() + scale

@@ -151,6 +151,7 @@ print(json.dumps([light, texts]))
 """
 
 
+@pytest.mark.slow
 def test_errors_are_those_that_the_compiler_would_give(tmp_path: Path) -> None:
     dependent().save(tmp_path / "model.so")
     data = (tmp_path / "model.so").read_bytes()
@@ -163,6 +164,7 @@ def test_errors_are_those_that_the_compiler_would_give(tmp_path: Path) -> None:
     assert run("import tvm\n" + FAIL, tmp_path, *paths) == [False, texts]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_the_command_line_runs_a_saved_model_without_the_compiler(
     tmp_path: Path, command: str
@@ -209,6 +211,7 @@ def test_the_compiler_can_be_imported_after_a_model_ran(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.array(told, "float32"), model(x))
 
 
+@pytest.mark.slow
 def test_behind_tvm_the_package_registers_its_pipeline() -> None:
     code = """
 import tvm
@@ -218,6 +221,7 @@ print(json.dumps(callable(tvm.relax.get_pipeline("tvm_fusion"))))
     assert run(code)
 
 
+@pytest.mark.slow
 def test_the_package_shows_what_it_imports_late() -> None:
     code = """
 import tvm_fusion

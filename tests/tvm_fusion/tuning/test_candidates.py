@@ -108,6 +108,7 @@ def on_host(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_races_there_becomes_records_here(on_host: Path, tmp_path: Path, capsys: Any) -> None:
     [task] = json.loads((on_host / candidates.TASKS).read_text())["tasks"]
     file, database = tmp_path / "measured.jsonl", tmp_path / "database"
@@ -128,6 +129,7 @@ def test_what_races_there_becomes_records_here(on_host: Path, tmp_path: Path, ca
     assert len(store.trials(key)) == 4
 
 
+@pytest.mark.slow
 def test_a_wrong_default_is_told(on_host: Path, tmp_path: Path, capsys: Any) -> None:
     read = json.loads((on_host / candidates.TASKS).read_text())
     read["tasks"][0]["candidates"][0]["program"]["library"] = "own-1.so"

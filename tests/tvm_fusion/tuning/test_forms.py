@@ -63,6 +63,7 @@ def test_a_model_has_forms_of_layers_and_pairs() -> None:
     assert without == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_forms_compute_the_same(name: str) -> None:
     """The race itself compares each form's numbers with those of unscheduled separate layers."""
@@ -95,6 +96,7 @@ def test_a_record_forces_each_form_of_a_pair() -> None:
     assert len(hashes) == len(task.forms) == 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tile", [0, 2, 4])
 def test_a_record_forces_each_form_of_a_layer(tile: int, tmp_path: Path) -> None:
     layer, pair = tasks_of(dense())
@@ -127,6 +129,7 @@ def test_foreign_records_change_nothing() -> None:
     assert not tvm_ffi.structural_equal(optimized(depthwise_model(), good), before)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     "times", ['{"fused": NaN}', '{"fused": -1.0}', '{"fused": 0}', "[]", '{"fused": "1"}', "null"]
 )
@@ -196,6 +199,7 @@ def _believed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("_believed")
 @pytest.mark.parametrize("winner", ["fused on planes", "apart: direct, direct"])
 def test_the_fastest_form_is_recorded(tmp_path: Path, monkeypatch, winner: str) -> None:
@@ -246,6 +250,7 @@ def test_forms_race_again_only_after_their_kernels(tmp_path: Path) -> None:
     assert without and not any(about.startswith("form") for about in without)
 
 
+@pytest.mark.slow
 def test_a_job_races_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "BATCH_SECONDS", 0.02)
     monkeypatch.setattr(job, "FINAL_SECONDS", 0.05)

@@ -324,6 +324,7 @@ def candidate(mod: tvm.IRModule, path: Path, constants: tuple[str, ...] = ()) ->
     return {"library": built(mod, path), "calls": calls, "constants": constants, "buffers": []}
 
 
+@pytest.mark.slow
 def test_candidates_take_turns_on_a_device(bench: DeviceBench, tmp_path: Path) -> None:
     ticket = str(tmp_path / "ticket.npy")
     np.save(ticket, np.zeros(2, "int32"))

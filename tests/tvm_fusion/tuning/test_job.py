@@ -93,6 +93,7 @@ def test_a_job_records_each_task_and_compile_follows_the_records(tmp_path: Path)
     assert len({(trial["task"], json.dumps(trial["knobs"])) for trial in trials}) == len(trials)
 
 
+@pytest.mark.slow
 def test_kernels_of_ranks_are_tasks_whose_records_compile_follows(tmp_path: Path) -> None:
     result = tune(tmp_path, ranks=2, threads=1)
     # Windows need a row of the other rank, pixels do not.
@@ -105,6 +106,7 @@ def test_kernels_of_ranks_are_tasks_whose_records_compile_follows(tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_reductions_are_tasks_whose_records_compile_follows(tmp_path: Path) -> None:
     given = reductions_model()
     result = tvm_fusion.tune(given, database=tmp_path, trials=2, threads=2)
@@ -119,6 +121,7 @@ def test_reductions_are_tasks_whose_records_compile_follows(tmp_path: Path) -> N
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_all_and_the_next_job_repeats_nothing(tmp_path: Path) -> None:
     def stop(state: tvm_fusion.TuneResult) -> None:
         if state.tasks[0].trials:
@@ -144,6 +147,7 @@ def test_ctrl_c_keeps_all_and_the_next_job_repeats_nothing(tmp_path: Path) -> No
     assert len(lines(tmp_path / "records.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_failed_settings_are_counted_and_shown(tmp_path: Path, monkeypatch) -> None:
     write, broken = Conv2DTemplate.write, []
 
@@ -210,6 +214,7 @@ class Believed:
         return found | {0: Outcome(1.0)}, 1e-3
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("search", "final", "status", "gain"),
     [
@@ -298,6 +303,7 @@ def test_tasks_are_deduplicated_and_sorted_by_their_share() -> None:
     assert not any(task.wide for task in fused)
 
 
+@pytest.mark.slow
 def test_a_wide_space_is_for_all_tasks(tmp_path: Path) -> None:
     options = pipeline.Options("none", winograd="never")
     tasks = extract_tasks(model(), resolve("native", 2), None, options, wide=True)

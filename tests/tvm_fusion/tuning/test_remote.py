@@ -127,6 +127,7 @@ def test_servers_listen_on_loopback_alone(tracker: Tracker, servers) -> None:
         assert listening == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_servers_of_other_versions_are_refused(tracker: Tracker, servers, monkeypatch) -> None:
     monkeypatch.setattr(Conv2DTemplate, "version", 99)
     with pytest.raises(TuningError, match="no server .* can be used: .* is refused: .*cpu.conv2d"):
@@ -212,6 +213,7 @@ def test_a_lost_session_is_opened_again_and_a_lost_server_ends_the_job(
     assert len(lines(tmp_path / "trials.jsonl")) == TRIALS
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -137,6 +137,7 @@ def replayed(cpu: str, seeds: int) -> dict[str, list[replays.Replay]]:
 ANOTHER = pytest.param("znver3", 3, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cpu", "seeds"), [ANOTHER, pytest.param("znver4", 1, marks=pytest.mark.slow), ("znver5", 1)]
 )

@@ -136,6 +136,7 @@ def _check(got: np.ndarray, wanted: np.ndarray, depth: int) -> None:
     np.testing.assert_allclose(got.astype("float64"), wanted, 1e-5 if tolerance else 0, tolerance)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str, rng: np.random.Generator) -> None:
     build, reference, types = CASES[name]
@@ -145,6 +146,7 @@ def test_numbers(name: str, rng: np.random.Generator) -> None:
     _check(got, reference(*exact), types[0][0][-1])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("tile", "transposed"),
     in_turns([(128, 128, 8, 8), (64, 128, 8, 8), (64, 64, 8, 4), (32, 64, 4, 4)], [False, True]),
@@ -166,6 +168,7 @@ def test_every_tile(
     _check(got, x.astype("float64") @ w, 44)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rows", [1, pytest.param(31, marks=pytest.mark.slow), 200])
 def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     x, w, b = (_random(rng, shape, F32) for shape in ((1, rows, 36), (36, 50), (50,)))
@@ -174,6 +177,7 @@ def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     _check(got, np.maximum(x.astype("float64") @ w + b, 0), 36)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [1, 40])
 def test_symbolic_attention(size: int, rng: np.random.Generator) -> None:
     """The length of the sequence is also the reduced axis of the second product."""
@@ -200,6 +204,7 @@ BERT: dict[str, Case] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", in_turns(BERT))
 def test_machine_code_of_tiles(name: str) -> None:
     build, _, types = BERT[name]
@@ -213,6 +218,7 @@ def test_machine_code_of_tiles(name: str) -> None:
     assert count(names, "LDS.128") > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["one_row", "one_row_nn"])
 def test_machine_code_of_rows(name: str) -> None:
     build, _, _ = CASES[name]

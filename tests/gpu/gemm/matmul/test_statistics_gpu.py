@@ -65,6 +65,7 @@ def each_tile(tiles: Sequence[Any], quick: int) -> list[Any]:
     return [pytest.param(tiles[quick], True, id="short"), *slow]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tile", "is_short"), each_tile(matmul_tile_sizes._TILES, 1))
 def test_numbers_of_each_tile(
     tile: tuple[int, int, int, int], is_short: bool, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_numbers_of_each_tile(
     assert error(run(layer), layer.exact()) < 3e-6
 
 
+@pytest.mark.slow
 def test_large_means_lose_no_more_than_in_a_norm_of_its_own() -> None:
     """Sums of squares would lose all digits of a variance a millionth of the mean's square."""
     layer = NormLayer((40,), spread=1e-4, is_short=True)
@@ -100,6 +102,7 @@ def test_tiles_that_hold_no_whole_segment_or_not_all_of_them() -> None:
     assert not holds_moments(TileConfig(64, 128, 8, 4, groups=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "arch"), in_turns(("fp32", "tf32"), ("sm_90", "sm_80"), every=3)
 )

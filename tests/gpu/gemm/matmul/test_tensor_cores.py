@@ -60,6 +60,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("left", "right"),
@@ -76,6 +77,7 @@ def test_numbers(left: str, right: str) -> None:
 LARGE = TensorTile(128, 128, 64, 64)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tile", in_turns([*tensor_core_tile.TILES, LARGE]), ids=str)
 def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) -> None:
     emulated.setattr(tensor_core_tile, "TILES", (tile,))
@@ -99,6 +101,7 @@ def test_numbers_of_an_epilogue_and_a_batch() -> None:
     assert_close(found.astype(F32), exact, 40, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_numbers_of_columns_that_are_no_vectors() -> None:
     """Columns of the result in any number, where the right factor lies along the reduced axis."""
@@ -107,6 +110,7 @@ def test_numbers_of_columns_that_are_no_vectors() -> None:
     assert_close(found, x.astype("float64") @ w.T.astype("float64"), 64)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("left", "right"), ["nn", "tt"])
 def test_numbers_of_extents_that_are_no_vectors(left: str, right: str) -> None:
@@ -123,6 +127,7 @@ def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
     return bits.view(F32).astype("float64")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("left", "right", "extents"),
@@ -143,6 +148,7 @@ def test_numbers_of_tf32(left: str, right: str, extents: tuple[int, int, int]) -
     assert np.abs(found - exact).max() > 1e-4, "nothing was rounded"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("left", "right", "extents", "dtype"),
@@ -168,6 +174,7 @@ def test_numbers_of_bytes(left: str, right: str, extents: tuple[int, int, int], 
     np.testing.assert_array_equal(found, factors[0].astype("int64") @ factors[1].astype("int64"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_numbers_of_a_convolution_of_bytes() -> None:
     rng = np.random.default_rng()
@@ -237,6 +244,7 @@ CASES: dict[str, tuple[Build, list[tuple[tuple[int, ...], str]]]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "target"), in_turns(CASES, [A100, CUDA], every=3), ids=str)
 def test_machine_code(name: str, target: Target) -> None:
     build, types = CASES[name]
@@ -260,6 +268,7 @@ BYTES: dict[str, tuple[Build, str, str, str]] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "target"), in_turns(BYTES, [A100, CUDA], every=4), ids=str)
 def test_machine_code_of_other_types(name: str, target: Target) -> None:
     """Two blocks of 256 threads a multiprocessor; chunks go to shared memory as they lie."""
@@ -283,6 +292,7 @@ def test_float32_is_rounded_only_on_request() -> None:
     assert "mma.sync" not in cuda_source(func)
 
 
+@pytest.mark.slow
 def test_the_main_loop_and_occupancy_of_a_large_product() -> None:
     """Two blocks a multiprocessor, and for each product a fourth of a load from shared memory."""
     build, types = CASES["large"]
@@ -297,6 +307,7 @@ def test_the_main_loop_and_occupancy_of_a_large_product() -> None:
     assert re.search(r"cp\.async\.wait_group 1;", source)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("left", "right", "m", "warps"),
     [
@@ -312,6 +323,7 @@ def test_warps_are_large_where_the_grid_is(left: str, right: str, m: int, warps:
     assert f"__launch_bounds__({32 * warps}, 2)" in cuda_source(func)
 
 
+@pytest.mark.slow
 def test_warps_are_small_where_a_factor_is_gathered() -> None:
     """Bytes that lie along the columns are turned by the threads, in registers."""
     [func] = scheduled(
@@ -320,6 +332,7 @@ def test_warps_are_small_where_a_factor_is_gathered() -> None:
     assert "__launch_bounds__(256, 2)" in cuda_source(func)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("target", "types"),
     [

@@ -124,6 +124,7 @@ def test_results_that_are_read_as_bytes_are_stored_as_bytes():
     assert str(found).count('out_dtype="uint8"') == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("low", [0, -3])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_numbers_that_bytes_are_short_of(run_module, low, padding):
@@ -132,6 +133,7 @@ def test_numbers_that_bytes_are_short_of(run_module, low, padding):
     check_numbers(run_module, *steps, shape=(1, 8, 6, 6))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("low", [0, -3])
 @pytest.mark.parametrize("scale", [1.0, 0.75])
 def test_the_first_convolution_rounds_its_image(run_module, low, scale):
@@ -189,6 +191,7 @@ def summed(first: bool, low: float, divide: bool = True) -> Step:
     return block
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("low", [0, -128])
 @pytest.mark.parametrize("divide", [True, False])
@@ -221,6 +224,7 @@ def one_channel(x: relax.Expr) -> relax.Expr:
     return round_clip(relax.op.add(product, other), 0, 255)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("block", [both_read, of_floats, one_channel])
 def test_sums_that_stay_apart(run_module, block):
     assert "add" in calls(after(rounded(), block))

@@ -170,6 +170,7 @@ def halves(builder, call):
     return left, nn.max_pool2d(builder.emit(right), (1, 2))
 
 
+@pytest.mark.quick_cases(28)
 @pytest.mark.parametrize("middle", STAY_PACKED.values(), ids=STAY_PACKED.keys())
 @pytest.mark.parametrize(("channels", "block"), [(13, 8), (16, 4)])
 def test_stays_packed(middle, channels, block):
@@ -177,6 +178,7 @@ def test_stays_packed(middle, channels, block):
     assert (found["pack"], found["unpack"]) == (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "block"),
     [(13, 8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 4), (24, 16)))],
@@ -206,6 +208,7 @@ def test_stays_packed_only_where_channels_fill_their_blocks(middle):
     assert padded["pack"] == 1 and padded["unpack"] in (2, 3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("channels", [13, 16])
 def test_numbers_of_what_stays_packed_in_full_blocks(channels):
     cases = {name: build(middle, channels) for name, middle in ONLY_FULL_BLOCKS.items()}
@@ -221,6 +224,7 @@ def split_and_add(sections):
     return middle
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("channels", "sections", "stays"),
     [(32, 2, True), (24, [8], True), (24, [16], True), (21, [16], True), (24, 2, False)],
@@ -295,6 +299,7 @@ def plain_twin(builder, x):
     return builder.emit(nn.softmax(x, 1))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("middle", "last", "packs", "unpacks"),
     [

@@ -26,6 +26,7 @@ def minus(data, values):
     return relax.op.subtract(data, const(-np.asarray(values)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("plus", [left, right, minus])
 @pytest.mark.parametrize("shape", [(1, 4, 1, 1), (4, 1, 1), (), (1,), (1, 1, 1, 1)])
 def test_every_broadcastable_shape_becomes_one(plus, shape):
@@ -80,6 +81,7 @@ def test_successive_constants_merge():
     check(Before, Expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("is_left", [False, True])
 def test_bias_goes_in_front_of_the_residual(is_left):
     def residual_add(chain, other):

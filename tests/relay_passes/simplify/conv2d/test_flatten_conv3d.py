@@ -105,6 +105,7 @@ KEPT = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "batch"), [*in_turns(SUNK, [1, 2]), *product(KEPT, [2]), ("frames", 1)]
 )
@@ -142,6 +143,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "is_open"), in_turns(CASES, [False, True]))
 def test_numbers_of_onnx_runtime(name, is_open):
     shape, kernel, attributes = CASES[name]

@@ -39,6 +39,7 @@ def by_topi(before, after, value=0.0):
     return lambda builder, x: builder.call_te(topi.nn.pad, x, list(before), list(after), value)
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("by", [by_op, by_topi])
 @pytest.mark.parametrize("readers", [1, 2])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ BIAS = dyadic(4, seed=1)
 PLANE = dyadic(1, 1, 3, 3, seed=2)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "factor", [SCALE.reshape(1, 4, 1, 1), SCALE.reshape(4, 1, 1), np.float32(2), np.full((1,), 2.0)]
 )

@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kernel", "size", "attrs"), CASES.values(), ids=CASES)
 def test_numbers(kernel: tuple[int, ...], size: tuple[int, ...], attrs: dict):
     before = transposed(dyadic(4, 3, *kernel), 4, size, **attrs)

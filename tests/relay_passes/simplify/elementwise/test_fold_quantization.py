@@ -75,6 +75,7 @@ def test_scales_join_the_weights_and_rounding_the_convolution():
     tvm.ir.assert_structural_equal(simplify(module(body)), Expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "move",
     [
@@ -145,6 +146,7 @@ def test_another_grid_is_rounded_again():
     assert calls(simplify(module(body))).count("tvm_fusion.round_clip") == 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("low", "high", "zero", "stays"),
     [

@@ -111,6 +111,7 @@ def test_weights_beyond_the_cache_are_read_in_parts():
     assert default_conv2d_knobs(shallow, target).ic_o == 1
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_numbers_of_every_activation(kind):
     layer = ConvLayer(13, 24, (1, 1), activation=Activation(kind, -0.4, 0.7))
@@ -118,6 +119,7 @@ def test_numbers_of_every_activation(kind):
     check(case, compile_function(schedule(case)), seed=1)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if kind != "none"])
 def test_nan_stays_nan(kind):
     layer = ConvLayer(8, 16, (1, 1), activation=Activation(kind, -0.4, 0.7))
@@ -150,6 +152,7 @@ NAMED = {
 }
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
 def test_numbers_of_named_layers(case):
     check(case, compile_function(schedule(case)), seed=2)
@@ -187,6 +190,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", MACHINES)
 def test_whole_tiles_are_multiply_adds_in_registers(cpu):
     triple, lanes, instruction, register, stack = MACHINES[cpu]

@@ -127,6 +127,7 @@ def schedule(case: Case, out_dtype: str) -> tirx.PrimFunc:
     return found.mod["main"]
 
 
+@pytest.mark.slow
 @given(cases(pair=False), TYPES, SEED)
 @settings(max_examples=settings.default.max_examples // 2)
 def test_numbers_with_default_knobs(case, out_dtype, seed):
@@ -243,6 +244,7 @@ def test_numbers_of_products_in_pairs(case, out_dtype, knobs, seed):
     check(case, written.mod["main"], out_dtype, seed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["znver4", "znver5", "sapphirerapids", "x86-64-v4"])
 @pytest.mark.parametrize(
     "layer",

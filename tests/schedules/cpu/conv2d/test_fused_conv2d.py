@@ -76,6 +76,7 @@ def test_numbers_with_any_knobs(case, data, seed):
     run(case, data.draw(knobs(blocks)), seed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("order", in_turns(ORDERS, every=4))
 def test_numbers_of_every_order(order):
     layers = (
@@ -162,11 +163,13 @@ NAMED = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
 def test_numbers_of_named_pairs(case):
     check(case, compile_function(schedule(case)), seed=3)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_numbers_of_every_activation_between_the_layers(kind):
     first = ConvLayer(8, 8, (3, 3), groups=8, activation=Activation(kind, -0.4, 0.7))

@@ -75,6 +75,7 @@ def knobs(draw: st.DrawFn, case: Case, data: bool, out: bool) -> FusedConv2DKnob
 SIDES = [(True, True), (True, False), (False, True)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("data", "out"), SIDES, ids=["both", "data", "out"])
 @given(cases(), st.data(), SEED)
 @settings(max_examples=settings.default.max_examples // 10)
@@ -95,6 +96,7 @@ BLOCK = Case(
 ORDERS = list(itertools.permutations(LOOPS))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compute_at", in_turns(range(5), every=3))
 def test_numbers_of_every_order(compute_at):
     functions = []
@@ -125,6 +127,7 @@ def test_numbers_where_only_the_data_is_plain_and_everything_is_split():
     check(BLOCK, True, False, functions, seed=1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layer", ["dense", "strided"])
 def test_only_the_output_of_other_first_layers_is_plain(layer):
     first = {

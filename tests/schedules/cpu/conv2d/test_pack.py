@@ -112,6 +112,7 @@ def test_numbers_of_any_image(drawn, seed):
     check(drawn, seed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
 def test_numbers_of_lanes(lanes):
     fewest = Image(1, 1, 1, lanes, lanes, cores=3)

@@ -49,6 +49,7 @@ def schedule(case: QuantizedCase, target: Target | None = None, **build: object)
     return found.mod["main"]
 
 
+@pytest.mark.slow
 @runs_bytes
 @given(own_cases, SEED)
 @settings(max_examples=settings.default.max_examples // 2)
@@ -116,6 +117,7 @@ def test_bytes_of_extremes_and_halves(low, high):
         np.testing.assert_array_equal(case.run(executable, packed), expected)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("batch", [1, 2, 17, 100])
 def test_images_of_one_pixel_are_rows_of_a_matrix(batch, word):
@@ -125,6 +127,7 @@ def test_images_of_one_pixel_are_rows_of_a_matrix(batch, word):
     case.check(compile_function(schedule(case)), 1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("addition", ADDITIONS, ids=["bytes last", "bytes first"])
 def test_rows_of_a_matrix_and_added_bytes(word, addition):
@@ -136,6 +139,7 @@ def test_rows_of_a_matrix_and_added_bytes(word, addition):
 FIRST = ConvLayer(3, 24, (3, 3), (2, 2), (2, 1, 0, 3), activation=ROUNDED)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("word", "limited"), OWN_FORMS)
 @pytest.mark.parametrize("width", [3, 8, 21])
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=["asymmetric", "positive"])
@@ -176,6 +180,7 @@ def depthwise(layer: ConvLayer, kernel: Conv2DKernel) -> tirx.PrimFunc:
     return func.with_attr("tvm_fusion.workload", to_json(kernel))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("out_dtype", [None, "uint8"])
 def test_depthwise_layers_read_and_write_bytes(strides, out_dtype):
@@ -204,6 +209,7 @@ def test_depthwise_layers_read_and_write_bytes(strides, out_dtype):
     np.testing.assert_array_equal(channels, wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("cpu", "name", "register"),
     [
@@ -244,6 +250,7 @@ NEON = Target(
 )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "layer",
     [
@@ -279,6 +286,7 @@ def portable_products(total, factor, vector, lanes, word, limited=False):
     return total
 
 
+@pytest.mark.slow
 @given(quantized_cases((4, False)), st.sampled_from(ROUNDINGS), SEED)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_of_the_kernels_of_aarch64(case, rounding, seed):

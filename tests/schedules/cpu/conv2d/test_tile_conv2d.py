@@ -47,6 +47,7 @@ def schedule(case: QuantizedCase, knobs: TileConv2DKnobs | None = None) -> tirx.
     return found.mod["main"]
 
 
+@pytest.mark.slow
 @given(cases, SEED)
 @FEW
 def test_numbers_with_default_knobs(case, seed):
@@ -60,6 +61,7 @@ def test_numbers_with_any_knobs(case, cores, data):
     case.check(compile_function(schedule(case, data.draw(st.sampled_from(space)))), 1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("shape", "interleaved"), [((1, 4), True), ((2, 2), False)])
 def test_tiles_that_reach_back(shape, interleaved):
     """29 pixels in tiles of 10, 80 channels in fours of 16; two pieces of each."""
@@ -82,6 +84,7 @@ def test_images_of_one_pixel_are_rows_of_a_matrix():
     case.check(compile_function(schedule(case)), 1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rounding", [None, ROUNDINGS[0]], ids=["bytes", "floats"])
 def test_a_first_layer_reads_the_pixels_of_a_row_at_once(rounding):
     layer = ConvLayer(3, 40, (7, 7), (2, 2), (3, 3, 3, 3), activation=BYTES)
@@ -96,6 +99,7 @@ def test_a_batch_that_is_known_only_at_run_time():
     case.check(compile_function(func.mod["main"]), 2)
 
 
+@pytest.mark.slow
 @given(cases_of_floats(pair=False), st.sampled_from([16, 32]), TYPES, SEED)
 @FEW
 def test_numbers_of_bfloat16(case, lanes, out_dtype, seed):
@@ -118,6 +122,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
 @pytest.mark.parametrize("name", SHAPES)
@@ -148,6 +153,7 @@ def test_machine_code(cpu, shape, name):
         assert most >= 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_machine_code_of_bfloat16(cpu, kernel):

@@ -18,6 +18,7 @@ from schedules.workload.conv2d import Activation, ConvLayer
 from tests.selection import in_turns
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kind", "fused"), in_turns(["sigmoid", "silu"], [False, True]))
 def test_no_activation_calls_the_c_library(kind: str, fused: bool) -> None:
     activation = Activation(kind)

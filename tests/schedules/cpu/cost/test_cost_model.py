@@ -278,6 +278,7 @@ def recorded_loss(name: str) -> float:
     return times[settings.index(chosen)] / min(times) - 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("family", "median", "worst"),
     [("znver3", 0.05, 0.15), ("znver4", 0.05, 0.15), ("znver5", 0.03, 0.06)],
@@ -290,6 +291,7 @@ def test_defaults_are_near_the_best_of_what_was_measured(family, median, worst):
     assert max(losses.values()) <= worst, losses
 
 
+@pytest.mark.slow
 def test_estimates_rank_settings_as_the_clock_does():
     correlations = []
     for result in RECORDED.values():

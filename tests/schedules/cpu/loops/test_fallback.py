@@ -93,6 +93,7 @@ def test_an_output_that_is_an_input_is_computed_once():
     np.testing.assert_array_equal(data.numpy(), np.ones(21))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 def test_compiles_for_other_vector_units(target):
     x = tensor("x", 30, 31)

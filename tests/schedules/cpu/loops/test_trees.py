@@ -9,6 +9,7 @@ from cpu.machine_cases import CPUS, loops_of
 from schedules.cpu.loops.trees import LANES, Forest, trees
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", CPUS)
 def test_places_of_descents_stay_in_registers(cpu: str) -> None:
     """A step of all lanes is one loop, which does not branch otherwise or touch the stack."""

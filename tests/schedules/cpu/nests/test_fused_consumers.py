@@ -51,6 +51,7 @@ def test_only_blocks_that_read_their_own_elements_of_an_overlapping_tile_move(na
     assert (len(moved), len(rest)) == ((1, 0) if own else (0, 1))
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("axis", [0, 1], ids=["columns", "rows"])
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_numbers_after_a_reduction(name, axis):

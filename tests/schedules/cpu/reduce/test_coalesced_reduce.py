@@ -153,6 +153,7 @@ def check(shape: Sequence[int], dtype: str, operator: str, axes: Sequence[int], 
 CASES = [(op, dtype) for op in OPERATORS for dtype in DTYPES if can_reduce(op, dtype)]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("operator", "dtype"),
     [
@@ -183,6 +184,7 @@ def test_numbers_over_any_axes(data):
     check(shape, dtype, operator, axes, keepdims=keepdims)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("operator", ["min", "max", "argmin", "argmax", "sum", "prod"])
 @pytest.mark.parametrize(("shape", "axis"), [((6, 203), 1), ((203, 6), 0), ((203, 24), 0)])
 def test_nan_and_infinity_are_as_in_numpy(operator, shape, axis):
@@ -258,6 +260,7 @@ def test_an_epilogue_is_computed_with_the_result(shape, axis):
     np.testing.assert_allclose(run(func, data, shift), exact, rtol=1e-5)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("data", "operator"),
     in_turns(
@@ -291,6 +294,7 @@ def test_symbolic_extents(data, operator):
         close(out.numpy(), exact, math.prod(known[axis] for axis in axes), operator, "float32")
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [
@@ -310,6 +314,7 @@ def test_results_do_not_depend_on_the_threads(shape, axes):
     np.testing.assert_array_equal(one.view("int32"), two.view("int32"))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("cores", [1, 3, 8])
 def test_any_number_of_cores(cores):
     target = Target({**HOST.export(), "num-cores": cores})
@@ -320,6 +325,7 @@ def test_any_number_of_cores(cores):
         close(run(func, data, target=target), exact, shape[0], "sum", "float32")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [((1 << 24,), 0), ((2, 1 << 23), 1), ((1 << 14, 1 << 10), 0), ((1 << 22, 4), 0)],
@@ -356,6 +362,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("dtype", "operator", "shape", "axes", "instruction"), LOOPS)
 def test_inner_loops_are_vectors_in_registers(dtype, operator, shape, axes, instruction):
     func = schedule(RULE, reduction(shape, dtype, operator, axes), AVX2)

@@ -40,6 +40,7 @@ def test_reductions_are_counted() -> None:
     assert none == {"fused": 0, "rewritten": 0, "groups": []}
 
 
+@pytest.mark.slow
 def test_resources_belong_to_the_kernels_of_their_functions() -> None:
     report = explain_kernels(convolutions(), "cuda -arch=sm_90", resources=True)
     for use in report["functions"]:

@@ -55,6 +55,7 @@ def opencl(chunks: int | None = None, **others: Any) -> Device:
     return Device("opencl", chunks=chunks, **others)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
@@ -71,6 +72,7 @@ def test_same_result_as_the_cpu_alone(name: str, opened: list[WatchedDriver]) ->
     assert sum(size for what, size in log if what == "out") == out
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "split"), [("gradients", [3, 7]), ("turned", [3, 5]), ("positions", [3, 5])]
 )
@@ -157,6 +159,7 @@ def test_ranks_with_devices(opened: list[WatchedDriver]) -> None:
     assert sorted(driver.name for driver in opened) == ["opencl:0", "opencl:0", "opencl:1"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("split", [{0: [2, 9]}, {0: [2, 3], 1: [4, 2]}])
 def test_steps(split: dict[int, list[int]], opened: list[WatchedDriver]) -> None:
     program = compile(heat2d(), len(split), repeat="A", devices=[opencl(2)], split=split)
@@ -229,6 +232,7 @@ def test_devices_that_are_not_here_are_predicted(monkeypatch: pytest.MonkeyPatch
     assert found[0].shares.cpu == found[1].shares.cpu
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("split", "busy"), [([6, 6], 2), ([12, 0], 1), ([0, 12], 1), ("model", 2), ({0: [6, 6]}, 2)]
 )
@@ -244,6 +248,7 @@ def test_a_device_on_the_cpu_shares_its_memory(
     assert compile(blur(12, 6), devices=["cuda -arch=sm_90"], split=[6, 6], processor=processor)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("together", "device_rows"),
     [([0.7, 0.8, 0.9, 0.9], 48), ([0.9, 0.8, 0.7, 0.6], 36), ([1.3, 1.2, 1.3, 1.4], 0)],
@@ -343,6 +348,7 @@ rank  iterations               sends    receives    compute   exchange        ov
     )
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize(
     ("arguments", "error", "reason"),
     [

@@ -34,6 +34,7 @@ def check(
     return program
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", [*CASES, *sorted(SEVERAL.keys() - {"levels"})])
 def test_the_bits_of_the_cpu(name: str, opened: list[WatchedDriver]) -> None:
     func, options = (CASES | SEVERAL)[name](), {"loop": "i"} if name in SEVERAL else {}
@@ -42,6 +43,7 @@ def test_the_bits_of_the_cpu(name: str, opened: list[WatchedDriver]) -> None:
     check(func, opened, devices=["opencl"], split=split, **options)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("func", "steps", "ranks", "options"),
     [
@@ -66,12 +68,14 @@ def test_copies_where_they_are_wanted(opened: list[WatchedDriver]) -> None:
         assert {what for what, _ in opened[-1].log} == {"in", "kernel", "out"}
 
 
+@pytest.mark.slow
 def test_measured(opened: list[WatchedDriver]) -> None:
     found = measure_split(blur(64, 32), ["opencl"])
     assert found.devices[0](64) > 0
     assert {what for driver in opened for what, _ in driver.log} == {"kernel"}
 
 
+@pytest.mark.slow
 def test_results_past_the_caches(opened: list[WatchedDriver]) -> None:
     """Of what the caches cannot hold, in rows that begin anywhere: some vectors are aligned."""
     rows, columns = 2100, 8192 + 4

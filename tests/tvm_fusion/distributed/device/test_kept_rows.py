@@ -47,6 +47,7 @@ def check(
     return program
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_only_halos_are_copied_between_steps(steps: int, opened: list[WatchedDriver]) -> None:
     """Counted against every element that each side reads of the other."""
@@ -70,6 +71,7 @@ def test_only_halos_are_copied_between_steps(steps: int, opened: list[WatchedDri
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", [2, 3, 5])
 def test_halos_of_several_steps(
     steps: int, opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
@@ -109,6 +111,7 @@ def test_not_from_what_nobody_has_filled() -> None:
         compile(func, exchange_every=2, **options)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("ranks", "split"), [(1, [90, 70]), (2, [50, 30])])
 def test_beside_steps_that_pass_over_the_memory_together(
     ranks: int, split: list[int], opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
@@ -161,6 +164,7 @@ def two_of_one_block(rows: int = 12, cols: int = 6) -> tirx.PrimFunc:
     return function(a, v, *both)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("deep", [2, 3])
 @pytest.mark.parametrize(
     ("func", "split"),
@@ -175,6 +179,7 @@ def test_steps_that_read_other_rows(
         check(func, steps, devices=["opencl"], split=split, exchange_every=deep)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("func", "ranks", "options"),
     [
@@ -294,6 +299,7 @@ def test_explain() -> None:
     assert compiled.shares.devices[0][0].code.cubin.startswith(b"\x7fELF")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("options", "error", "reason"),
     [
@@ -333,6 +339,7 @@ def test_gpu_aware_refuses_halos_that_the_host_keeps(
         local_world.run_ranks(2, lambda world: program.on(world, gpu_aware=True))
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_with_gpus(axis: int) -> None:

@@ -36,6 +36,7 @@ def run(ranks: int, mode: str, folder: Path) -> Outcome:
     return run_ranks(ranks, PROGRAM, mode, str(folder / "model.so"), str(folder / "arrays.npz"))
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 7])
 def test_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ def test_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
     assert outcome.lines == []
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize(
     ("mode", "text"),
@@ -67,6 +69,7 @@ def test_failures_are_told_with_rank_exchange_and_peer(
     assert outcome.seconds < 20
 
 
+@pytest.mark.slow
 def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_network, "CompileExchanges", lambda _: tvm.transform.Sequential([]))
     feed, expected = case()
@@ -76,6 +79,7 @@ def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(result, expected)
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_message_too_long_for_a_slot_beside_others(tmp_path: Path) -> None:
     """Rank 0 gathers 800 KB, which the kernel of rank 1 puts into a slot, and 1.2 MB by MPI."""

@@ -73,6 +73,7 @@ def over_ranks(model: distributed.DistributedModel, feed: dict[str, np.ndarray])
     return first
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "exchange", "winograd"),
     [
@@ -105,6 +106,7 @@ WEIGHTS_LAST = {
 """Figures with which all that matters is to read weights: all channels that can be are split."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "winograd"),
     [
@@ -254,6 +256,7 @@ def test_options_for_gpus_have_no_effect() -> None:
         tvm_fusion.compile(small_model(), ranks=2, precision="bf16")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "node",
     [
@@ -327,6 +330,7 @@ def activation_bytes(
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_need_little_more_than_half_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ZOO["resnet_18"](image_size=512)
     [one] = activation_bytes(model, 1, monkeypatch)

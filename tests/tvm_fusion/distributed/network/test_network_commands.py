@@ -58,6 +58,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     return call
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_two_processes(folder: Path) -> None:
     network = folder / "network.json"
@@ -75,6 +76,7 @@ def test_two_processes(folder: Path) -> None:
     np.testing.assert_array_equal(found, np.load(folder / "y.npy"))
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize(
     ("ranks", "model", "extra", "message"),

@@ -17,6 +17,7 @@ from tvm_fusion.errors import DistributedError
 PROGRAM = Path(__file__).with_name("exchange_program.py")
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 7])
 def test_exchanges(ranks: int) -> None:
@@ -49,6 +50,7 @@ def test_a_failure_of_mpi_at_the_start_names_the_exchange() -> None:
         world.start(exchange, {})
 
 
+@pytest.mark.slow
 def test_only_the_communicator_imports_mpi() -> None:
     found = set()
     storeys = ("tvm_fusion", "relay_passes", "schedules")

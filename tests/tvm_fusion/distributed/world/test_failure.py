@@ -42,6 +42,7 @@ LIKE_OTHERS = ("exit", "crash", "long message", "late start")
 """Those that differ from another one in the text or the signal alone."""
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize(
     "mode",
@@ -56,6 +57,7 @@ def test_one_line_and_a_code(mode: str) -> None:
     assert ("Traceback" in outcome.stderr) == (mode == "exception")
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_the_first_of_several_that_wait() -> None:
     outcome = run_ranks(4, PROGRAM, "hang")
@@ -64,6 +66,7 @@ def test_the_first_of_several_that_wait() -> None:
     assert re.search(r"waited 1 s for rank", line) and f"rank 1 is {AFTER}" in line
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_who_has_sent_is_not_waited_for() -> None:
     outcome = run_ranks(3, PROGRAM, "second hangs")
@@ -72,6 +75,7 @@ def test_who_has_sent_is_not_waited_for() -> None:
     assert "rank 0 of 3 waited 1 s for rank 2 in exchange 4; rank 2 is after exchange 3" in line
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize(
     ("mode", "text"),
@@ -101,6 +105,7 @@ def test_several_ranks_that_are_gone_are_told_together(tmp_path: Path, capsys) -
     )
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_no_half_written_output(tmp_path: Path) -> None:
     outcome = run_ranks(2, PROGRAM, "output", str(tmp_path / "y.npz"))

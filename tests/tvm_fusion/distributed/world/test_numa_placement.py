@@ -81,6 +81,7 @@ def test_explain() -> None:
     assert "A[0:22, 0:52], 4576 bytes: " in first
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.skipif(len(numa_nodes()) != 1, reason="the machine has several NUMA nodes, or none")
 def test_one_node() -> None:

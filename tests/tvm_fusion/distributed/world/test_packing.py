@@ -117,6 +117,7 @@ def test_a_figure_of_no_parcel(name: str) -> None:
         packing_of(machine)
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_bytes_by_each_route(ranks: int) -> None:
@@ -134,6 +135,7 @@ def test_ranks_choose_as_the_file_of_the_first_one_tells(tmp_path: Path) -> None
     assert "".join(outcome.stdout.split()) == "packed" * 2  # lines may be joined
 
 
+@pytest.mark.quick_cases(1)
 @needs_mpi
 @pytest.mark.parametrize(
     ("text", "reason"),

@@ -40,6 +40,7 @@ def scan(steps: int, **attributes: Any) -> onnx.ModelProto:
     return onnx_model([node], {"start": (4,), "x": shape}, ["last", "y"])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "attributes",
     [

@@ -20,6 +20,7 @@ FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 EDGES = np.array([[0, -0.0, 1], [np.nan, 1, -2], [np.inf, 1, 2], [-3, -1, -2], [0, 0, 0]], "f4")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
 def test_scaling(dtype: str) -> None:
     x = (normal(7, 3) * 5).astype(dtype)
@@ -106,6 +107,7 @@ def test_unknown_categories_are_errors_if_asked_for() -> None:
 TRANSFORMS = ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_linear_models(transform: str) -> None:
     """One score, and several, with and without intercepts; probabilities for PROBIT."""
@@ -161,6 +163,7 @@ def _vectors(classes: int, probabilities: bool, kernel: str) -> dict[str, Any]:
     return attributes
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kernel", ["LINEAR", "POLY", "RBF", "SIGMOID"])
 def test_support_vectors(kernel: str) -> None:
     nodes, types = [], {}
@@ -182,6 +185,7 @@ def test_support_vectors(kernel: str) -> None:
     check(nodes, types | {"lz": INT64}, tolerance=1e-4, x=normal(40, 4, seed=7))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_linear_support_vectors(sign: int) -> None:
     nodes, types = [], {}

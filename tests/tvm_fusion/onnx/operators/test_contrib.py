@@ -117,6 +117,7 @@ def test_products() -> None:
     check(nodes, a=normal(2, 5, 3), b=normal(2, 5, 4, seed=2))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("activation", ["Relu", "LeakyRelu", "Clip", ""])
 def test_convolutions(activation: str) -> None:
     values = {"LeakyRelu": [0.2], "Clip": [-0.5, 0.7]}.get(activation)
@@ -129,6 +130,7 @@ def test_convolutions(activation: str) -> None:
     check([node("FusedConv", inputs, "y", pads=[1, 1, 1, 1], **chosen)], **feeds)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("unidirectional", "mask"), in_turns([0, 1], ["-", "mask"]))
 def test_attention(unidirectional: int, mask: str) -> None:
     inputs = f"x w b {mask}" + (" past" if mask == "-" else "")
@@ -155,6 +157,7 @@ def test_attention_of_three_tensors() -> None:
     check([node("MultiHeadAttention", inputs, "y", num_heads=2)], **feeds)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("queries", "keys"), [(3, 5), (1, 5), (5, 3)])
 def test_causal_attention_to_other_keys(queries: int, keys: int) -> None:
     made = node("MultiHeadAttention", "q k v b", "y", num_heads=2, unidirectional=1)
@@ -189,6 +192,7 @@ def test_refusals(made: onnx.NodeProto, reason: str) -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_rotary_embeddings(interleaved: int) -> None:
     angles = normal(9, 3, seed=4)
@@ -216,6 +220,7 @@ def test_rotary_embeddings(interleaved: int) -> None:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("past", [0, 4])
 def test_grouped_attention(past: int, tmp_path: Path) -> None:
     """The second sequence is shorter; with a past, by two of its elements."""
@@ -253,6 +258,7 @@ def test_grouped_attention(past: int, tmp_path: Path) -> None:
             np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("length", "declared", "options", "more"),
     [
@@ -303,6 +309,7 @@ def test_grouped_attention_with_buffers_windows_caps_and_sinks(
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("unidirectional", [0, 1])
 def test_masks_of_lengths(unidirectional: int) -> None:
     """A mask of one dimension holds the number of keys of each sequence."""

@@ -81,6 +81,7 @@ def test_sums_and_products(op_type: str) -> None:
     check(model, feeds, 1)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("op_type", "attributes"),
     [
@@ -150,6 +151,7 @@ def test_products_of_16_bits(left: str, right: str) -> None:
     np.testing.assert_array_equal(found, (a.astype("int64") @ b.astype("int64")).astype(dtype))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("width", "rows"), [(4, 64), (4, 80), (8, 64)])
 def test_products_with_weights_of_few_bits(width: int, rows: int, has_zeros: bool) -> None:

@@ -83,6 +83,7 @@ def test_remainders_of_floats_have_the_sign_of_the_divisor(dtype: str) -> None:
     np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("direction", ["LEFT", "RIGHT"])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint64"])
 def test_shifts_by_any_number_fill_up_with_copies_of_the_sign(dtype: str, direction: str) -> None:
@@ -106,6 +107,7 @@ def test_shifts_by_any_number_fill_up_with_copies_of_the_sign(dtype: str, direct
     np.testing.assert_array_equal(outputs(known, {"x": x})[0], wanted)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("axis", "kind"), in_turns([0, 1, -1], ["int64", "uint8", "int8", "float32"])
 )
@@ -145,6 +147,7 @@ def test_extremes_of_bools(op_type: str) -> None:
     np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(feeds), wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("largest", [0, 1])
 def test_sorting_of_every_type(largest: int) -> None:
     """NaN counts as the largest, whatever is beside it; both zeros are equal."""
@@ -184,6 +187,7 @@ def exponential(x: np.ndarray, alpha: float, gamma: float) -> np.ndarray:
     return gamma * np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("op_type", "attributes", "formula"),
@@ -206,6 +210,7 @@ def test_activations_in_every_type(
     np.testing.assert_allclose(found.astype("float64"), wanted, rtol=limit, atol=limit)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("opset", "axes", "dtype"),
     in_turns([9, 17, 18, 28], [None, [1], [-1, 0]], ["float32", "float64"], every=3),
@@ -239,6 +244,7 @@ def attention(feeds: Mapping[str, np.ndarray], gaps: int, **attributes: Any) -> 
     return model
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("causal", [0, 1])
 def test_attention(causal: int) -> None:
     feeds = {name: normal(2, 3, 5, 8, seed=seed) for seed, name in enumerate("qkv")}
@@ -294,6 +300,7 @@ def test_bits_of_another_size_are_refused() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("time", "batch"), [(0, 1), (1, 0)])
 def test_reversed_sequences(time: int, batch: int) -> None:
     """The first of each row are turned round, as many as its length says."""
@@ -314,6 +321,7 @@ def test_sequences_along_other_axes_are_refused(
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("mode", "starts"), [("linear", [0, 3]), ("circular", [4, 1])])
 def test_caches_with_new_rows(mode: str, starts: list[int]) -> None:
     feeds = {"past": normal(2, 3, 5, 4), "new": normal(2, 3, 2, 4, seed=2), "at": int64(*starts)}
@@ -332,6 +340,7 @@ def test_space_to_depth(mode: str | None) -> None:
     np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (4, "float32"), (3, "float64")])
 def test_local_responses(size: int, dtype: str) -> None:
     """Of an even number of channels one more follows; ONNX Runtime refuses these."""

@@ -70,6 +70,7 @@ def _expected(model: onnx.ModelProto, *arguments: np.ndarray) -> np.ndarray:
     return session.run(None, dict(zip(names, arguments, strict=True)))[0]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_indices_from_data(name: str) -> None:
     model = _model(name)
@@ -216,6 +217,7 @@ BRANCHES = {
 """Nodes of a branch that other nodes take the place of."""
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_what_takes_the_place_of_a_node_is_in_the_same_branch(name: str) -> None:
     model = onnx.parser.parse_model(f"""

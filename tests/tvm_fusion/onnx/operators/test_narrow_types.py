@@ -65,6 +65,7 @@ def numbers() -> np.ndarray:
     return np.concatenate([spread, *halves, *(-half for half in halves), edges]).astype(np.float32)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("saturate", "name"), in_turns([1, 0], FLOATS))
 def test_floats_are_rounded_to_even(name: str, saturate: int) -> None:
     x = numbers()

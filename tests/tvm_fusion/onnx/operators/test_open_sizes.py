@@ -79,6 +79,7 @@ def test_compress(axis: int | None) -> None:
     assert_same(model, *({"x": x, "c": c} for c in chosen))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("outputs", "nodes"),
     [
@@ -167,6 +168,7 @@ def test_detector_that_returns_early_without_boxes() -> None:
     assert_same(model, *({"x": x, "corners": corners} for x in (random(20), 0 * random(20))))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("mode", "ratio", "pool"), in_turns(["half_pixel", "output_half_pixel"], [0, 2], ["avg", "max"])
 )
@@ -222,6 +224,7 @@ def test_the_place_of_a_number() -> None:
     np.testing.assert_array_equal(compiled(np.float32(2)), [[0]])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("is_sorted", "dtype"), in_turns([1, 0], ["float32", "int64"]))
 def test_different_elements(dtype: str, is_sorted: int) -> None:
     """Where each occurs first, which one each element is, and how often it occurs."""
@@ -237,6 +240,7 @@ def test_different_elements(dtype: str, is_sorted: int) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("axis", "is_sorted", "dtype"), in_turns([0, 1, -1], [1, 0, 1], ["float32", "int64", "int8"])
 )
@@ -263,6 +267,7 @@ def test_too_many_pairs_of_slices() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("bins", "scale"), [((2, 3), 1.0), ((7, 7), 0.37), ((1, 1), 0.0625)])
 def test_maxima_of_regions(bins: tuple[int, int], scale: float) -> None:
     """Regions outside of the image, without an extent, and with corners between pixels."""

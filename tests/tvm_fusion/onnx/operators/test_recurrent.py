@@ -92,6 +92,7 @@ def check(
         np.testing.assert_allclose(one, other, rtol=limit, atol=limit)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("op_type", "direction"), in_turns(GATES, ["forward", "reverse", "bidirectional"], every=3)
 )
@@ -99,6 +100,7 @@ def test_directions_with_everything_given(op_type: str, direction: str) -> None:
     check(*layer(op_type, 7, 3, 5, 19, OPTIONAL, direction=direction))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", GATES)
 def test_lengths_beyond_the_sequence_read_no_other_memory(op_type: str) -> None:
     model, feeds = layer(op_type, 3, 4, 2, 5, ("sequence_lens",), direction="bidirectional")
@@ -110,6 +112,7 @@ def test_lengths_beyond_the_sequence_read_no_other_memory(op_type: str) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", GATES)
 def test_weights_from_data(op_type: str) -> None:
     check(*layer(op_type, 3, 2, 4, 16, ("B", "initial_h"), constant=False))
@@ -119,6 +122,7 @@ def test_reset_after_the_product() -> None:
     check(*layer("GRU", 6, 5, 7, 33, OPTIONAL, linear_before_reset=1, direction="bidirectional"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("op_type", "attributes"),
     [("LSTM", {}), ("GRU", {"linear_before_reset": 1}), ("GRU", {"linear_before_reset": 0})],

@@ -49,6 +49,7 @@ def test_forests(
     check([regressor(forest, outputs)], tolerance=0, x=forest.rows(rows))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_where_thresholds_are_met_or_missing(mode: str) -> None:
     special = (0.0, -0.0, np.inf, -np.inf, float(np.finfo("f4").tiny), np.nan)
@@ -70,6 +71,7 @@ def test_float64_thresholds() -> None:
     check(nodes, tolerance=0, x=forest.rows(64, "float64"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["int32", "int64"])
 def test_integers_as_features(kind: str) -> None:
     forest = RandomForest(3, 6, 4, 3, MODES)
@@ -94,6 +96,7 @@ def test_targets_without_weights_count_for_nothing() -> None:
     check([node("TreeEnsembleRegressor", "x", "y", **attributes)], x=forest.rows(30))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT"])
 def test_transforms(transform: str) -> None:
     forest = RandomForest(6, 3, 3)
@@ -103,6 +106,7 @@ def test_transforms(transform: str) -> None:
     check([classifier(forest, 4, 4, post_transform=transform)], LABELS, x=x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_two_classes(sign: int) -> None:
     """One score, or two; of probabilities, or of any numbers; with bases of none, one or both."""
@@ -153,6 +157,7 @@ def ensemble(dtype: str, members: list[float], y: str = "y", **others: Any) -> o
     return node("TreeEnsemble", "x", y, **(attributes | others))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("members", [[3.0], [1.0, 7.0, 3.0], [float(2 * i) for i in range(40)]])
 def test_membership(dtype: str, members: list[float]) -> None:
@@ -172,6 +177,7 @@ def test_missing_values_and_fractions_are_no_members() -> None:
     np.testing.assert_array_equal(found, [[0, 10.5], [-3, 0.5], [5.25, 0.5], [5.25, 0.5]])
 
 
+@pytest.mark.slow
 def test_open_batch_and_variants() -> None:
     forest = RandomForest(9, 12, 5)
     nodes = [classifier(forest, 3, 3, post_transform="SOFTMAX")]
@@ -185,6 +191,7 @@ def test_open_batch_and_variants() -> None:
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_many_trees_of_few_rows_are_shared_out() -> None:
     forest = RandomForest(10, 300, 12)
     for aggregate in ("SUM", "MAX"):

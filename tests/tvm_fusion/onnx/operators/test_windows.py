@@ -18,6 +18,7 @@ from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
 @pytest.mark.parametrize("shape", [(1, 2, 1, 4), (2, 1, 3, 1), (1, 1, 1, 1)])
 def test_reflection_along_one_pixel(mode: str, shape: tuple[int, ...]) -> None:
@@ -43,6 +44,7 @@ def resize(
     return one_node("Resize", shape, roi, scales, sizes, opset=19, **attributes)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "attributes",
     [
@@ -162,6 +164,7 @@ def test_unpooled_maxima() -> None:
     assert_same_as_onnx_runtime(model, {"x": most, "i": places})
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("shape", "attributes"),
     [
@@ -202,6 +205,7 @@ def test_unpooling_to_another_size_is_refused() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("groups", "given"), in_turns([2, 1], [[], ["bias"], ["bias", "mask"]], every=2)
 )

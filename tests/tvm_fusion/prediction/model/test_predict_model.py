@@ -64,6 +64,7 @@ def test_engines_have_their_own_kernels():
     assert any("PyTorch" in note for note in eager.notes)
 
 
+@pytest.mark.slow
 def test_halves_move_half_the_bytes():
     single, half, tensor = (
         predict("h200", bert_base(layers=1), engine="pytorch", precision=precision)
@@ -89,6 +90,7 @@ def test_precisions_that_are_refused():
         predict("znver4", precision="bf16")
 
 
+@pytest.mark.slow
 def test_a_model_is_shared_by_the_gpus_of_a_node():
     model = bert_base(layers=2, width=1024, heads=16)
     alone, shared = (
@@ -105,6 +107,7 @@ def test_a_model_is_shared_by_the_gpus_of_a_node():
             predict(**{"machine": "h200", "engine": "pytorch", "ranks": 2, **options})
 
 
+@pytest.mark.slow
 def test_ranks_of_several_nodes_wait_for_the_links_between(tmp_path):
     file = tmp_path / "nodes.json"
     link = {"bandwidth": 2.5e10, "latency": 5e-6, "origin": "data sheet"}
@@ -122,6 +125,7 @@ def test_ranks_of_several_nodes_wait_for_the_links_between(tmp_path):
         predict("h200", model, cluster=file, what_if=["machine=h100"], **options)
 
 
+@pytest.mark.slow
 def test_a_machine_of_ten_figures_as_the_page_shows_it(tmp_path):
     page = (Path(tvm_fusion.__file__).parents[1] / "docs" / "prediction.md").read_text()
     (text,) = re.findall(r"```json\n(\{[^`]*\"figures\"[^`]*)```", page)

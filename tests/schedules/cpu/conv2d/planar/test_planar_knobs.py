@@ -26,6 +26,7 @@ WIDE = Case((depthwise(16, 3, 2), ConvLayer(16, 24, (1, 1))), height=12, width=5
 NARROW = replace(WIDE, height=28, width=28, lanes=16)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("case", "target"), [(WIDE, AVX2), (NARROW, AVX512)])
 def test_wide_rows_are_computed_on_planes(case, target):
     kernel, cpu = kernel_of(case, True, True), CPUInfo.from_target(target)

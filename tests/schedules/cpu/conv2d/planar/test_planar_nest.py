@@ -80,6 +80,7 @@ def test_lines_of_the_output_are_asked_for_in_time():
 SQUARE = Case((depthwise(13, 3, 1), ConvLayer(13, 13, (1, 1))), height=9, width=19, batch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "stride"),
     [(48, 1)]
@@ -96,6 +97,7 @@ def test_numbers_of_rows_with_and_without_a_rest(width, stride):
     check(case, True, True, [planar(case, chosen) for chosen in knobs], seed=width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "lanes"),
     [(39, 4)]
@@ -107,6 +109,7 @@ def test_numbers_of_vectors_of_other_lengths(width, lanes):
     check(case, True, True, [planar(case, PlanarKnobs(2, 2))], seed=lanes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "block", "stride"),
     [(33, 4, 2)]
@@ -131,6 +134,7 @@ def test_numbers_of_vectors_that_differ_from_the_blocks(width, block, stride):
     check(case, True, True, functions, seed=width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [33, pytest.param(48, marks=pytest.mark.slow)])
 def test_numbers_of_steps_of_two_with_any_number_of_columns(width):
     layers = [

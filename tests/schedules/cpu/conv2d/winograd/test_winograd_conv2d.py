@@ -113,6 +113,7 @@ def cases(draw) -> Case:
     return Case((layer,), draw(st.sampled_from([1, 1, 3])), height, width, lanes, residual)
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from(TILE_SIZES), SEED)
 @settings(max_examples=settings.default.max_examples // 3)
 def test_numbers_with_default_knobs(case, size, seed):
@@ -138,6 +139,7 @@ def test_numbers_with_any_knobs(case, size, data, seed):
 IMAGES = [(7, 7), (13, 13), (17, 17), (30, 41), (4, 4), (1, 1), (1, 9), (8, 2)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("image", "size"), in_turns(IMAGES, TILE_SIZES, every=3))
 def test_numbers_of_image_sizes(image, size):
     layer = ConvLayer(24, 40, (3, 3), padding=SAME, activation=Activation("relu"))
@@ -145,6 +147,7 @@ def test_numbers_of_image_sizes(image, size):
     check(case, size, compile_function(schedule(case, size)), seed=5)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("padding", "size"),
     in_turns([(0, 0, 0, 0), (0, 1, 2, 0), (3, 0, 0, 4), (5, 6, 5, 6)], TILE_SIZES),
@@ -154,6 +157,7 @@ def test_numbers_of_paddings(padding, size):
     check(case, size, compile_function(schedule(case, size)), seed=6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_numbers_of_every_activation(kind):
     layer = ConvLayer(13, 24, (3, 3), padding=SAME, activation=Activation(kind, -0.4, 0.7))
@@ -165,6 +169,7 @@ def test_numbers_of_every_activation(kind):
 BOUNDS = {2: 2e-6, 4: 7e-6}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", TILE_SIZES)
 @pytest.mark.parametrize(("channels", "extent"), [(16, 28), (128, 28), (512, 14)])
 def test_error_is_as_stated(channels, extent, size):
@@ -184,6 +189,7 @@ def test_small_tiles_are_the_more_exact():
     assert 0 < errors[0] < errors[1]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kind", "value"), in_turns(["none", "relu", "clip"], [np.nan, np.inf]))
 def test_what_is_not_finite_makes_nan_of_the_tiles_that_read_it(value, kind):
     layer = ConvLayer(8, 16, (3, 3), padding=SAME, activation=Activation(kind, -0.4, 0.7))
@@ -198,6 +204,7 @@ def test_what_is_not_finite_makes_nan_of_the_tiles_that_read_it(value, kind):
     np.testing.assert_array_equal(np.isnan(found).any(axis=(1, 4))[0], expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", TILE_SIZES)
 def test_one_function_serves_every_batch(size):
     case = Case((ConvLayer(13, 24, (3, 3), padding=SAME),), residual=True)
@@ -207,6 +214,7 @@ def test_one_function_serves_every_batch(size):
         check(replace(case, batch=batch), size, executable, seed=batch)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", TILE_SIZES)
 def test_the_compute_is_the_same_function(size):
     layer = ConvLayer(5, 8, (3, 3), padding=(1, 0, 2, 1), activation=Activation("relu6"))
@@ -241,6 +249,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", MACHINES)
 def test_products_are_multiply_adds_in_registers(cpu):
     triple, lanes, instruction, register, stack = MACHINES[cpu]

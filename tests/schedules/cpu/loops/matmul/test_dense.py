@@ -94,6 +94,7 @@ def test_batches(batch, rows, columns, shared):
     close(run(scheduled, a, b)[0], exact, 5)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("columns", [16, 28, 40, 65, 100])
 @pytest.mark.parametrize("place", [lambda n: 2 * n, lambda n: n + 5, lambda n: 199 - n])
@@ -118,6 +119,7 @@ def test_a_matrix_times_itself():
     close(run(func, a)[0], a.astype("float64") @ a.astype("float64"), 7)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("cores", "depth", "rows"), in_turns([1, 2, 3, 8], [640, 643], [1, 3]))
 def test_large_matrices_are_streamed_on_any_number_of_cores(cores, depth, rows):
     target = Target({**HOST.export(), "num-cores": cores})
@@ -160,6 +162,7 @@ def test_many_rows_read_a_copy_of_the_columns():
     assert len(schedule(Dense(), dense(12, 256, 64, False), AVX2).body.block.alloc_buffers) == 1
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("rows", "columns", "transposed"), in_turns([24, 50, 67], [128, 256], [False, True])
 )
@@ -241,6 +244,7 @@ def convolve(x: Array, w: Array, stride: int, groups: int) -> Array:
     return np.concatenate(parts, axis=1)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(("kernel", "groups", "each"), in_turns([1, 4], [1, 3, 8], [5, 8, 13]))
 def test_convolutions_whose_windows_do_not_overlap(kernel, groups, each):
     x = draw([2, 7 * groups, 8, 12])
@@ -285,6 +289,7 @@ def test_convolutions_other_reductions_and_targets_are_left_alone():
 SHAPES = [(2, 31, 16), (13, 40, 33), (24, 256, 64), (64, 7, 100)]
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("target", [AVX2, AVX512, NEON], ids=["AVX2", "AVX512", "NEON"])
 @pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)
@@ -299,6 +304,7 @@ def test_the_template_with_its_default_is_the_rule(rows, columns, depth, target,
     tvm.ir.assert_structural_equal(written, Dense().apply(func, target, False).mod)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_numbers_of_drawn_settings(transposed):
     cpu = CPUInfo.from_target(HOST)

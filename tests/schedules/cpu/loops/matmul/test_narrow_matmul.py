@@ -94,6 +94,7 @@ def test_numbers(
     assert (np.abs(found - x @ wide) <= 2e-5 * bound).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_open_rows_and_values_that_are_not_finite(bits: int) -> None:
     matrix = matrix_of(64, 40, bits, 32, "int8")
@@ -109,6 +110,7 @@ def test_open_rows_and_values_that_are_not_finite(bits: int) -> None:
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 33), (2, 64), (7, 40)])
 def test_floats_of_16_bits(dtype: str, rows: int, columns: int) -> None:
@@ -169,6 +171,7 @@ def test_rows_become_bytes(rows: int) -> None:
     assert (error <= 0.5001 * scales[..., None] + 1e-30).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_blocks_that_are_not_finite_are_nan(value: float) -> None:
     matrix = matrix_of(64, 64, 4, 32, in_bytes=True)
@@ -217,6 +220,7 @@ def test_products_of_bytes(
     assert (np.abs(found - x @ wide) <= 2e-6 * bound).all()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", CPUS)
 def test_machine_code(cpu: str) -> None:
     """One row: sums stay in registers, and bytes are multiplied by the CPU's instruction."""

@@ -51,6 +51,7 @@ def row_by_row(monkeypatch, func: tirx.PrimFunc) -> tirx.PrimFunc:
         return schedule(Elementwise(), func)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
 @pytest.mark.parametrize(("name", "size"), [("heat2d", (64, 512)), ("heat3d", (64, 512))])
 def test_rows_inside_a_border_share_their_loads(cpu, name, size):
@@ -65,6 +66,7 @@ def test_rows_inside_a_border_share_their_loads(cpu, name, size):
     assert not any(loop.stack_loads or loop.stack_stores for loop in inside)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("size", "name", "stream"),
     in_turns(
@@ -102,6 +104,7 @@ def test_conditions_on_other_loops(monkeypatch, size):
     np.testing.assert_array_equal(run(together, a)[0], run(alone, a)[0])
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("above", [0, 1, 5])
 @pytest.mark.parametrize("below", [0, 2, 9])
 def test_conditions_on_rows_alone(above, below):
@@ -114,6 +117,7 @@ def test_conditions_on_rows_alone(above, below):
     np.testing.assert_allclose(run(scheduled, x)[0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sorted(REPEAT))
 @pytest.mark.parametrize("sizes", [[1, 3, 19, 2, 12], [12, 25], [0, 36, 1]])
 def test_ranks_have_the_bits_of_one(name, sizes):
