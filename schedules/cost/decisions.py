@@ -33,7 +33,7 @@ class Comparison:
     Parameters
     ----------
     decision : str
-        What is decided: ``fuse``, ``winograd``, ``split``, ``finish``, ``store``.
+        What is decided: ``fuse``, ``winograd``, ``split``, ``finish``, ``store``, ``order``.
     subject : str
         The layers, or the reduction.
     seconds : Mapping[str, float]

@@ -21,6 +21,7 @@ from .conv2d.conv2d import CONV2D, Conv2D
 from .conv2d.depthwise_conv2d import DEPTHWISE, DepthwiseConv2D
 from .conv2d.fused_conv2d import FUSED, FusedConv2D
 from .conv2d.grouped_conv2d import GroupedConv2D
+from .core.machine import reproducible_target
 from .core.rule import GPUTemplate
 from .gemm.matmul.matmul import Matmul
 from .gemm.matmul.templates import ROWS, TILES
@@ -68,5 +69,6 @@ __all__ = [
     "Matmul",
     "Pooling",
     "Transpose",
+    "reproducible_target",
     "rules",
 ]

@@ -66,6 +66,7 @@ COMPILE: Mapping[str, tuple[Any, ...]] = {
     "precision": ("fp32", "fp16", "tf32", "FP16", *KINDS),
     "weights": (None, "bf16", "int8", "int4", "int2", *KINDS),
     "cuda_graph": (False, True, *KINDS),
+    "reproducible": (False, True, *KINDS),
     "machine": ("znver4", "a100", "native", "../znver4", *PATHS, *KINDS),
     "progress": (None, lambda *_: None, *KINDS),
     "ranks": (1, 2, 0, 1000, np.int64(2), *KINDS),

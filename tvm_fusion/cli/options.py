@@ -225,6 +225,13 @@ precision_option = click.option(
     "factors of products and of dense convolutions to TF32, from sm_80 on.",
 )
 
+reproducible_option = click.option(
+    "--reproducible",
+    is_flag=True,
+    help="For GPUs: add in an order that does not depend on the GPU, so that reductions have the "
+    "same bits on all of them.",
+)
+
 weights_option = click.option(
     "--weights",
     type=click.Choice(["bf16", "int8", "int4"]),

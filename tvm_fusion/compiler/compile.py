@@ -36,6 +36,7 @@ def compile(
     precision: str = "fp32",
     weights: str | None = None,
     cuda_graph: bool = False,
+    reproducible: bool = False,
     machine: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     ranks: int | None = None,
@@ -105,6 +106,12 @@ def compile(
         For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
         the others, which saves the time of their launches. Those that read inputs or write outputs
         are not, nor those of unknown sizes.
+    reproducible : bool
+        For GPUs: whether sums are added in an order that does not depend on the GPU. How they are
+        divided into blocks is then the same for all, in the order of a tree, without clusters,
+        atomic updates of floats, records or ``machine``; reductions of sums, products and extremes
+        have the same bits on all CUDA GPUs, whole models those with tensor cores of one
+        architecture. ``tvm-fusion explain --reproducible`` tells what that is predicted to cost.
     machine : str or path, optional
         A file of ``tvm-fusion calibrate``, or the name of a known machine. On a CPU it is chosen by
         its figures, instead of those of the CPU's family, which pairs are fused, which convolutions
@@ -156,8 +163,9 @@ def compile(
     TargetError
         If the target is unknown, if no compiler for its kernels is installed, or if Winograd's
         algorithm is requested for a GPU, approximations of functions or graphs elsewhere than on
-        CUDA, float16 on a CPU, or bfloat16 or narrow weights on a GPU; or if the machine is another
-        device than the target. If one of several targets is a GPU, or they come with ``machine`` or
+        CUDA, float16 or ``reproducible`` on a CPU, or bfloat16 or narrow weights on a GPU; if the
+        machine is another device than the target; or if ``machine`` or ``records`` come with
+        ``reproducible``. If one of several targets is a GPU, or they come with ``machine`` or
         ``ranks``.
     InvalidInputError
         If ``threads`` is not possible, or ``outputs`` are not names of results. With ``check``, if
@@ -180,6 +188,7 @@ def compile(
         "precision": precision,
         "weights": weights,
         "cuda_graph": cuda_graph,
+        "reproducible": reproducible,
         "machine": machine,
         "outputs": outputs,
     }

@@ -33,7 +33,7 @@ from .compile import Progress
 from .failures import with_nodes
 from .interrupts import interrupts_kept
 from .targets.target import arch_of, device_needs, host_of, is_gpu, required_features, resolve
-from .tuned import choose_records, used_records
+from .tuned import NONE, choose_records, used_records
 
 REPORT = "tvm_fusion.fusion_report"
 """The module attribute with the records of the pairs, as JSON."""
@@ -50,6 +50,7 @@ def compile_model(
     records: str | os.PathLike[str] | None,
     machine: str | os.PathLike[str] | None,
     outputs: Sequence[str] | None,
+    reproducible: bool,
     **options: Any,
 ) -> CompiledModel:
     """Compile for one process as :func:`tvm_fusion.compile` does, without a cache or a check.
@@ -61,9 +62,11 @@ def compile_model(
         resolved = _resolve_all(target, threads, machine)
     else:
         resolved = [resolve(target, cores=threads, machine=measured)]
+    options |= {"machine": measured, "reproducible": reproducible}
+    if reproducible and records is None:
+        records = NONE  # those of the package are for one device each, too
     chosen = [
-        pipeline.Options(records=choose_records(records, each), machine=measured, **options)
-        for each in resolved
+        pipeline.Options(records=choose_records(records, each), **options) for each in resolved
     ]
     targets = list(zip(resolved, chosen, strict=True))
     programs = _compile(model, shapes, outputs, targets, progress)
@@ -113,12 +116,13 @@ def compile_for_ranks(
     weights: str | None,
     cuda_graph: bool,
     outputs: Sequence[str] | None,
+    reproducible: bool,
     **options: Any,
 ) -> Any:
     """Compile for ranks; options without effect there are refused."""
     # By name: that family stands above this one.
     family = importlib.import_module("tvm_fusion.distributed.network.compile_network")
-    family.refuse_gpu_options(fast_math, precision, cuda_graph)
+    family.refuse_gpu_options(fast_math or reproducible, precision, cuda_graph)
     for name, value in (("weights", weights), ("machine", machine), ("outputs", outputs)):
         if value is not None:
             raise TargetError(f"{name}={value!r} has no effect with ranks: leave it out")

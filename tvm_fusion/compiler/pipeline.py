@@ -54,6 +54,7 @@ from schedules import cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
 from schedules.cpu.loops.selections import CPU_ONLY
+from schedules.gpu.core.machine import reproducible_target
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
@@ -105,6 +106,8 @@ class Options:
     machine : Machine | None
         Machine by whose figures choices are made; without one, a CPU has those of its family, and a
         GPU fixed thresholds.
+    reproducible : bool
+        Whether kernels for a GPU do not depend on its number of multiprocessors.
     """
 
     fuse: Fuse = "auto"
@@ -116,6 +119,7 @@ class Options:
     cuda_graph: bool = False
     weights: str | None = None
     machine: Machine | None = None
+    reproducible: bool = False
 
 
 def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
@@ -210,6 +214,19 @@ def _narrowing(target: Target, weights: str | None) -> list[Pass]:
     return [NarrowWeights(WEIGHTS_BITS[weights]), MultiplyNarrow(target)]
 
 
+def _check_reproducible(target: Target, options: Options) -> None:
+    if not is_gpu(target):
+        raise TargetError(
+            f"reproducible=True has no effect on {target.kind.name!r}; it is for GPUs: leave it "
+            "out, or compile for 'cuda' or 'opencl'"
+        )
+    if options.machine is not None or options.records:
+        raise TargetError(
+            "reproducible=True is for all GPUs alike, and machine= and records= have times of one: "
+            "leave either out"
+        )
+
+
 def _check_gpu(target: Target, options: Options) -> None:
     if options.weights is not None:
         raise TargetError(
@@ -263,6 +280,9 @@ def optimize(
     options = options or Options()
     if is_gpu(target):
         _refuse_cpu_kernels(mod, target)
+    if options.reproducible:
+        _check_reproducible(target, options)
+        target = reproducible_target(target)
     with deciding_for(options.machine):
         return run_phases(mod, target, phases(target, options), options.dump, progress)
 

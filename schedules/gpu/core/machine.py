@@ -3,12 +3,13 @@
 
 TVM's targets have no option for the number of multiprocessors. A ``cuda`` target may give it in its
 option ``model``, as ``multiprocessors=114``; else it follows from the architecture, as the largest
-device of that architecture has them. That of an ``opencl`` target may name the device.
+device of that architecture has them. That of an ``opencl`` target may name the device. Schedules
+for a :func:`reproducible_target` are those for one device, whatever the target has.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.target import Target
 
@@ -36,12 +37,29 @@ _CLUSTERS_FROM = 90
 _PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
 _OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
 _OPENCL_LIMITS = (1024, 49152)  # threads and bytes of shared memory of a block
+_REPRODUCIBLE = "reproducible"  # key of a target
+_REFERENCE = 132  # multiprocessors for which reproducible kernels are divided into blocks
 
 
 def gpu_target(target: Target | None) -> Target | None:
     """Return the target of a pass, the current one for None, if it is a GPU."""
     target = target or Target.current(allow_none=True)
     return target if target is not None and target.kind.name in KINDS else None
+
+
+def reproducible_target(target: Target) -> Target:
+    """Return a target for which sums have the same order on every GPU of its kind.
+
+    Schedules for it do not depend on the number of multiprocessors, and use no clusters and no
+    atomic updates of floats.
+
+    Parameters
+    ----------
+    target : Target
+        A GPU.
+    """
+    config = dict(target.export())
+    return Target({**config, "keys": [*dict.fromkeys([*target.keys, _REPRODUCIBLE])]})
 
 
 @dataclass(frozen=True)
@@ -66,6 +84,9 @@ class GPUInfo:
         Blocks that may read each other's shared memory, a power of two; 1 if there are no clusters.
     model : str
         Name of an OpenCL device, if the target has it.
+    device : GPUInfo | None
+        The device itself, where the other fields are those of one on which all agree
+        (:func:`reproducible_target`).
     """
 
     kind: str
@@ -76,6 +97,7 @@ class GPUInfo:
     shared_bytes: int
     max_cluster: int = 1
     model: str = ""
+    device: GPUInfo | None = None
 
     @classmethod
     def from_target(cls, target: Target) -> GPUInfo:
@@ -86,6 +108,13 @@ class GPUInfo:
         TargetError
             If the target is of another kind, or its architecture is older than sm_70.
         """
+        found = cls._of_device(target)
+        if _REPRODUCIBLE not in target.keys:
+            return found
+        return replace(found, multiprocessors=_REFERENCE, max_cluster=1, device=found)
+
+    @classmethod
+    def _of_device(cls, target: Target) -> GPUInfo:
         kind = target.kind.name
         if kind not in KINDS:
             raise TargetError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from schedules.cost.decisions import Comparison, note
 from schedules.tuning.records import RECORD
 
 from ..core.machine import GPUInfo
@@ -17,6 +18,8 @@ from .plan.configure import CONFIG, configure, prefers_chain, read_configured
 from .plan.group_workload import GroupWorkload
 from .plan.read_group import read_group
 from .templates import CHAIN, SISTERS, ReduceTemplate
+
+_CLOCK = 1.7e9  # of the cycles that are shown as times; no choice depends on it
 
 
 class CoalescedReduce(TunableGPURule):
@@ -56,12 +59,26 @@ class CoalescedReduce(TunableGPURule):
             As :func:`schedules.gpu.reduce.plan.configure.configure` does.
         """
         gpu = self.machine(target)
+        if gpu.device is not None:
+            self._note_cost(self.workload(func, target), gpu, gpu.device)
         workload = self.workload(func, target) if self.records else None
         found = None if workload is None else self.find(workload, target)
         if found is None:
             return configure(func, gpu)
         _, config, about = found
         return configure(func.with_attr(RECORD, about), gpu, config)
+
+    def _note_cost(self, workload: GroupWorkload | None, gpu: GPUInfo, device: GPUInfo) -> None:
+        """Compare the predicted times of a device's own configuration and of the one for all."""
+        if workload is None:
+            return
+        times = {}
+        for name, machine in (("of this device", device), ("reproducible", gpu)):
+            template = self.templates(workload, machine)[0]
+            knobs = template.default(workload, machine)
+            times[name] = template.cycles(workload, knobs, device) / _CLOCK
+        gain = times["reproducible"] / times["of this device"] - 1
+        note(Comparison("order", workload.title, times, gain, "reproducible"))
 
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""

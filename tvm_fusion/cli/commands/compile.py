@@ -21,6 +21,7 @@ from ..options import (
     network_option,
     precision_option,
     records_option,
+    reproducible_option,
     targets_option,
     threads_option,
     weights_option,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Capture CUDA kernels into graphs, which are replayed in all calls but the first.",
 )
+@reproducible_option
 @precision_option
 @weights_option
 @threads_option
@@ -136,7 +138,7 @@ def _compiled(
     if ranks is None:
         refuse_given(["exchange", "network"], "it is for --ranks")
         return compile_model(model, **options)
-    for_gpus = ("fast_math", "cuda_graph")
+    for_gpus = ("fast_math", "cuda_graph", "reproducible")
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
     for_one = ("machine", "weights", "outputs", "precision")
     refuse_given(for_one, "it is for one process")

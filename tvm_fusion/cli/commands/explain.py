@@ -19,6 +19,7 @@ from ..options import (
     network_option,
     precision_option,
     records_option,
+    reproducible_option,
     targets_option,
 )
 from ..output import show, show_table
@@ -42,6 +43,7 @@ from ..output import show, show_table
 @targets_option
 @model_options
 @precision_option
+@reproducible_option
 @records_option
 @machine_option
 @json_option
@@ -64,7 +66,7 @@ def explain_command(
     """
     if ranks is not None:
         refuse_given(["resources"], "it is for GPUs")
-        unused = ["records", "machine", "precision"]
+        unused = ["records", "machine", "precision", "reproducible"]
         refuse_given(unused, "it does not change how rows are distributed")
         from ...distributed.network.compile_network import explain_network
         from ...distributed.network.explain_network import segments_table
@@ -99,11 +101,13 @@ def _explained(
         from ...compiler.explain.explain_gpu import explain_kernels, explain_kernels_table
 
         refuse_given(["winograd", "records"], "it applies to CPUs only")
-        names = ("shapes", "fuse", "machine")
+        names = ("shapes", "fuse", "machine", "reproducible")
         kept = {name: options[name] for name in names} | {"target": target, "precision": precision}
         report = explain_kernels(model, resources=resources, **kept)
         return report, explain_kernels_table(report, model.name)
     refuse_given(["resources"], "it is for --target cuda")
+    refuse_given(["reproducible"], "it is for GPUs")
+    del options["reproducible"]
     from ...compiler.explain.explain import explain, explain_table
 
     found = explain(model, target=target, precision=precision, **options)

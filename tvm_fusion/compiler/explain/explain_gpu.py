@@ -37,6 +37,7 @@ def explain_kernels(
     resources: bool = False,
     precision: str = "fp32",
     machine: str | os.PathLike[str] | None = None,
+    reproducible: bool = False,
 ) -> dict[str, Any]:
     """Count the kernels that ``model`` launches on a GPU, with our passes and without them.
 
@@ -58,6 +59,8 @@ def explain_kernels(
         As for ``compile``.
     machine : str or path, optional
         As for ``compile``.
+    reproducible : bool
+        As for ``compile``.
 
     Returns
     -------
@@ -74,7 +77,9 @@ def explain_kernels(
         ``shared``. ``decisions``: with a machine, the times that were compared, as
         :func:`tvm_fusion.explain` lists them: ``split`` (the number of blocks that share a result
         of a reduction), ``finish`` (how they combine theirs, too) and ``store`` (whether a kernel
-        of few blocks stores a tensor that it has computed); ``machine``: its full name.
+        of few blocks stores a tensor that it has computed); reproducible ``order``: the predicted
+        times of a reduction that is divided as on all GPUs, and as this one alone would have it;
+        ``machine``: its full name.
 
     Raises
     ------
@@ -87,7 +92,9 @@ def explain_kernels(
         what = "resources of kernels are known for 'cuda'" if is_gpu(device) else "expected a GPU"
         raise TargetError(f"{what}; got a target of kind {device.kind.name!r}")
     imported = import_onnx(model, shapes).mod
-    options = pipeline.Options(fuse=fuse, precision=precision, machine=measured)
+    options = pipeline.Options(
+        fuse=fuse, precision=precision, machine=measured, reproducible=reproducible
+    )
     with recorded() as comparisons:
         mod = pipeline.optimize(imported, device, options)
     stock = pipeline.run_phases(imported, device, stock_phases(device))
@@ -102,7 +109,7 @@ def explain_kernels(
         "launches": sum(use["launches"] for use in functions),
         "stock_launches": sum(use.launches for use in kernel_uses(stock)),
         "functions": functions,
-        "decisions": [asdict(one) for one in comparisons] if measured else [],
+        "decisions": [asdict(one) for one in comparisons] if measured or reproducible else [],
         "machine": None if measured is None else measured.title,
     }
 
@@ -132,7 +139,8 @@ def explain_kernels_table(report: Mapping[str, Any], title: str = "") -> Rendera
     shown = with_slow_kernels(table, functions)
     if not report.get("decisions"):
         return shown
-    source = f"{report['machine']}; no time was measured on a GPU"
+    machine = report["machine"] or "thresholds and estimates"
+    source = f"{machine}; no time was measured on a GPU"
     return Group(shown, decisions_table(report["decisions"], source))
 
 

@@ -156,7 +156,8 @@ def refuse_gpu_options(fast_math: bool, precision: str, cuda_graph: bool) -> Non
     """
     if fast_math or cuda_graph:
         raise TargetError(
-            "fast_math and cuda_graph are for GPUs, and ranks compute on CPUs; leave them out"
+            "fast_math, reproducible and cuda_graph are for GPUs, and ranks compute on CPUs; leave "
+            "them out"
         )
     if precision != "fp32":
         raise TargetError(f"precision={precision!r} has no effect with ranks: leave it out")

@@ -23,7 +23,7 @@ from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.subword_atomics import consists_of_words
 from schedules.gpu.core.tagged_words import word_count
 from schedules.tir.index_math import ceil_power_of_two
-from schedules.workload.reduce import CanonicalLoops, Form, ReduceWorkload, constant
+from schedules.workload.reduce import FLOATS, CanonicalLoops, Form, ReduceWorkload, constant
 from schedules.workload.reduce_operator import field_dtypes
 
 from .group_workload import GroupWorkload
@@ -293,6 +293,8 @@ def _wish(workload: ReduceWorkload, loops: CanonicalLoops, gpu: GPUInfo) -> Fini
             "there is no such atomic update of a value with its position, use 'last_block' or "
             "'auto'"
         )
+    if gpu.device is not None and workload.dtype in FLOATS:
+        return "last_block"  # the order of atomic updates is that in which blocks end
     is_safe = workload.out_dtype == "bool" or consists_of_words(
         workload.out_dtype, loops.outputs, gpu
     )
