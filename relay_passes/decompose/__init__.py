@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``DecomposeNormalization`` and its rules: ops that hide reductions, one rule a file.
+"""Pass ``DecomposeNormalization`` and its rules: ops that hide reductions.
 
 Imports ``op`` and ``core``; no other family may import it.
 Start with ``decompose_normalization.py``, which lists the rules.

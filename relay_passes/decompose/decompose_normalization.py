@@ -8,41 +8,39 @@ from tvm import IRModule
 
 from ..core.expressions import TUPLE_GET_ITEM
 from ..core.graph import Rule, function_graphs
-from . import (
+from .losses import cross_entropy, log_sum_exp, nll_loss, nll_loss_backward, softmax
+from .norms import (
     batch_norm,
-    cross_entropy,
-    global_pool,
     group_norm,
     instance_norm,
     layer_norm,
-    log_sum_exp,
-    nll_loss,
-    p_norm,
     rms_norm,
-    softmax,
+    tuple_field,
     variance,
+    written_out_norm,
 )
+from .reductions import POOLS, global_pool, p_norm
 
 PATTERNS: dict[str, list[Rule]] = {
-    "relax.divide": [instance_norm.written_out_norm],
-    **dict.fromkeys(log_sum_exp.NAMES, [log_sum_exp.log_sum_exp]),
-    **dict.fromkeys(p_norm.NAMES, [p_norm.p_norm]),
+    "relax.divide": [written_out_norm],
+    "relax.add": [log_sum_exp],
+    **dict.fromkeys(("relax.sqrt", "relax.log", "relax.power"), [p_norm]),
 }
 """Several ops that together are a norm; matched before these are decomposed."""
 
 OPS: dict[str, list[Rule]] = {
-    **dict.fromkeys(softmax.NAMES, [softmax.softmax]),
-    **dict.fromkeys(layer_norm.NAMES, [layer_norm.layer_norm]),
-    **dict.fromkeys(group_norm.NAMES, [group_norm.group_norm]),
-    **dict.fromkeys(instance_norm.NAMES, [instance_norm.instance_norm]),
-    **dict.fromkeys(batch_norm.NAMES, [batch_norm.batch_norm]),
-    **dict.fromkeys(rms_norm.NAMES, [rms_norm.rms_norm]),
-    **dict.fromkeys(variance.NAMES, [variance.variance]),
-    **dict.fromkeys(global_pool.NAMES, [global_pool.global_pool]),
-    **dict.fromkeys(cross_entropy.NAMES, [cross_entropy.cross_entropy]),
-    **dict.fromkeys(nll_loss.NAMES, [nll_loss.nll_loss]),
-    **dict.fromkeys(nll_loss.GRADIENTS, [nll_loss.nll_loss_backward]),
-    TUPLE_GET_ITEM: [batch_norm.tuple_field],
+    **dict.fromkeys(("relax.nn.softmax", "relax.nn.log_softmax"), [softmax]),
+    "relax.nn.layer_norm": [layer_norm],
+    "relax.nn.group_norm": [group_norm],
+    "relax.nn.instance_norm": [instance_norm],
+    "relax.nn.batch_norm": [batch_norm],
+    "relax.nn.rms_norm": [rms_norm],
+    **dict.fromkeys(("relax.variance", "relax.std"), [variance]),
+    **dict.fromkeys(POOLS, [global_pool]),
+    "relax.nn.cross_entropy_with_logits": [cross_entropy],
+    "relax.nn.nll_loss": [nll_loss],
+    "relax.grad.nll_loss_backward": [nll_loss_backward],
+    TUPLE_GET_ITEM: [tuple_field],
 }
 
 
