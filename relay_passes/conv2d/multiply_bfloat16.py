@@ -61,11 +61,20 @@ class MultiplyBfloat16:
     products of two activations become products of float32 that are rounded. Inputs and outputs of a
     function keep their types. Left alone: convolutions that ``FuseEpilogue`` leaves alone, other
     types, and functions that belong to a backend.
+
+    Parameters
+    ----------
+    exact : bool
+        Whether to leave alone products one of whose factors would be rounded: then only those of
+        networks that are stored in bfloat16 are rewritten, and all numbers stay.
     """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite all functions of Relax that are ours."""
-        rewriter = _Rewriter(mod)
+        rewriter = _Rewriter(mod, self.exact)
         for var, function in mod.functions_items():
             if isinstance(function, relax.Function) and not is_claimed(function):
                 rewriter.read(function)
@@ -78,8 +87,10 @@ class MultiplyBfloat16:
 class _Rewriter(PyExprMutator):
     """Binds the twin of bfloat16 beside each tensor that products read."""
 
-    def __init__(self, mod: IRModule) -> None:
+    def __init__(self, mod: IRModule, exact: bool) -> None:
         super().__init__(mod)
+        self._exact = exact
+        self._products: set[relax.Var] = set()
         self._wanted: set[relax.Var] = set()
         self._returned: set[relax.Var] = set()
         self._uses: Counter[relax.Var] = Counter()
@@ -97,11 +108,12 @@ class _Rewriter(PyExprMutator):
             self._uses.update(operands(binding.value))
             if not isinstance(binding, relax.VarBinding):
                 continue
-            if _is_product(binding):
+            if _is_product(binding) and (not self._exact or _is_exact(binding.value, values)):
+                self._products.add(binding.var)
                 self._wanted.update(operands(binding.value))
             elif _is_move(binding.value) and binding.var in self._wanted:
                 self._wanted.update(operands(binding.value))
-            else:
+            elif not self._exact:
                 self._wanted.update(_residuals(binding.value, values))
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
@@ -115,7 +127,7 @@ class _Rewriter(PyExprMutator):
         if not self.builder_.current_block_is_dataflow():
             super().visit_var_binding_(binding)
             return
-        if _is_product(binding):
+        if var in self._products:
             is_conv = op_name(value) == _CONV2D
             result = self._convolve(value) if is_conv else self._multiply(binding)
         elif _is_move(value) and var in self._wanted and value.args[0] in self._halves:
@@ -274,6 +286,22 @@ def _is_product(binding: relax.Binding) -> bool:
     if name == _CONV2D:
         return _is_float(binding.var) and read_convolution(binding) is not None
     return name == _MATMUL and all(map(_is_float, [binding.var, *binding.value.args]))
+
+
+def _is_exact(call: relax.Call, values: Mapping[relax.Var, relax.Expr]) -> bool:
+    """Return whether both factors of a product are numbers of bfloat16."""
+    return all(
+        _is_rounded(array_of(factor))
+        if isinstance(factor, GenericConst)
+        else op_name(values.get(factor)) == "relax.astype"
+        and str(values[factor].args[0].ty.dtype) == _HALF
+        for factor in call.args
+    )
+
+
+def _is_rounded(values: np.ndarray) -> bool:
+    """Return whether numbers of float32 are those of bfloat16, whose lower bits are 0."""
+    return not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any()
 
 
 def _is_move(value: relax.Expr) -> bool:

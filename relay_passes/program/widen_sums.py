@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import tvm
 from tvm import IRModule, relax
@@ -12,7 +12,7 @@ from tvm.ir import GenericConst
 from tvm.relax.expr_functor import PyExprMutator, PyExprVisitor, mutator, visitor
 
 from ..core.constants import array_of, tensor_constant
-from ..core.expressions import op_name
+from ..core.expressions import MOVES, op_name
 
 NARROW = frozenset({"float16", "bfloat16"})
 
@@ -49,6 +49,20 @@ FOLLOWERS = frozenset(
 )
 """Ops that take a product as it was before it was rounded."""
 
+ACTIVATIONS = frozenset(
+    [f"relax.{name}" for name in "clip sigmoid tanh tvm_fusion.hardswish".split()]
+    + [f"relax.nn.{name}" for name in "gelu gelu_tanh leakyrelu prelu silu".split()]
+)
+"""Other ops that do so where products are cast."""
+
+ELEMENTWISE = frozenset(
+    [f"relax.{name}" for name in "abs concat erf exp flatten log maximum minimum".split()]
+    + [f"relax.{name}" for name in "negative power rsqrt split sqrt strided_slice".split()]
+    + [f"relax.nn.{name}" for name in "max_pool1d max_pool2d max_pool3d pad".split()]
+    + ["relax.tvm_fusion.channel_shuffle", *MOVES]
+)
+"""Ops that compute in float32 what they read from one that does, in types that are not stored."""
+
 
 @tvm.transform.module_pass(opt_level=0, name="WidenSums")
 class WidenSums:
@@ -69,6 +83,13 @@ class WidenSums:
     positive part, reads it before it is rounded. Ops that name the type of their sums, scatters
     that do not combine, and other element types stay. The pass is idempotent.
 
+    With ``stored`` empty, what is computed from a product stays in float32, up to the results of
+    the function and to ops that are in no table of this file::
+
+        lv = R.matmul(R.astype(x, "float32"), R.astype(w, "float32"))
+        lv1 = R.add(lv, R.astype(b, "float32"))
+        z = R.astype(R.matmul(lv1, R.astype(v, "float32")), "float16")
+
     Parameters
     ----------
     reductions : bool
@@ -76,14 +97,22 @@ class WidenSums:
     products : str
         ``"cast"``: operands of products are cast, as CPUs compute them. ``"name"``: they stay, and
         the product has ``out_dtype="float32"``, as GPUs compute it.
+    stored : collection of str
+        Types of 16 bits in which results are stored between two ops that compute in float32.
     """
 
-    def __init__(self, *, reductions: bool = True, products: str = "cast") -> None:
-        self.reductions, self.products = reductions, products
+    def __init__(
+        self,
+        *,
+        reductions: bool = True,
+        products: str = "cast",
+        stored: Collection[str] = NARROW,
+    ) -> None:
+        self.reductions, self.products, self.stored = reductions, products, stored
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite all functions of Relax."""
-        rewriter = _Rewriter(mod, self.reductions, self.products == "name")
+        rewriter = _Rewriter(mod, self.reductions, self.products == "name", self.stored)
         for var, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 rewriter.uses.visit_expr(function)
@@ -111,10 +140,13 @@ class _Uses(PyExprVisitor):
 
 @mutator
 class _Rewriter(PyExprMutator):
-    def __init__(self, mod: IRModule, reductions: bool, names_types: bool) -> None:
+    def __init__(
+        self, mod: IRModule, reductions: bool, names_types: bool, stored: Collection[str]
+    ) -> None:
         super().__init__(mod)
         self.ops = SUMS | REDUCTIONS if reductions else SUMS
-        self.names_types = names_types
+        self.followers = FOLLOWERS if names_types else FOLLOWERS | ACTIVATIONS
+        self.names_types, self.stored = names_types, stored
         self.products: set[relax.Var] = set()
         self.uses = _Uses()
 
@@ -122,12 +154,16 @@ class _Rewriter(PyExprMutator):
         """Rewrite one call."""
         call = self.visit_expr_post_order(given)
         name = op_name(call)
-        if name in FOLLOWERS:
-            return self._follow(call, [self.uses.count[operand] == 1 for operand in given.args])
-        if name not in self.ops | PRODUCTS or not any(map(_is_narrow, call.args)):
-            return call
-        if name in PRODUCTS:
+        if name in PRODUCTS and any(map(_is_narrow, call.args)):
             return call if call.attrs.out_dtype is not None else self._product(call)
+        if name in self.followers:
+            return self._follow(call, [self.uses.count[operand] == 1 for operand in given.args])
+        if name in ELEMENTWISE | SUMS | REDUCTIONS:
+            followed = self._follow(call, [False] * len(call.args))
+            if not followed.same_as(call):
+                return followed
+        if name not in self.ops or not any(map(_is_narrow, call.args)):
+            return call
         if getattr(call.attrs, "reduction", "add") == "update":
             return call
         return self._rounded(call, self._wide(call, call.args))
@@ -152,7 +188,7 @@ class _Rewriter(PyExprMutator):
     def _follow(self, call: relax.Call, is_only_use: list[bool]) -> relax.Expr:
         """Compute from a product what alone is computed from it once it is rounded."""
         operands = [
-            self._before_rounding(operand) if is_only else operand
+            self._before_rounding(operand, is_only)
             for operand, is_only in zip(call.args, is_only_use, strict=True)
         ]
         if all(one.same_as(other) for one, other in zip(operands, call.args, strict=True)):
@@ -161,15 +197,32 @@ class _Rewriter(PyExprMutator):
         self.products.add(wide)
         return self._rounded(call, wide)
 
-    def _before_rounding(self, operand: relax.Expr) -> relax.Expr:
-        """The product of which an operand is the rounding; any other operand itself."""
+    def _before_rounding(self, operand: relax.Expr, is_only_use: bool = False) -> relax.Expr:
+        """The product of which an operand is the rounding; any other operand itself.
+
+        Also itself is the rounding to a type that is stored, unless this is its only use.
+        """
+        if isinstance(operand, relax.Tuple):
+            fields = [self._before_rounding(field) for field in operand.fields]
+            is_same = all(a.same_as(b) for a, b in zip(fields, operand.fields, strict=True))
+            return operand if is_same else relax.Tuple(fields)
         value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
-        if not isinstance(value, relax.Call) or op_name(value) != "relax.astype":
+        if isinstance(value, relax.TupleGetItem):
+            fields = self.lookup_binding(value.tuple_value)
+            value = fields.fields[value.index] if isinstance(fields, relax.Tuple) else None
+        if isinstance(value, relax.Var):
+            inner = self._before_rounding(value, is_only_use)
+            return operand if inner.same_as(value) else inner
+        if op_name(value) != "relax.astype" or value.args[0] not in self.products:
             return operand
-        return value.args[0] if value.args[0] in self.products else operand
+        return value.args[0] if is_only_use or self._stays_wide(operand.ty) else operand
+
+    def _stays_wide(self, wanted: relax.TensorType) -> bool:
+        return not self.names_types and str(wanted.dtype) not in self.stored
 
     def _widened(self, operand: relax.Expr) -> relax.Expr:
         """An operand in float32, if it has 16 bits."""
+        operand = self._before_rounding(operand)
         if isinstance(operand, relax.Tuple):
             return relax.Tuple([self._widened(field) for field in operand.fields])
         if not _is_narrow(operand):
@@ -181,16 +234,21 @@ class _Rewriter(PyExprMutator):
     def _rounded(self, call: relax.Call, wide: relax.Var) -> relax.Expr:
         """A result of float32 in the types of ``call``."""
         if not isinstance(call.ty, relax.TupleType):
-            return _as(wide, wide.ty, call.ty)
-        fields = []
-        for index, (found, wanted) in enumerate(zip(wide.ty.fields, call.ty.fields, strict=True)):
-            field = self.builder_.emit(relax.TupleGetItem(wide, index))
-            fields.append(self.builder_.emit(_as(field, found, wanted)))
+            return self._as(wide, call.ty)
+        fields = [
+            self.builder_.emit(
+                self._as(self.builder_.emit(relax.TupleGetItem(wide, index)), wanted)
+            )
+            for index, wanted in enumerate(call.ty.fields)
+        ]
         return relax.Tuple(fields)
 
-
-def _as(value: relax.Expr, found: relax.Type, wanted: relax.Type) -> relax.Expr:
-    return value if found.dtype == wanted.dtype else relax.op.astype(value, str(wanted.dtype))
+    def _as(self, wide: relax.Var, wanted: relax.TensorType) -> relax.Expr:
+        if wide.ty.dtype == wanted.dtype:
+            return wide
+        if self._stays_wide(wanted):
+            self.products.add(wide)
+        return relax.op.astype(wide, str(wanted.dtype))
 
 
 def _with_sums_of_float32(call: relax.Call) -> relax.Call:

@@ -73,6 +73,12 @@ GPU_RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = tuple(
 )
 """The rules for GPUs."""
 
+BOUNDS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (fold_constant, ("relax.isnan", "relax.where")),
+    (canonicalize_clip, CLIPS),
+)
+"""The rules that bring the bounds of elements into one form."""
+
 
 @tvm.transform.module_pass(opt_level=0, name="SimplifyInference")
 class SimplifyInference:
@@ -111,13 +117,17 @@ class SimplifyInference:
     target : Target | None
         What the module is compiled for. Without, it is the current target, if any, else a CPU.
         Only for GPUs do products of few rows in many groups lose their reshapes.
+    bounds : bool
+        Whether to rewrite nothing but bounds of elements, before ``WidenSums`` reads them.
     """
 
-    def __init__(self, target: Target | None = None) -> None:
-        self.target = target
+    def __init__(self, target: Target | None = None, *, bounds: bool = False) -> None:
+        self.target, self.bounds = target, bounds
 
     def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
         """Simplify every Relax function of ``mod``."""
+        if self.bounds:
+            return simplify(relax.transform.Normalize()(mod), BOUNDS)
         tidy = tvm.transform.Sequential(
             [
                 relax.transform.CanonicalizeBindings(),

@@ -53,6 +53,7 @@ from relay_passes.program.lift_weights import WEIGHTS
 from schedules import cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
+from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.selections import CPU_ONLY
 from schedules.gpu.core.machine import reproducible_target
 from schedules.tuning.records import Records
@@ -168,17 +169,19 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
             f"target kind is {target.kind.name!r}; expected 'llvm', a CPU, or 'cuda' or 'opencl'"
         )
     transform = relax.transform
-    winograd = options.winograd
+    winograd, has_halves = options.winograd, CPUInfo.from_target(target).halves_pay
+    halves = [MultiplyBfloat16(exact=precision != "bf16"), MultiplyNarrow(target)]
     return {
         "simplify": [
             MultiplyNarrow(target),
-            WidenSums(reductions=False),
+            SimplifyInference(bounds=True),
+            WidenSums(reductions=False, stored=["bfloat16"] * has_halves),
             SimplifyInference(),
             *_narrowing(target, options.weights),
         ],
         "fuse": [
             MultiplyBytes(target),
-            *([MultiplyBfloat16(), MultiplyNarrow(target)] if precision == "bf16" else []),
+            *(halves if has_halves or precision == "bf16" else []),
             FuseConv2D(options.fuse, target, winograd, options.records),
             FuseEpilogue(halves=True),
         ],

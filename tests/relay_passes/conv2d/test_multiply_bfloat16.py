@@ -101,3 +101,27 @@ def test_other_types_stay() -> None:
             return gv
 
     tvm.ir.assert_structural_equal(MultiplyBfloat16()(Doubles), Doubles)
+
+
+def test_exact_takes_only_numbers_of_bfloat16() -> None:
+    """Factors that are widened, and weights whose lower bits are 0; else nothing changes."""
+
+    def convolve(weight: float, dtype: str) -> tvm.IRModule:
+        x = relax.Var("x", relax.TensorType((1, 8, 6, 6), dtype))
+        builder = relax.BlockBuilder()
+        with builder.function("main", [x]):
+            with builder.dataflow():
+                wide = builder.emit(relax.op.astype(x, "float32")) if dtype != "float32" else x
+                weights = relax.const(np.full((8, 8, 1, 1), weight, "float32"))
+                gv = builder.emit_output(relax.op.nn.conv2d(wide, weights))
+            builder.emit_func_output(gv)
+        return builder.get()
+
+    exact = MultiplyBfloat16(exact=True)
+    assert ("nn.conv2d", "float32") in calls(taken := exact(convolve(1.5, "bfloat16")))
+    assert [str(a.ty.dtype) for a in taken["main"].body.blocks[0].bindings[-1].value.args] == [
+        "bfloat16"
+    ] * 2
+    for weight, dtype in ((1.5, "float32"), (1.5, "float16"), (1 + 2.0**-12, "bfloat16")):
+        mod = convolve(weight, dtype)
+        tvm.ir.assert_structural_equal(exact(mod), mod)

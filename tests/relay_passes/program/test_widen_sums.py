@@ -140,3 +140,46 @@ def test_reductions(reductions: bool) -> None:
 
 def test_what_stays() -> None:
     tvm.ir.assert_structural_equal(WidenSums()(Left), Left)
+
+
+def test_results_that_are_not_stored_stay_in_float32() -> None:
+    """Through an activation, moves, a pool, and a sum of several readers; not through a cast."""
+
+    @I.ir_module
+    class Network:
+        @R.function
+        def main(
+            x: R.Tensor((1, 4, 6, 6), "float16"), w: R.Tensor((4, 4, 1, 1), "float16")
+        ) -> R.Tuple(R.Tensor((1, 4, 6, 6), "float16"), R.Tensor((1, 4, 3, 3), "float32")):
+            with R.dataflow():
+                first = R.nn.conv2d(x, w)
+                bound = R.clip(first, 0, 6)
+                left, right = R.split(bound, 2, axis=1)[0], R.split(bound, 2, axis=1)[1]
+                joined = R.concat((right, left), axis=1)
+                second = R.nn.conv2d(joined, w)
+                y = R.add(second, bound)
+                z = R.astype(R.nn.max_pool2d(y, (2, 2), (2, 2)), "float32")
+                R.output(y, z)
+            return y, z
+
+    widened = WidenSums(stored=())(Network)
+    tvm.ir.assert_structural_equal(WidenSums(stored=())(widened), widened)
+    values = [each.value for each in widened["main"].body.blocks[0].bindings]
+    casts = [each for each in values if "R.astype" in str(each)]
+    rounded = [str(cast.ty.dtype) for cast in casts if str(cast.args[0].ty.dtype) == "float32"]
+    assert rounded == ["float16"] * 2, widened  # a result, and the operand of the model's own cast
+    computed = [call for call in values if isinstance(call, relax.Call) and call not in casts]
+    assert all("float16" not in str(call.ty) for call in computed), widened
+
+
+def test_a_stored_type_is_rounded_between_two_products() -> None:
+    x, w = (relax.Var(name, relax.TensorType((8, 8), "bfloat16")) for name in "xw")
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, w]):
+        product = builder.emit(relax.op.tanh(builder.emit(relax.op.matmul(x, w))))
+        builder.emit_func_output(builder.emit(relax.op.matmul(product, w)))
+    mod, rounded = builder.get(), {}
+    for stored in ("bfloat16", "float16"):
+        text = WidenSums(stored=[stored])(mod).script()
+        rounded[stored] = text.count('dtype="bfloat16") = R.astype')
+    assert rounded == {"bfloat16": 2, "float16": 1}

@@ -14,7 +14,7 @@ import onnx.parser
 import pytest
 from click.testing import CliRunner
 from gpu_onnx import attention, bottlenecks
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_reference import random_feed, relative_error, run_onnx
 
 import tvm_fusion
@@ -288,3 +288,72 @@ def test_commands_say_when_another_precision_is_faster(tmp_path: Path) -> None:
         cli, ["explain", str(path), "--target", TILES, "--precision", "auto"]
     )
     assert shown.exit_code == 0 and "is faster on this CPU" not in shown.output
+
+
+def stored_in(kind: int) -> onnx.ModelProto:
+    """An inverted residual, a pool and a bounded convolution, stored in one type of floats."""
+    random, dtype = np.random.default_rng(4), helper.tensor_dtype_to_np_dtype(kind)
+    shapes = {"a": (24, 3, 3, 3), "b": (48, 24, 1, 1), "c": (48, 1, 3, 3), "d": (24, 48, 1, 1)}
+    arrays = {
+        name: random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
+        for name, shape in (shapes | {"e": (24, 24, 3, 3)}).items()
+    }
+    arrays |= {"zero": np.array(0.0), "six": np.array(6.0), "f": random.standard_normal(24)}
+    type_name = TensorProto.DataType.Name(kind).lower()
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 22]>
+        g ({type_name}[1,3,22,20] x) => ({type_name}[1,24] y) {{
+            p = Conv<strides = [2, 2], pads = [1, 1, 1, 1]>(x, a, f)
+            q = Relu(p)
+            r = MaxPool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(q)
+            s = Conv(r, b)
+            t = Clip(s, zero, six)
+            u = Conv<pads = [1, 1, 1, 1], group = 48>(t, c)
+            v = Clip(u, zero, six)
+            w = Conv(v, d)
+            z = Add(w, r)
+            o = Conv<pads = [1, 1, 1, 1]>(z, e)
+            m = GlobalAveragePool(o)
+            y = Flatten(m)
+        }}"""
+    )
+    for name, array in arrays.items():
+        model.graph.initializer.append(numpy_helper.from_array(array.astype(dtype), name))
+    return model
+
+
+def test_stored_halves_are_packed_and_fused_as_float32() -> None:
+    """The kernels of models in 16 bits are those of the same model in float32."""
+    uses = {}
+    for target in (ZEN_3, ZEN_4):
+        for kind in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16):
+            mod = import_onnx(stored_in(kind)).mod
+            mod = pipeline.optimize(mod, resolve(target, 2), Options(fuse="all"))
+            found = [use for use in kernel_uses(mod) if "Conv" in use.rule]
+            uses[target, kind] = [use.rule for use in found]
+            types = [each.var.ty for each in mod["main"].body.blocks[0].bindings]
+            blocked = {str(ty.dtype) for ty in types if getattr(ty, "ndim", 0) == 5}
+            stays = (target, kind) == (ZEN_4, TensorProto.BFLOAT16)
+            assert blocked == {"bfloat16" if stays else "float32"}, types
+    wide = uses[ZEN_3, TensorProto.FLOAT]
+    assert "FusedConv2D" in wide
+    assert wide == uses[ZEN_3, TensorProto.FLOAT16] == uses[ZEN_3, TensorProto.BFLOAT16]
+    assert uses[ZEN_4, TensorProto.FLOAT] == uses[ZEN_4, TensorProto.FLOAT16]
+    assert uses[ZEN_4, TensorProto.BFLOAT16] == ["Conv2D"] * 5
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_stored_halves_differ_from_float32_by_the_last_rounding(kind: int) -> None:
+    """Where no kernel multiplies in 16 bits, nothing but the result is rounded."""
+    model, wide = stored_in(kind), stored_in(TensorProto.FLOAT)
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    for given, other in zip(model.graph.initializer, wide.graph.initializer, strict=True):
+        array = numpy_helper.to_array(given).astype("float32")
+        other.CopyFrom(numpy_helper.from_array(array, given.name))
+    x = np.random.default_rng().standard_normal((1, 3, 22, 20)).astype(dtype)
+    [expected] = run_onnx(wide, {"x": x.astype("float32")})
+    found = np.asarray(tvm_fusion.compile(model, "x86-64-v3")(x))
+    found = found.view(dtype) if found.dtype != dtype else found
+    error = np.abs(found.astype("float64") - expected)
+    half_a_unit = 2.0 ** (-11 if kind == TensorProto.FLOAT16 else -8) / 2
+    assert (error <= 2.1 * half_a_unit * np.abs(expected) + 1e-5 * np.abs(expected).max()).all()
