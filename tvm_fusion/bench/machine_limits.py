@@ -2,7 +2,7 @@
 """Limits of this machine: multiply-adds a second, and bytes a second from each cache.
 
 Both are measured with dedicated small kernels: a loop of independent multiply-adds in registers,
-of floats and, where the CPU multiplies them in words or in tile registers, of bytes,
+of float32 and, where the CPU multiplies them in words or in tile registers, of bytes and bfloat16,
 and sums over arrays which fit the level in question (L2 of all threads, the last-level cache,
 memory). Reading alone is faster than copying, so the limits are on the strict side.
 """
@@ -10,8 +10,8 @@ memory). Reading alone is faster than copying, so the limits are on the strict s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import tvm
@@ -21,7 +21,12 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.micro_kernel import add_word_products, word_functions
+from schedules.cpu.core.micro_kernel import (
+    DOT_LANES,
+    add_half_products,
+    add_word_products,
+    word_functions,
+)
 from schedules.cpu.core.tile_unit import (
     TILE_ELEMENTS,
     TILE_ROWS,
@@ -29,7 +34,7 @@ from schedules.cpu.core.tile_unit import (
     TileShape,
     tile_unit,
 )
-from schedules.workload.conv2d import WORD_BYTES
+from schedules.workload.conv2d import WORD_BYTES, WORDS
 
 from ..machine.host import may_use_tiles
 from ..runtime.thread_pool import Crew
@@ -42,6 +47,10 @@ _TILES = 4
 _TILE_ROUNDS = 2_000
 _VECTORS_IN_FLIGHT = 12  # covers two multiply-adds a cycle of up to six cycles each
 _LEAST_MEMORY_BYTES = 128 << 20
+
+
+NUMBERS = {"uint8": "bytes", "bfloat16": "bfloat16"}
+"""What a CPU may multiply otherwise than float32, and its name in a table."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +84,19 @@ class MachineLimits:
         Floating-point operations a second in float32, two for each multiply-add.
     levels : tuple[CacheLevel, ...]
         From the nearest to memory.
-    peak_byte_ops : float
-        Operations a second on bytes, two for each product that is added to a sum; 0 if the CPU
-        does not multiply them in words.
+    peaks : Mapping of str to float
+        Operations a second on other numbers, by :data:`NUMBERS`, two for each product that is added
+        to a sum; only those that the CPU multiplies otherwise than float32.
     """
 
     threads: int
     peak_flops: float
     levels: tuple[CacheLevel, ...]
-    peak_byte_ops: float = 0.0
+    peaks: Mapping[str, float] = field(default_factory=dict)
 
-    def peak(self, of_bytes: bool) -> float:
-        """Operations a second on bytes or on floats."""
-        return self.peak_byte_ops or self.peak_flops if of_bytes else self.peak_flops
+    def peak(self, numbers: str) -> float:
+        """Operations a second on numbers of a type."""
+        return self.peaks.get(numbers, self.peak_flops)
 
     def level_of(self, size: float) -> CacheLevel:
         """The nearest level that holds ``size`` bytes."""
@@ -112,7 +121,10 @@ class MachineLimits:
             self,
             levels=levels,
             peak_flops=combine(self.peak_flops, other.peak_flops),
-            peak_byte_ops=combine(self.peak_byte_ops, other.peak_byte_ops),
+            peaks={
+                numbers: combine(self.peak(numbers), other.peak(numbers))
+                for numbers in {**self.peaks, **other.peaks}
+            },
         )
 
 
@@ -136,14 +148,21 @@ def measure_limits(target: Target, threads: int) -> MachineLimits:
     beyond = max(_LEAST_MEMORY_BYTES, 4 * cpu.l3_bytes)
     rate = crew.run(_bandwidth, cpu, target, threads, beyond)
     levels.append(CacheLevel("memory", float("inf"), rate))
-    peaks = [crew.run(_peak, cpu, target, threads, of_bytes) for of_bytes in (False, True)]
-    return MachineLimits(threads, peaks[0], tuple(levels), peaks[1])
+    peak, *others = (
+        crew.run(_peak, cpu, target, threads, numbers) for numbers in ("float32", *_numbers(cpu))
+    )
+    peaks = dict(zip(_numbers(cpu), others, strict=True))
+    return MachineLimits(threads, peak, tuple(levels), peaks)
 
 
-def _peak(cpu: CPUInfo, target: Target, threads: int, of_bytes: bool) -> float:
-    if of_bytes and not cpu.word_channels:
-        return 0.0
-    return PeakProbe(cpu, target, threads, of_bytes).flops(_SECONDS, _REPEATS)
+def _numbers(cpu: CPUInfo) -> list[str]:
+    """What a CPU multiplies otherwise than float32."""
+    has = cpu.word_channels > 0, cpu.halves_pay
+    return [numbers for numbers, is_there in zip(NUMBERS, has, strict=True) if is_there]
+
+
+def _peak(cpu: CPUInfo, target: Target, threads: int, numbers: str) -> float:
+    return PeakProbe(cpu, target, threads, numbers).flops(_SECONDS, _REPEATS)
 
 
 class PeakProbe:
@@ -155,28 +174,36 @@ class PeakProbe:
         This CPU.
     threads : int
         Threads that share the work.
-    of_bytes : bool
-        Whether words of bytes are multiplied, rather than floats.
+    numbers : str
+        What is multiplied: ``float32``, or one of :data:`NUMBERS` that the CPU has words or tile
+        registers for.
     """
 
-    def __init__(self, cpu: CPUInfo, target: Target, threads: int, of_bytes: bool = False) -> None:
-        if of_bytes and "uint8" in cpu.tiles:
+    def __init__(
+        self, cpu: CPUInfo, target: Target, threads: int, numbers: str = "float32"
+    ) -> None:
+        ones = 0x3F803F80 if numbers == "bfloat16" else 0x01010101
+        if numbers in cpu.tiles:
             may_use_tiles()
             size = threads * _TILES * TILE_ELEMENTS
-            self._data = tvm.runtime.tensor(np.full(size, 0x01010101, "int32"))
+            self._data = tvm.runtime.tensor(np.full(size, ones, "int32"))
             self._sums = tvm.runtime.tensor(np.zeros(size, "int32"))
-            self._kernel = tvm.compile(_tile_products(cpu, threads), target)["main"]
-            products = threads * _TILES * _TILE_ROUNDS * TILE_ELEMENTS
-            self._operations = products * TILE_WORDS * WORD_BYTES * 2
+            self._kernel = tvm.compile(_tile_products(cpu, threads, numbers), target)["main"]
+            products = threads * _TILES * _TILE_ROUNDS * TILE_ELEMENTS * TILE_WORDS
+            self._operations = products * _word(numbers, cpu) * 2
             return
-        lanes, word = cpu.lanes("float32"), cpu.word_channels if of_bytes else 0
+        is_float = numbers == "float32"
+        lanes = DOT_LANES if numbers == "bfloat16" else cpu.lanes("float32")
         vectors = min(2 * _VECTORS_IN_FLIGHT, cpu.num_vector_registers - 4)
-        dtype, factor = ("int32", 0x01010101) if word else ("float32", 0.5)
-        size = _data_size(lanes, vectors, word)
-        self._data = tvm.runtime.tensor(np.full(size, factor, dtype))
-        self._sums = tvm.runtime.tensor(np.zeros(threads * vectors * lanes, dtype))
-        self._kernel = tvm.compile(_multiply_add(lanes, vectors, threads, word), target)["main"]
-        self._operations = threads * vectors * lanes * 2 * max(1, word) * _ROUNDS
+        sums = "float32" if is_float or numbers == "bfloat16" else "int32"
+        size = _data_size(lanes, vectors, is_float)
+        data = np.full(size, 0.5, "float32") if is_float else np.full(size, ones, "int32")
+        self._data = tvm.runtime.tensor(data)
+        self._sums = tvm.runtime.tensor(np.zeros(threads * vectors * lanes, sums))
+        word = 1 if is_float else _word(numbers, cpu)
+        kernel = _multiply_add(lanes, vectors, threads, numbers, word)
+        self._kernel = tvm.compile(kernel, target)["main"]
+        self._operations = threads * vectors * lanes * 2 * word * _ROUNDS
 
     def flops(self, warm_up: float, repeats: int) -> float:
         """Operations a second of the fastest of some calls."""
@@ -211,8 +238,15 @@ def _fastest(
     return min(times)
 
 
-def _tile_products(cpu: CPUInfo, threads: int) -> tirx.PrimFunc:
-    """Products of tiles of bytes, ``_TILES`` sums at a time, the same on every thread."""
+def _word(numbers: str, cpu: CPUInfo) -> int:
+    """Numbers in a word that is multiplied at once."""
+    if numbers == "bfloat16":
+        return WORDS["bfloat16"]
+    return WORD_BYTES if numbers in cpu.tiles else cpu.word_channels
+
+
+def _tile_products(cpu: CPUInfo, threads: int, numbers: str) -> tirx.PrimFunc:
+    """Products of tiles of words, ``_TILES`` sums at a time, the same on every thread."""
     shape = TileShape(TILE_ROWS, TILE_WORDS)
     size = threads * _TILES * TILE_ELEMENTS
     with IRBuilder() as builder:
@@ -225,7 +259,7 @@ def _tile_products(cpu: CPUInfo, threads: int) -> tirx.PrimFunc:
                 with T.parallel(0, threads) as thread, T.sblock("part"):
                     T.reads()
                     T.writes()
-                    with tile_unit([shape] * (_TILES + 2), "uint8", cpu) as unit:
+                    with tile_unit([shape] * (_TILES + 2), numbers, cpu) as unit:
                         for tile in range(_TILES + 2):
                             unit.load(tile, data, 0, TILE_WORDS)
                         with T.serial(0, _TILE_ROUNDS):
@@ -236,27 +270,30 @@ def _tile_products(cpu: CPUInfo, threads: int) -> tirx.PrimFunc:
     return builder.get()
 
 
-def _data_size(lanes: int, vectors: int, word: int) -> int:
-    return lanes * (_WORD_STEPS * (vectors // 2 + 2) if word else 1)
+def _data_size(lanes: int, vectors: int, is_float: bool) -> int:
+    return lanes * (1 if is_float else _WORD_STEPS * (vectors // 2 + 2))
 
 
-def _multiply_add(lanes: int, vectors: int, threads: int, word: int) -> tirx.PrimFunc:
-    """``sums = sums * data + data``, ``_ROUNDS`` times in registers; or of words of bytes."""
-    size, pixels = _data_size(lanes, vectors, word), vectors // 2
+def _multiply_add(lanes: int, vectors: int, threads: int, numbers: str, word: int) -> tirx.PrimFunc:
+    """``sums = sums * data + data``, ``_ROUNDS`` times in registers; or of words of numbers."""
+    is_float = numbers == "float32"
+    size, pixels = _data_size(lanes, vectors, is_float), vectors // 2
 
     def step(
         data: tirx.Buffer, part: tirx.Buffer, vector: tirx.Var, place: tuple[tirx.Var, tirx.Var]
     ) -> tvm.ir.Expr:
         factor, total = data[tirx.Ramp(0, 1, lanes)], part[tirx.Ramp(vector * lanes, 1, lanes)]
-        if not word:
+        if is_float:
             return total * factor + factor
         # A tile of two vectors of weights; they change, else they would be multiplied once.
         first = tirx.floormod(place[1], _WORD_STEPS) * (pixels + 2)
-        numbers = first + tirx.floordiv(vector, 2), first + pixels + tirx.floormod(vector, 2)
-        left, right = (data[tirx.Ramp(number * lanes, 1, lanes)] for number in numbers)
+        places = first + tirx.floordiv(vector, 2), first + pixels + tirx.floormod(vector, 2)
+        left, right = (data[tirx.Ramp(number * lanes, 1, lanes)] for number in places)
+        if numbers == "bfloat16":
+            return add_half_products(total, left, right)
         return add_word_products(total, left, right, lanes, word)
 
-    return _probe(size, lanes, vectors, threads, _ROUNDS, step, "int32" if word else "float32")
+    return _probe(size, lanes, vectors, threads, _ROUNDS, step, numbers)
 
 
 def _read(lanes: int, threads: int, steps: int, passes: int) -> tirx.PrimFunc:
@@ -281,19 +318,22 @@ def _probe(
     threads: int,
     rounds: int,
     step: Callable[..., tvm.ir.Expr],
-    dtype: str = "float32",
+    numbers: str = "float32",
 ) -> tirx.PrimFunc:
     """A function that repeats ``step`` on sums in registers, the same on every thread."""
+    is_float, halves = numbers == "float32", numbers == "bfloat16"
+    dtype = "float32" if is_float or halves else "int32"
+    functions = word_functions(not is_float and not halves, halves)
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")
-            data = T.arg("data", T.buffer((size,), dtype))
+            data = T.arg("data", T.buffer((size,), "float32" if is_float else "int32"))
             sums = T.arg("sums", T.buffer((threads * vectors * lanes,), dtype))
             T.func_attr({"tirx.noalias": True})
             with T.sblock("root"):
                 T.reads()
                 T.writes()
-                with word_functions(dtype == "int32"), T.parallel(0, threads) as thread:
+                with functions, T.parallel(0, threads) as thread:
                     with T.sblock("part"):
                         T.reads()
                         T.writes()

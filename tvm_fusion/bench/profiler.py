@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profile of a running model: the time of each kernel, and its distance from the machine's limit.
 
-The limit of a kernel is the roofline: its FLOPs at the peak, that of bytes where it multiplies
-these, or its bytes at the bandwidth of their
-cache level, whichever takes longer. Activations are in the nearest cache that holds all that the
-kernel reads and writes of them; weights in the nearest one that holds those of the whole model,
-since all are read before the same ones are read again.
+The limit of a kernel is the roofline: its FLOPs at the peak of the numbers that it multiplies, or
+its bytes at the bandwidth of their cache level, whichever takes longer. Activations are in the
+nearest cache that holds all that the kernel reads and writes of them; weights in the nearest one
+that holds those of the whole model, since all are read before the same ones are read again.
 """
 
 from __future__ import annotations
@@ -40,11 +39,12 @@ from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import refuse_open_shapes
 from ..runtime.thread_pool import Crew, choose_threads
 from .kernel_work import count_work, parameter_bytes
-from .machine_limits import MachineLimits, measure_limits
+from .machine_limits import NUMBERS, MachineLimits, measure_limits
 from .shortfall import reason
 
 Progress = Callable[[str, int, int], None]
 
+_FLOAT = "float32"
 WARM_UP = 5
 """Untimed runs before the timed ones."""
 
@@ -62,15 +62,18 @@ class KernelCost:
         rows are chosen by indices, the rows.
     functions : int
         Elements for which an elementary function such as ``exp`` is computed.
-    byte_rate : float
-        Operations on bytes a second, by those of words of bytes; 0 for operations on floats.
+    numbers : str
+        What is multiplied: ``float32`` or one of :data:`.machine_limits.NUMBERS`.
+    rate : float
+        Operations a second, by those of the peak of such numbers.
     """
 
     flops: float
     activation_bytes: int
     weight_bytes: int
     functions: int = 0
-    byte_rate: float = 0.0
+    numbers: str = "float32"
+    rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -339,19 +342,28 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> Described:
     weights = sum(size for size, fixed in zip(sizes, constant, strict=True) if fixed)
     attrs = func.attrs or {}
     text = attrs.get("tvm_fusion.workload")
-    kernel, rate = None if text is None else from_json(str(text)), 0.0
+    kernel = None if text is None else from_json(str(text))
+    numbers, rate = _FLOAT if kernel is None else multiplied(kernel), 1.0
     if OPERATIONS in attrs:
         operator = str(attrs[TITLE])
-        flops, rate = float(attrs[OPERATIONS]), float(attrs[RATE])
+        flops, rate = float(attrs[OPERATIONS]), float(attrs[RATE]) or 1.0
+        numbers = "uint8" if float(attrs[RATE]) else _FLOAT
     elif kernel is None:
         operator, flops = str(call.args[0].name_hint), _flops(func)
     else:
         height, width = int(kernel.height or 1), int(kernel.width or 1)
         operator = " + ".join(map(str, kernel.layers)) + f" on {height}x{width}"
         operator += f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
-        flops, rate = float(kernel.flops()), float(kernel.is_quantized)
-    cost = KernelCost(flops, sum(sizes) - weights, weights, work.functions, rate)
+        flops = float(kernel.flops())
+    cost = KernelCost(flops, sum(sizes) - weights, weights, work.functions, numbers, rate)
     return Described(operator, cost, kernel)
+
+
+def multiplied(kernel: Conv2DKernel) -> str:
+    """Type of the numbers that a convolution multiplies; depthwise ones widen bfloat16."""
+    if kernel.is_quantized:
+        return "uint8"
+    return "bfloat16" if kernel.has_words else _FLOAT
 
 
 def _flops(func: tirx.PrimFunc) -> float:
@@ -375,7 +387,7 @@ def _against_limits(
     near = limits.level_of(cost.activation_bytes)
     far = limits.level_of(model_weights + cost.activation_bytes)
     moving = cost.activation_bytes / near.bandwidth + cost.weight_bytes / far.bandwidth
-    computing = cost.flops / limits.peak(cost.byte_rate > 0) / (cost.byte_rate or 1)
+    computing = cost.flops / limits.peak(cost.numbers) / cost.rate
     bound = "compute"
     if moving > computing:
         bound = near.name if cost.activation_bytes / near.bandwidth > moving / 2 else far.name
@@ -389,7 +401,9 @@ def profile_table(profile: Profile, title: str = "") -> Table:
     """The profile as a table, the kernel with the largest lost time first."""
     limits = profile.limits
     levels = ", ".join(f"{lvl.name} {lvl.bandwidth / 1e9:.0f} GB/s" for lvl in limits.levels)
-    of_bytes = f"{limits.peak_byte_ops / 1e9:.0f} GOP/s of bytes, " * bool(limits.peak_byte_ops)
+    others = "".join(
+        f"{rate / 1e9:.0f} of {NUMBERS[numbers]}, " for numbers, rate in limits.peaks.items()
+    )
     total, limit = (
         sum(getattr(kernel, field) for kernel in profile.kernels)
         for field in ("seconds", "limit_seconds")
@@ -399,7 +413,7 @@ def profile_table(profile: Profile, title: str = "") -> Table:
         caption=(
             f"A run takes {profile.seconds * 1e3:.3f} ms, its kernels {total * 1e3:.3f} ms, at the "
             f"machine's limit {limit * 1e3:.3f} ms ({limit / total:.0%}). Measured limits: "
-            f"{limits.peak_flops / 1e9:.0f} GFLOP/s, {of_bytes}{levels}."
+            f"{limits.peak_flops / 1e9:.0f} GFLOP/s, {others}{levels}."
         ),
     )
     table.add_column("call", justify="right")
@@ -415,7 +429,7 @@ def profile_table(profile: Profile, title: str = "") -> Table:
             kernel.operator,
             f"{kernel.seconds * 1e6:.1f}",
             f"{kernel.seconds / total:.1%}",
-            f"{kernel.cost.flops / kernel.seconds / 1e9:.1f}",
+            f"{kernel.cost.flops / kernel.seconds / 1e9:.1f}" if kernel.cost.flops else "-",
             f"{moved / kernel.seconds / 1e9:.1f}",
             f"{kernel.limit_seconds * 1e6:.1f}",
             f"{kernel.fraction:.0%}",

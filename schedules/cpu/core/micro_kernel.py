@@ -656,7 +656,7 @@ def _multiply_add(
 ) -> tirx.Expr:
     """Add to ``total`` products of floats, or those of the channels of a word in each lane."""
     if ops.dots:
-        return T.call_pure_extern(ops.vector, _DOT, total, vector, factor)
+        return add_half_products(total, vector, factor)
     if ops.scale is None:
         return total + _floats(factor) * _floats(vector)
     return add_word_products(total, factor, vector, ops.lanes, ops.word, ops.limited)
@@ -692,6 +692,11 @@ def add_word_products(
         return _add_pairs(total, sums, T.broadcast(T.int16(1), 2 * lanes))
     name = f"llvm.x86.avx512.vpdpbusd.{bits}"
     return T.call_llvm_pure_intrin(vector_type, name, total, factor, vector)
+
+
+def add_half_products(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
+    """Add to 16 float32 the products of the two bfloat16 of each word; needs ``word_functions``."""
+    return T.call_pure_extern(str(total.ty.dtype), _DOT, total, left, right)
 
 
 def _add_pairs(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:

@@ -6,21 +6,30 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+import tvm
 from onnx import helper, numpy_helper
 from small_onnx import dense_model, small_model
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
-from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits, PeakProbe, measure_limits
+from tvm_fusion.bench.machine_limits import (
+    CacheLevel,
+    MachineLimits,
+    PeakProbe,
+    _multiply_add,
+    measure_limits,
+)
 from tvm_fusion.bench.profiler import (
     Described,
     KernelCost,
     Profile,
     _against_limits,
+    multiplied,
     profile,
     profile_table,
 )
@@ -130,8 +139,9 @@ def test_the_mean_of_two_measurements() -> None:
         3e11,
         tuple(CacheLevel(lvl.name, lvl.capacity, 3 * lvl.bandwidth) for lvl in LIMITS.levels),
     )
-    mean = LIMITS.mean(replace(faster, peak_byte_ops=4e11))
-    assert mean.peak_flops == mean.peak_byte_ops == 2e11
+    bytes_ = replace(LIMITS, peaks={"uint8": 1e11})
+    mean = bytes_.mean(replace(faster, peaks={"uint8": 3e11}))
+    assert mean.peak_flops == mean.peaks["uint8"] == 2e11
     assert [lvl.bandwidth for lvl in mean.levels] == [8e10, 4e10, 2e10]
     assert [lvl.name for lvl in mean.levels] == ["L2", "L3", "memory"]
 
@@ -143,20 +153,31 @@ def test_limits_of_this_machine(threads: int) -> None:
     assert limits.threads == threads
     assert [level.name for level in limits.levels] == ["L2", "L3", "memory"]
     rates = [limits.peak_flops, *(level.bandwidth for level in limits.levels)]
-    multiplies = CPUInfo.from_target(resolve("native")).word_channels > 0
-    assert (limits.peak_byte_ops > 0) == multiplies
+    cpu = CPUInfo.from_target(resolve("native"))
+    assert ("uint8" in limits.peaks) == (cpu.word_channels > 0)
+    assert ("bfloat16" in limits.peaks) == cpu.halves_pay
+    rates += limits.peaks.values()
     assert all(rate > 0 and math.isfinite(rate) for rate in rates)
     capacities = [level.capacity for level in limits.levels]
     assert capacities == sorted(capacities) and capacities[-1] == math.inf
 
 
-@pytest.mark.parametrize(("dtype", "seconds"), [("uint8", 1e-2), ("float32", 4e-2)])
-def test_bytes_have_a_peak_of_their_own(dtype: str, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "form", "seconds"),
+    [
+        ("float32", {}, 4e-2),
+        ("uint8", {}, 1e-2),
+        ("bfloat16", {"sums": "float32", "word": 2}, 2e-2),
+    ],
+)
+def test_each_type_of_numbers_has_its_peak(
+    dtype: str, form: dict[str, Any], seconds: float
+) -> None:
     layer = ConvLayer(64, 64, (3, 3))
-    kernel = Conv2DKernel((layer,), 1, 8, 8, dtype=dtype, out_layout="NCHW8c")
-    cost = KernelCost(4e9, 1, 1, byte_rate=float(kernel.is_quantized))
-    described = Described("conv", cost, kernel)
-    limits, cpu = replace(LIMITS, peak_byte_ops=4e11), CPUInfo.from_target(resolve("native"))
+    kernel = Conv2DKernel((layer,), 1, 8, 8, dtype=dtype, out_layout="NCHW8c", **form)
+    described = Described("conv", KernelCost(4e9, 1, 1, numbers=multiplied(kernel)), kernel)
+    limits = replace(LIMITS, peaks={"uint8": 4e11, "bfloat16": 2e11})
+    cpu = CPUInfo.from_target(resolve("native"))
     found = _against_limits(0, "conv", described, 0.1, 1, limits, cpu)
     assert (found.limit_seconds, found.bound) == (pytest.approx(seconds), "compute")
     assert _against_limits(0, "conv", described, 0.1, 1, LIMITS, cpu).limit_seconds == 4e-2
@@ -180,7 +201,7 @@ def few_bits(level: int) -> onnx.ModelProto:
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("level", [0, 4], ids=["floats", "rows of bytes"])
 def test_products_with_few_bits_have_their_work(level: int) -> None:
-    limits = replace(LIMITS, peak_byte_ops=4e11)
+    limits = replace(LIMITS, peaks={"uint8": 4e11})
     found = profile(few_bits(level), threads=1, runs=1, limits=limits)
     (product,) = (one for one in found.kernels if one.operator.startswith("matmul, "))
     kind = "bytes by int4" if level else "int4"
@@ -199,10 +220,22 @@ def test_gpus_are_not_profiled() -> None:
         profile(small_model(), "opencl")
 
 
-def test_the_peak_of_bytes_is_that_of_tile_registers() -> None:
-    """By loops: each sum adds 64 products of ones a round to what it begins with."""
+@pytest.mark.parametrize("numbers", ["uint8", "bfloat16"])
+def test_the_peak_may_be_that_of_tile_registers(numbers: str) -> None:
+    """By loops: each sum adds 64 or 32 products of ones a round to what it begins with."""
     target = resolve("native", 2)
-    tiles = {"tiles": ("uint8",), "emulates_tiles": True}
-    probe = PeakProbe(replace(CPUInfo.from_target(target), **tiles), target, 2, of_bytes=True)
+    tiles = {"tiles": (numbers,), "emulates_tiles": True}
+    probe = PeakProbe(replace(CPUInfo.from_target(target), **tiles), target, 2, numbers)
     assert probe.flops(0.0, 1) > 0
-    np.testing.assert_array_equal(probe._sums.numpy(), 0x01010101 + 64 * 2_000)
+    if numbers == "uint8":
+        np.testing.assert_array_equal(probe._sums.numpy(), 0x01010101 + 64 * 2_000)
+    else:
+        np.testing.assert_allclose(probe._sums.numpy().view("float32"), 32 * 2_000, rtol=1e-4)
+
+
+def test_the_peak_of_bfloat16_is_that_of_its_instruction() -> None:
+    """The loop for Zen 4 multiplies pairs, and loads no sums."""
+    target = resolve("znver4", 1)
+    kernel = _multiply_add(16, 24, 1, "bfloat16", 2)
+    text = tvm.compile(kernel, target).mod.inspect_source("asm")
+    assert text.count("vdpbf16ps") in (24, 48)  # in one place, or inlined in a second
