@@ -125,7 +125,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("bert_base")
 @pytest.mark.parametrize("name", COMPILED)
 def test_small_version_is_the_same_compiled_and_in_onnx_runtime(name: str) -> None:
     model = small(name)
@@ -136,7 +136,7 @@ def test_small_version_is_the_same_compiled_and_in_onnx_runtime(name: str) -> No
         assert_same(outputs(compiled, feed), run_onnx(model, feed), limit=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -171,7 +171,7 @@ def test_symbolic_batch(name: str) -> None:
         assert_same(run_onnx(model, feed), run_onnx(fixed, feed), limit=1e-6)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_base", "gpt2"])
 def test_symbolic_batch_compiled_for_three(name: str) -> None:
     model = small(name, "rows")

@@ -64,7 +64,7 @@ def test_kinds_of_cases_have_their_shares() -> None:
         assert kinds[kind] == pytest.approx(400 * share, rel=0.2)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("tests.fuzz.arguments-150-outcomes2", "tests.fuzz.files-60-outcomes1")
 @pytest.mark.usefixtures("small_corpus")
 @pytest.mark.parametrize(
     ("kind", "count", "outcomes"),

@@ -70,7 +70,7 @@ def test_tvm_alone_finds_the_package(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "used\n", "")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["tvm_fusion.absent:register", "tvm_fusion.plugin:absent"])
 def test_a_broken_package_is_one_warning(tmp_path: Path, entry: str) -> None:
     ended = start(tmp_path, entry, "import tvm; print(tvm.relax.get_pipeline('zero'))")

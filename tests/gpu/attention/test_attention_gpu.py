@@ -100,7 +100,7 @@ def test_numbers(m: int, n: int, depth: int, columns: int, rng: np.random.Genera
     np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-5, 1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("(16, 32, 2, 2)")
 @pytest.mark.parametrize("sizes", in_turns(attention_tile._TILES), ids=str)
 def test_numbers_of_each_tile(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
@@ -127,6 +127,7 @@ def test_numbers_of_large_logits(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-4, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_mask_and_a_bias_of_each_head(rng: np.random.Generator) -> None:
     """As T5 has it: a bias of positions, a mask of tokens, no scale."""
     query, key, value = heads(rng, (2, 3, 21, 16), (2, 3, 27, 16), (2, 3, 27, 16))
@@ -143,7 +144,7 @@ def causal(past: np.ndarray, least: float) -> Build:
     return of_logits(lambda s: op.where(relax.const(past), s, relax.const(least, F32)))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "least"), in_turns([70, 33], [-np.inf, np.finfo(F32).min, -3.0]))
 def test_a_constant_causal_mask(m: int, least: float, rng: np.random.Generator) -> None:
     """Keys are skipped where their weight is zero, not where they are merely weighed less."""
@@ -165,6 +166,7 @@ def test_hidden_keys_are_not_read(least: float) -> None:
     assert np.isnan(found[:, :64]).any() == (least > -1e30)
 
 
+@pytest.mark.slow
 def test_a_causal_mask_and_capped_scores(rng: np.random.Generator) -> None:
     query, key, value = heads(rng, *[(2, 50, 16)] * 3)
     past = np.tril(np.ones((1, 50, 50), bool))
@@ -267,6 +269,7 @@ def in_half(query: relax.Expr, key: relax.Expr, value: relax.Expr, mask: relax.E
     return op.matmul(narrow, value, out_dtype=F32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
@@ -312,7 +315,7 @@ def all_half(mask: np.ndarray | None, factor: float) -> Build:
     return build
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.125, 2.0])
 def test_scores_of_half_precision_are_not_rounded(
     factor: float, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
@@ -380,7 +383,7 @@ def _emitted(graph: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
 MOST_INSTRUCTIONS = 7  # of a warp, for each product, in the loop over keys
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "arch"),
     in_turns(

@@ -105,6 +105,7 @@ def test_16_bit_floats_are_summed_in_float32(dtype: str) -> None:
     assert count(names, "FFMA") > 0 == count(names, "HFMA")
 
 
+@pytest.mark.slow
 def test_depthwise_loads_each_row_once() -> None:
     case = case_of(depthwise(144), height=56, width=56, batch=4)
     func = scheduled(case, DepthwiseConv2D(), CUDA)

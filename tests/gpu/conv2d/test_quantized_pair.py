@@ -80,7 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("1x1")
 @pytest.mark.parametrize("name", slow_where(["halo_of_windows"], CASES))
 def test_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes are those of two kernels, but for some that are rounded the other way."""
@@ -114,7 +114,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("pointwise-sm_90")
 @pytest.mark.parametrize(("name", "arch"), in_turns(PAIRS, ["sm_90", "sm_80"], every=3))
 def test_machine_code(name: str, arch: str) -> None:
     """Both products are on tensor cores; as many blocks at once as asked for, without spills."""

@@ -223,7 +223,7 @@ RESNET = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("5_1x1-sm_80")
 @pytest.mark.parametrize(("name", "arch"), in_turns(RESNET, ["sm_90", "sm_80"], every=5))
 def test_machine_code(name: str, arch: str) -> None:
     layer, size = RESNET[name]
@@ -243,7 +243,7 @@ def test_machine_code(name: str, arch: str) -> None:
 MOST_INSTRUCTIONS = 9.5  # of a warp, for each product, where a tile is smallest
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("5_1x1-sm_80")
 @pytest.mark.parametrize(
     ("name", "arch"), in_turns([name for name in RESNET if name != "stem"], CUDA_ARCHS, every=4)
 )
@@ -260,7 +260,7 @@ def test_machine_code_of_blocks_of_channels(name: str, arch: str) -> None:
     assert len(loop) <= MOST_INSTRUCTIONS * count(loop, "HMMA")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch"), in_turns(["2_1x1", "2_3x3", "stem"], ["sm_90", "sm_80"], every=3)
 )
@@ -274,7 +274,7 @@ def test_machine_code_of_tf32(name: str, arch: str) -> None:
     assert count(names, "STS") == count(names, "STS.128")  # others meet banks four times
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "size"),
     [(layer_of(3, 64, 7, 2), (1, 224, 224)), (layer_of(256, 512, 1, 2), (8, 56, 56))],

@@ -155,7 +155,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("depthwise-float16")
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -216,7 +216,7 @@ def test_no_bank_conflicts_of_lines_of_channels(chunk: int, columns: int) -> Non
 LARGE, WIDE, SQUARE, SMALL = TILES
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tiles",
     in_turns([(WIDE, LARGE), (SQUARE, SMALL), (SMALL, SQUARE), (NARROW, NARROW)]),
@@ -276,7 +276,7 @@ PRODUCTS = {"float16": "HMMA.16816.F32", "bfloat16": "HMMA.16816.F32.BF16"}
 PRODUCTS["float32"] = "HMMA.1688.F32.TF32"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("pointwise-bfloat16-sm_80")
 @pytest.mark.parametrize(
     ("name", "dtype", "arch"),
     slow_where(  # compiling one takes a minute

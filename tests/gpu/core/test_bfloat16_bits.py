@@ -69,7 +69,7 @@ def _sisters(producer: str, target: Target) -> Group:
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("producer",), in_turns(reversed(PRODUCERS)))
 def test_numbers_of_what_is_computed_before_a_reduction(
     producer: str, rng: np.random.Generator

@@ -187,7 +187,7 @@ def test_dense_pairs_that_spill_are_no_settings() -> None:
     assert template.contains(workload, replace(spills, first_quads=2), rule.machine(CUDA))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("gpu.reduce_chain")
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
 def test_a_setting_agrees_with_the_default(name: str) -> None:
     check_numbers(name, 1)

@@ -346,6 +346,7 @@ def test_calls_in_several_queues(name: str, count: int, rng: np.random.Generator
     calls.check()
 
 
+@pytest.mark.slow
 def test_code_of_the_lock() -> None:
     """The names are read in the cache that all blocks share, each of them at once."""
     shape, axes = (64, 1 << 16), [1]

@@ -168,6 +168,7 @@ def test_float32_is_rounded_to_float16(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(result, data.astype("float16"))
 
 
+@pytest.mark.slow
 def test_arithmetic_in_half_precision_is_refused() -> None:
     half = tirx.const(0.5, "float16")
     for op, found in (

@@ -73,7 +73,7 @@ def test_the_passes_for_reductions_save_kernels(name: str) -> None:
     assert with_them < fewer
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert_base", "gpt2"])
 def test_a_layer_takes_five_kernels(name: str) -> None:
     """Queries, keys and values, attention, and three products, of which two take in the norms."""

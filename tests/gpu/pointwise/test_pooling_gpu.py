@@ -144,6 +144,7 @@ def test_depthwise_convolutions_of_float16(name: str, rng: np.random.Generator) 
     np.testing.assert_allclose(got, wanted, 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_machine_code_of_a_depthwise_convolution() -> None:
     def build(x: relax.Expr, w: relax.Expr) -> relax.Expr:
         conv = op.nn.conv2d(x, w, padding=1, groups=960, out_dtype=F32)

@@ -117,6 +117,7 @@ def test_all_axes_are_one_row(last: int) -> None:
     assert lengths[0] == lengths[1]
 
 
+@pytest.mark.slow
 def test_neighbouring_axes_are_one_vector() -> None:
     """Rows of images are shorter than a vector, or no multiple of one; an image is one."""
     case = Case("sum", "float32", (64, 96, 14, 14), [0, 2, 3], "auto", CUDA)

@@ -269,6 +269,7 @@ def test_cuda_text_without_spills(dtype: str, shape: tuple, axis: int) -> None:
     assert used.registers <= (80 if dtype == "float64" else 64)  # for three and four blocks
 
 
+@pytest.mark.slow
 def test_an_exponential_an_element() -> None:
     group = both("float32", (1, 1 << 24), [1], CUDA)
     _, config = chosen(group)

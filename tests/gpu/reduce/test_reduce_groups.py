@@ -52,7 +52,7 @@ def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generat
         check(operator, got, data, reference(operator, data, axes))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_integers_are_updated_atomically_on_request(form: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]
@@ -272,7 +272,7 @@ def test_a_shared_input_is_read_once(form: str) -> None:
     assert config == alone.config
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "finish"),
     in_turns(["float32", "float16", "int8"], ["one_block", "last_block"], every=3),

@@ -64,6 +64,7 @@ def test_sub_graphs_of_table_2(number):
         np.testing.assert_allclose(actual.astype("float64"), wanted, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_variance_in_two_kernels():
     mod = lower(several(lambda emit, x: [op.variance(emit(x), [1])], data(33, 301)))
     inputs = [random_data(np.random.default_rng(), (33, 301), "float32") + np.float32(100)]

@@ -322,6 +322,7 @@ def test_models_are_compiled_for_gpus_anywhere(
     assert output.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_explain_lists_the_kernels_of_a_gpu(run: Run, model_path: Path) -> None:
     command = ("explain", model_path, "--target", "opencl")
     code, out, _ = run(*command, "--json")
@@ -419,7 +420,6 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
     assert code == 0 and "ONNX Runtime" in out and "reference" in out
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
@@ -555,7 +555,7 @@ def test_real_ctrl_c_ends_the_workers_of_a_race(model_path: Path, library: Path)
     assert not any(Path(f"/proc/{pid}/exe").exists() for pid in workers)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("arguments1")
 @pytest.mark.parametrize("arguments", [["explain", "{model}"], ["--version"]])
 def test_reader_that_leaves_early_ends_it_silently(model_path: Path, arguments: list[str]) -> None:
     command = command_line(*(argument.format(model=model_path) for argument in arguments))
@@ -568,6 +568,7 @@ def test_reader_that_leaves_early_ends_it_silently(model_path: Path, arguments: 
     assert done.returncode == 1 and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_warnings_are_sentences(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text("rubbish\n")

@@ -270,6 +270,7 @@ def test_numbers_of_16_bits_are_rounded(header: str, dtype: str) -> None:
     assert [*nvrtc.resources(nvrtc.compile_cuda(text, "sm_90"))] == ["r"]
 
 
+@pytest.mark.slow
 def test_type_traits_are_read_only_where_a_kernel_names_one() -> None:
     """TVM's text has them always: without them a kernel is the same, and compiled sooner."""
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")

@@ -117,7 +117,7 @@ def rows() -> onnx.ModelProto:
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [pooled(), rows()], ids=["pooled", "rows"])
 def test_numbers_by_loops_in_place_of_tile_registers(model: onnx.ModelProto) -> None:
     """All convolutions, the stem among them, and products of many rows."""

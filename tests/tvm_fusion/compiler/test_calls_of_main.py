@@ -80,6 +80,7 @@ def written(mod: tvm.IRModule) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_is_packed_up_to_the_classifier(optimized: tvm.IRModule) -> None:
     *packed, row, scores = written(optimized)
     assert len(packed) > 30 and all(len(shape) == 5 for shape in packed)

@@ -101,6 +101,7 @@ def test_open_dimensions_get_their_sizes_from_shapes() -> None:
     assert_close(compiled(image(2)), reference(small_model(2), image(2)))
 
 
+@pytest.mark.slow
 def test_height_and_width_stay_open_through_many_pools() -> None:
     """Sizes of poolings with ``ceil_mode`` once took minutes from the third one on."""
     layers = "".join(

@@ -210,7 +210,7 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
         assert sum("mma_sync_aligned" in kernel for kernel in kernels) == layers
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "options", "product"),
     [
@@ -314,6 +314,7 @@ def _allocations(body: tirx.Stmt) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_with_graphs_is_saved(tmp_path: Path) -> None:
     model = attention()
     compiled = tvm_fusion.compile(model, CUDA, cuda_graph=True)

@@ -102,6 +102,7 @@ def test_handlers_of_the_program() -> None:
     assert calls == [signal.SIGINT]
 
 
+@pytest.mark.slow
 def test_threads_that_compile_at_once() -> None:
     filters, output, error = list(warnings.filters), sys.stdout, sys.stderr
     start = threading.Barrier(4)

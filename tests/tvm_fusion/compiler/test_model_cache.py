@@ -183,6 +183,7 @@ def test_what_is_no_folder(cache: Any) -> None:
         compile(scaled(2), cache=cache)
 
 
+@pytest.mark.slow
 def test_programs_of_pytorch(tmp_path: Path, compiled: list[Any]) -> None:
     torch = pytest.importorskip("torch")
 

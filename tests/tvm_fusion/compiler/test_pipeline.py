@@ -154,6 +154,7 @@ def test_models_are_the_same_with_winograd_and_without(winograd: str, size: int)
         assert_same(compiled(**feed), run_onnx(model, feed), limit=1e-5)
 
 
+@pytest.mark.slow
 def test_optimize_and_build_are_the_pipeline() -> None:
     target = resolve("native")
     executable = pipeline.build(pipeline.optimize(Pair, target), target)

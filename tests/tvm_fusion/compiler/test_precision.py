@@ -127,7 +127,7 @@ def test_convolutions_of_a_model_are_tf32() -> None:
     assert found["tf32"] == [2, 0]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("tf32")
 @pytest.mark.parametrize("precision", ["fp16", "tf32"])
 def test_numbers_of_convolutions_on_tensor_cores(
     precision: str, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert ("rounding=" in bytes_) == (make is small_model)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", ["all", "none"])
 def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch):
     """By emulation."""
@@ -119,7 +119,7 @@ def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
     assert (len(products), len(pairs)) == (2, 1)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)
 def test_numbers_by_loops_in_place_of_tile_registers(form, tmp_path):
     """Channels lie in blocks of 64 bytes, in which the whole network is computed."""

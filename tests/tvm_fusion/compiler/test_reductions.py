@@ -92,7 +92,7 @@ def draw(dtype: str, shape: Sequence[int] = SHAPE) -> Array:
     return generator.integers(1, 4, shape).astype(dtype)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("float16")
 @pytest.mark.parametrize("dtype", in_turns(["float32", "float64", "float16", "int32", "int64"]))
 def test_numbers_of_every_operator(dtype: str) -> None:
     operators = REFERENCES if dtype == "float32" else OF_ALL_TYPES

@@ -50,6 +50,7 @@ def be(monkeypatch: pytest.MonkeyPatch, listed: Iterable[str], known: Iterable[s
     monkeypatch.setattr(artifact, "host_features", lambda: frozenset(known))
 
 
+@pytest.mark.slow
 def test_the_numbers_are_right_before_and_after_saving(model: CompiledModel, saved: Path) -> None:
     x = np.random.default_rng(3).standard_normal((1, 3, 13, 9), dtype=np.float32)
     session = onnxruntime.InferenceSession(MODEL.SerializeToString())

@@ -33,6 +33,7 @@ with process_group.process_group("gloo", 60) as group:
 PROGRAM = Path(__file__).with_name("collectives_program.py")
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_all_kinds_are_measured_into_the_file_of_a_machine(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"

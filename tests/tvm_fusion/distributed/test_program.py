@@ -91,7 +91,7 @@ def fields_of_one_rank(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.n
     return arrays, run_all(compile(func, 1, loop="i"), arrays)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("positions-4", "levels-4", "gradients-7", "turned-7")
 @pytest.mark.parametrize(("name", "ranks"), in_turns(SEVERAL, [2, 3, 4, 7]))
 def test_several_outputs(name: str, ranks: int) -> None:
     arrays, expected = fields_of_one_rank(name)
@@ -206,7 +206,7 @@ def quotients(rows: int = 40, cols: int = 3) -> tirx.PrimFunc:
     return function(a, v, after, te.compute((rows, cols), lambda i, j: 9 - 8 // v[i, j], "W"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("3-3")
 @pytest.mark.parametrize(
     ("ranks", "deep"), [pytest.param(20, 1, marks=pytest.mark.slow), (20, 2), (3, 3)]
 )

@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).with_name("reduce_program.py")
 @needs_mpi
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(3, "some")]
+    [(2, "few")]
     + [pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "all"), (5, "few"))],
 )
 def test_reductions(ranks: int, cases: str) -> None:

@@ -277,6 +277,7 @@ def test_an_engine_that_fuses_nothing_moves_more_bytes() -> None:
     assert fused.flops_per_second == unfused.flops_per_second
 
 
+@pytest.mark.slow
 def test_relay_pipeline_shows_every_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert relay_pipeline.main() == 0
     lines = capsys.readouterr().out.splitlines()

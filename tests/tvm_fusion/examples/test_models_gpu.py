@@ -170,7 +170,7 @@ def test_the_table_and_the_plot(tmp_path: Path) -> None:
     assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "wide_and_deep"])
 def test_dry_run_counts_kernels(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

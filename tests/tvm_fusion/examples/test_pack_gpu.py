@@ -269,6 +269,7 @@ def on_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_races(on_host: Path) -> None:
     """Our outputs are right, and every peer that can be there is timed in the same race."""
     path = on_host / "run.jsonl"
@@ -299,6 +300,7 @@ def test_a_stage_goes_on_behind_what_was_begun(on_host: Path) -> None:
     assert read_log(path)[-1]["problem"] == "no time was left"
 
 
+@pytest.mark.slow
 def test_models_are_compared_with_stored_outputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +319,7 @@ def test_models_are_compared_with_stored_outputs(
     }
 
 
+@pytest.mark.slow
 def test_models_of_pytorch_have_the_sizes_of_ours() -> None:
     pytest.importorskip("torch")
     from examples.benchmarks.gpu.offline import torch_models

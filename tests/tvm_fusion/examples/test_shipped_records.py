@@ -31,6 +31,7 @@ def _shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_shipped")
 def test_only_models_that_follow_records_race(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

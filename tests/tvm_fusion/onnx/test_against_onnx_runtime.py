@@ -81,6 +81,7 @@ def node(op_type: str, inputs: str, outputs: str, **attributes: Any) -> onnx.Nod
     return helper.make_node(op_type, *names, name=names[1][0], **attributes)
 
 
+@pytest.mark.slow
 def test_attention() -> None:
     """Masks of bools and floats, fewer heads of keys, a past, soft caps, heads in one axis."""
     feeds = {

@@ -140,6 +140,7 @@ def test_rows_of_16_bits() -> None:
     check(nbits(256, 72, 4, 32, zeros=True, dtype="float16"), 2e-3)
 
 
+@pytest.mark.slow
 def test_rows_in_bytes() -> None:
     """At accuracy level 4 rows may be rounded to bytes, as ONNX Runtime does."""
     model = nbits(512, 96, 4, 32, zeros=True, accuracy_level=4, rows="rows")
@@ -248,6 +249,7 @@ def test_matrices_of_16_bits(dtype: str, turned: bool) -> None:
     assert found == {2: True, 40: False}
 
 
+@pytest.mark.slow
 def test_weights_are_rounded(tmp_path: Path) -> None:
     model = network()
     x = rows_of(model, 2)

@@ -65,7 +65,7 @@ class Attentions(nn.Module):
         yield attend(q[0], k[0], v[0], is_causal=True)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_queries_without_a_key_have_no_result(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 4, size, 8).to(dtype) for size in (5, 6, 6))

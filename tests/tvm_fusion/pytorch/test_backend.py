@@ -73,6 +73,7 @@ def test_views_and_layouts_are_resolved(models: list[Any]) -> None:
     check(accelerate(torch.relu), torch.relu, torch.randn(8, 6).bfloat16())
 
 
+@pytest.mark.slow
 def test_marked_batch_is_compiled_once(models: list[Any]) -> None:
     model = convolutions()
     fast = accelerate(model)
@@ -105,6 +106,7 @@ def test_layers_that_pytorch_computes_by_one_op(models: list[Any], norm_first: b
     assert len(models) == 1
 
 
+@pytest.mark.slow
 def test_changed_weights_are_seen(models: list[Any]) -> None:
     model = convolutions()
     fast, x = accelerate(model), image()

@@ -19,6 +19,7 @@ from examples import torch_zoo, torchvision_ops  # noqa: E402
 from examples.benchmarks import torch_engines, torch_models, zoo  # noqa: E402
 
 
+@pytest.mark.slow
 def test_engines_make_the_same_model_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def get_model(name: str, weights: None) -> Any:
         assert name == "tiny"

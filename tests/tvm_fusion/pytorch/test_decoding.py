@@ -98,7 +98,7 @@ def fill(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
     return made
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "generate", "most"), [(Growing, grow, 3), (Static, fill, 4)])
 def test_few_models_give_the_tokens_of_eager_mode(
     kept_models: list[Any],

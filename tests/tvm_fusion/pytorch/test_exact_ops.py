@@ -71,7 +71,7 @@ def test_angles() -> None:
     check([torch.atan2], *pairs(torch.float16), rtol=2e-3)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [False, True])
 def test_places_among_boundaries(right: bool) -> None:
     x, rows = torch.tensor(EDGES), torch.tensor([BOUNDARIES, [0.0, 1.0, 2.0, 3.0, INF]])

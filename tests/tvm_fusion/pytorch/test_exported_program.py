@@ -48,6 +48,7 @@ def test_program_has_names_and_an_open_batch_and_is_saved(tmp_path: Path) -> Non
     np.testing.assert_array_equal(loaded(x.numpy()), y)
 
 
+@pytest.mark.slow
 def test_shapes_bind_the_dimensions_of_a_program() -> None:
     program = export(convolutions(), (image(2),), dynamic_shapes={"image": {0: Dim("batch")}})
     compiled = tvm_fusion.compile(program, shapes={"image": (4, 3, 12, 12)}, threads=1)
@@ -169,6 +170,7 @@ def test_pipeline_on_modules_of_tvms_front_end(unwrap: bool) -> None:
     np.testing.assert_allclose(run_pipeline(mod, x), eager(model, x), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_pipeline_on_from_fx_computes_what_tvm_made_of_batch_norm() -> None:
     # TVM's from_fx imports a batch norm as in training mode, also of a model in evaluation mode.
     model, x = convolutions(), image(2)
@@ -179,7 +181,7 @@ def test_pipeline_on_from_fx_computes_what_tvm_made_of_batch_norm() -> None:
     np.testing.assert_allclose(got, eager(model, x), atol=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_and_pools_of_16_bits_are_summed_in_float32(dtype: torch.dtype) -> None:
     class Sums(nn.Module):

@@ -93,6 +93,7 @@ def test_results_have_the_strides_of_eager_mode(models: list[Any]) -> None:
     assert models
 
 
+@pytest.mark.slow
 def test_integers_of_a_call(models: list[Any]) -> None:
     def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
         return x.repeat(times, 1) + 1
@@ -139,6 +140,7 @@ def test_arguments_in_one_memory_of_which_one_is_changed() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 def test_weights_in_new_memory_are_seen(models: list[Any]) -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     fast = accelerate(model)

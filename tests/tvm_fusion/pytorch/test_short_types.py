@@ -62,7 +62,7 @@ def test_module_of_a_short_type(kept_models: list[Any], dtype: torch.dtype) -> N
     assert len(kept_models) == 1
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @SHORT
 def test_autocast(kept_models: list[Any], dtype: torch.dtype) -> None:
     model, x = Ops().eval(), torch.randn(2, 3, 12, 12)

@@ -45,6 +45,7 @@ def test_the_file_of_a_copy_lives_as_long_as_the_copy(model: CompiledModel, tmp_
     np.testing.assert_array_equal(tvm_fusion.load(tmp_path / "model.so")(IMAGE), model(IMAGE))
 
 
+@pytest.mark.slow
 def test_another_process(model: CompiledModel) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         np.testing.assert_array_equal(pool.apply(model, (IMAGE,)), model(IMAGE))

@@ -128,6 +128,7 @@ def test_sorting_needs_no_compiler(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(places[2]), np.argsort(x, axis=1))
 
 
+@pytest.mark.slow
 def test_operators_that_tvm_computes_in_python_still_run(tmp_path: Path) -> None:
     path = tmp_path / "nonzero.so"
     compiled(NonZero, ["x"], ["y"]).save(path)

@@ -121,7 +121,7 @@ def test_threads_take_part(library: Path) -> None:
     assert {by for _, by in seen} > {thread()}
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_barriers(library: Path, threads: int) -> None:
     module = tvm_ffi.load_module(str(library))

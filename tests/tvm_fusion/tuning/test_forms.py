@@ -63,7 +63,7 @@ def test_a_model_has_forms_of_layers_and_pairs() -> None:
     assert without == []
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_all_forms_compute_the_same(name: str) -> None:
     """The race itself compares each form's numbers with those of unscheduled separate layers."""

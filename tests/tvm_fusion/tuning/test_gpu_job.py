@@ -169,6 +169,7 @@ def templates_used(target: Any, records: Path) -> set[str]:
     return {one["template"] for one in used_records(mod)}
 
 
+@pytest.mark.slow
 def test_records_count_for_their_own_architecture(tmp_path: Path) -> None:
     target = resolve(SM_90)
     tasks = extract_tasks(model(), target)
@@ -212,6 +213,7 @@ def twice() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=opset, ir_version=8)
 
 
+@pytest.mark.slow
 def test_features_of_gpu_tasks_are_numbers() -> None:
     for task in extract_tasks(model(), resolve(SM_90)):
         table, cycles, knobs = task.table

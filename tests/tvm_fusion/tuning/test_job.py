@@ -173,6 +173,7 @@ def job_machine():
     return CPUInfo.from_target(resolve("native", 2))
 
 
+@pytest.mark.slow
 def test_a_batch_that_fails_whole_ends_the_job(tmp_path: Path, monkeypatch) -> None:
     write = Conv2DTemplate.write
 
@@ -419,6 +420,7 @@ def test_a_damaged_log_is_read_as_far_as_it_can_be(tmp_path: Path) -> None:
     assert len(database.trials(task.key)) == 1
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, folder = tmp_path / "model.onnx", tmp_path / "db"
     onnx.save(model(), path)

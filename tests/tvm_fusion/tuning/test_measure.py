@@ -161,6 +161,7 @@ def test_hang_crash_wrong_numbers_and_refusals_stop_nothing(session: Session) ->
     assert "1.5 s" in found[HANG].reason
 
 
+@pytest.mark.slow
 def test_the_next_race_goes_on_after_failures(session: Session) -> None:
     numbers = {knobs.mode: number for number, (_, knobs) in enumerate(session.task.settings)}
     session.race([numbers[CRASH]], ROUNDS, SECONDS)
@@ -168,6 +169,7 @@ def test_the_next_race_goes_on_after_failures(session: Session) -> None:
     assert outcomes[numbers[FAST]].ratio < 1
 
 
+@pytest.mark.slow
 def test_the_process_is_another_after_the_first_ended(session: Session) -> None:
     session.race([], ROUNDS, SECONDS)
     first = session._worker.pid

@@ -213,7 +213,6 @@ def test_a_lost_session_is_opened_again_and_a_lost_server_ends_the_job(
     assert len(lines(tmp_path / "trials.jsonl")) == TRIALS
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -204,7 +204,7 @@ BERT: dict[str, Case] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", in_turns(BERT))
 def test_machine_code_of_tiles(name: str) -> None:
     build, _, types = BERT[name]

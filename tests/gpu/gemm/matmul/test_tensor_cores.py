@@ -87,6 +87,7 @@ def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) ->
     assert_close(found, x.astype("float64") @ w.astype("float64"), k)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_numbers_of_an_epilogue_and_a_batch() -> None:
     x, w, b, r = values((2, 33, 40), (2, 40, 48), (48,), (2, 33, 48))
@@ -110,7 +111,7 @@ def test_numbers_of_columns_that_are_no_vectors() -> None:
     assert_close(found, x.astype("float64") @ w.T.astype("float64"), 64)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("left", "right"), ["nn", "tt"])
 def test_numbers_of_extents_that_are_no_vectors(left: str, right: str) -> None:
@@ -244,7 +245,7 @@ CASES: dict[str, tuple[Build, list[tuple[tuple[int, ...], str]]]] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "target"), in_turns(CASES, [A100, CUDA], every=3), ids=str)
 def test_machine_code(name: str, target: Target) -> None:
     build, types = CASES[name]
@@ -268,7 +269,7 @@ BYTES: dict[str, tuple[Build, str, str, str]] = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "target"), in_turns(BYTES, [A100, CUDA], every=4), ids=str)
 def test_machine_code_of_other_types(name: str, target: Target) -> None:
     """Two blocks of 256 threads a multiprocessor; chunks go to shared memory as they lie."""
@@ -307,7 +308,7 @@ def test_the_main_loop_and_occupancy_of_a_large_product() -> None:
     assert re.search(r"cp\.async\.wait_group 1;", source)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "right", "m", "warps"),
     [

@@ -278,6 +278,7 @@ def test_an_uneven_split_for_nobody_but_the_caller_stays_plain():
     assert (found["channel_slice"], found["split"], found["unpack"]) == (0, 1, 1)
 
 
+@pytest.mark.slow
 def test_numbers_around_what_stays_plain():
     check_numbers({name: build(middle, 13) for name, middle in STAY_PLAIN.items()}, 8)
 

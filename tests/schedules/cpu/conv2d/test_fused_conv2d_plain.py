@@ -96,7 +96,7 @@ BLOCK = Case(
 ORDERS = list(itertools.permutations(LOOPS))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compute_at", in_turns(range(5), every=3))
 def test_numbers_of_every_order(compute_at):
     functions = []
@@ -111,6 +111,7 @@ def test_numbers_of_every_order(compute_at):
     check(BLOCK, True, True, [schedule.mod["main"] for schedule in functions], seed=compute_at)
 
 
+@pytest.mark.slow
 def test_numbers_where_only_the_data_is_plain_and_everything_is_split():
     kernel, func = kernel_of(BLOCK, True, False), build(BLOCK, True, False)
     functions = [

@@ -77,6 +77,7 @@ def test_padding_that_is_wider_than_what_is_read():
     case.check(compile_function(schedule(case)), 3)
 
 
+@pytest.mark.slow
 def test_images_of_one_pixel_are_rows_of_a_matrix():
     layer = ConvLayer(70, 130, (1, 1), activation=Activation("round_clip", -100, 155))
     case = QuantizedCase(layer, 19, 1, 1, 64, False, "uint8", addition=ADDITIONS[1])

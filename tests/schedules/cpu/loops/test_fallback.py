@@ -42,6 +42,7 @@ def test_unrelated_reductions_get_a_nest_each():
     np.testing.assert_array_equal(columns, array.max(0))
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.sampled_from([5, 7, 12]), st.sampled_from([1, 3, 4, 5]))
 def test_adaptive_pooling_whose_windows_differ(size, outputs):

@@ -72,6 +72,7 @@ def test_other_targets_are_refused(target: str, resources: bool, message: str) -
         explain_kernels(small_model(), target, resources=resources)
 
 
+@pytest.mark.slow
 def test_pairs_of_convolutions_are_listed() -> None:
     report = explain_kernels(small_model(), "opencl", fuse="all")
     assert any(pair["fused"] for pair in report["pairs"])

@@ -111,7 +111,7 @@ def test_not_from_what_nobody_has_filled() -> None:
         compile(func, exchange_every=2, **options)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "split"), [(1, [90, 70]), (2, [50, 30])])
 def test_beside_steps_that_pass_over_the_memory_together(
     ranks: int, split: list[int], opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ def test_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
     assert outcome.lines == []
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
     ("mode", "text"),

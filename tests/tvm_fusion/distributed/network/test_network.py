@@ -73,7 +73,7 @@ def over_ranks(model: distributed.DistributedModel, feed: dict[str, np.ndarray])
     return first
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("two-2-always-never")
 @pytest.mark.parametrize(
     ("name", "ranks", "exchange", "winograd"),
     [
@@ -163,6 +163,7 @@ def saved(of_two: distributed.DistributedModel, tmp_path_factory: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_one_file_for_all_ranks(saved: Path, tmp_path: Path) -> None:
     model, feed = case("small")
     loaded = distributed.load(saved)
@@ -190,6 +191,7 @@ def test_ranks_of_compile() -> None:
     assert isinstance(compiled, distributed.DistributedModel) and compiled.ranks == 2
 
 
+@pytest.mark.slow
 def test_other_ranks_and_other_models(
     of_two: distributed.DistributedModel, saved: Path, tmp_path: Path
 ) -> None:

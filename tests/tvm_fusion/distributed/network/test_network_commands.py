@@ -76,7 +76,7 @@ def test_two_processes(folder: Path) -> None:
     np.testing.assert_array_equal(found, np.load(folder / "y.npy"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("2-r2.so-extra2-no input is called 'other'")
 @needs_mpi
 @pytest.mark.parametrize(
     ("ranks", "model", "extra", "message"),

@@ -75,7 +75,7 @@ def test_who_has_sent_is_not_waited_for() -> None:
     assert "rank 0 of 3 waited 1 s for rank 2 in exchange 4; rank 2 is after exchange 3" in line
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
     ("mode", "text"),
@@ -114,6 +114,7 @@ def test_no_half_written_output(tmp_path: Path) -> None:
     assert [path.name[:6] for path in tmp_path.iterdir()] == [".y.npz"]
 
 
+@pytest.mark.slow
 def test_without_mpi(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['mpi4py'] = None\n"

@@ -126,6 +126,7 @@ def test_the_same_bytes_by_each_route(ranks: int) -> None:
     assert outcome.stdout.count("all checked") == ranks
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_choose_as_the_file_of_the_first_one_tells(tmp_path: Path) -> None:
     times: dict[Any, Any] = {ParcelShape(1024, 64): {"packed": 1.0, "slot": 2.0, "in place": 3.0}}

@@ -204,6 +204,7 @@ def test_linear_support_vectors(sign: int) -> None:
     check(nodes, types, x=normal(30, 4, seed=3))
 
 
+@pytest.mark.slow
 def test_open_batch() -> None:
     nodes = [
         node("Scaler", "x", "scaled", offset=[0.5], scale=[2.0]),

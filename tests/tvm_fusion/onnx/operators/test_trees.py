@@ -79,6 +79,7 @@ def test_integers_as_features(kind: str) -> None:
     check([classifier(forest, 3, 3)], LABELS, x=x)
 
 
+@pytest.mark.slow
 def test_aggregates_and_bases() -> None:
     forest, nodes = RandomForest(4, 8, 3), []
     for aggregate, outputs in product(("SUM", "AVERAGE", "MIN", "MAX"), (1, 3)):

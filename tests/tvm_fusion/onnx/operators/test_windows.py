@@ -18,7 +18,7 @@ from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("shape0-cubic")
 @pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
 @pytest.mark.parametrize("shape", [(1, 2, 1, 4), (2, 1, 3, 1), (1, 1, 1, 1)])
 def test_reflection_along_one_pixel(mode: str, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from schedules.cost.machine import Figure, load_machine
 from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion.compiler.targets.target import resolve
@@ -12,6 +14,7 @@ from tvm_fusion.prediction.calibrate.timing import KernelTimer
 from tvm_fusion.prediction.machines import NATIVE
 
 
+@pytest.mark.slow
 def test_kernels_of_some_cases_are_timed():
     target = resolve(NATIVE, cores=2)
     family = CPUInfo.from_target(target).family

@@ -16,6 +16,7 @@ from tvm_fusion.prediction.model.check import (
 )
 
 
+@pytest.mark.slow
 def test_a_model_runs_the_kernels_that_were_predicted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tvm_fusion.bench.profiler.time.sleep", lambda seconds: None)

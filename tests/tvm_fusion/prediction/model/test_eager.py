@@ -3,6 +3,7 @@
 
 import numpy as np
 import onnx
+import pytest
 from onnx import helper, numpy_helper
 
 from examples.transformers import bert_base
@@ -225,6 +226,7 @@ def test_what_is_shared_out_is_gathered_where_all_of_it_is_needed():
     assert run.ops[-1] is gathers[-1]  # results are whole
 
 
+@pytest.mark.slow
 def test_heads_of_an_attention_are_shared_out():
     model = import_onnx(bert_base(layers=1)).mod
     alone, shared = (lower_to_ranks(model, "gpu", ranks) for ranks in (1, 4))

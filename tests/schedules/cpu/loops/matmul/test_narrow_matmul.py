@@ -182,6 +182,7 @@ def test_blocks_that_are_not_finite_are_nan(value: float) -> None:
         assert np.isnan(scales[1, 0]) and not np.isnan(scales[[0, 0, 1], [0, 1, 1]]).any()
 
 
+@pytest.mark.slow
 @needs_dots
 @settings(deadline=None, max_examples=8)
 @given(
