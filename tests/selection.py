@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -88,3 +88,33 @@ def slow_where(names: Iterable[str], cases: Iterable[Any]) -> list[Any]:
         marks = (*marks, pytest.mark.slow) if values[0] in slow and not marks else marks
         found.append(pytest.param(*values, marks=marks))
     return found
+
+
+def one_test(*tables: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """One test of all rows of a table, or of all combinations, which lists all wrong rows.
+
+    Parameters
+    ----------
+    *tables : iterable
+        The values of each parameter of the decorated function.
+    """
+    rows = list(itertools.product(*tables))
+
+    def decorate(check: Callable[..., None]) -> Callable[[], None]:
+        def test() -> None:
+            wrong = []
+            for row in rows:
+                try:
+                    check(*row)
+                except Exception as error:
+                    wrong.append(f"{row}: {type(error).__name__}: {error}")
+            assert rows and not wrong, "\n".join([f"{len(wrong)} of {len(rows)}", *wrong])
+
+        test.__name__, test.__doc__, test.__module__ = (
+            check.__name__,
+            check.__doc__,
+            check.__module__,
+        )
+        return test
+
+    return decorate

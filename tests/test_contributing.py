@@ -7,9 +7,8 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import family_map
+from tests.selection import one_test
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -21,8 +20,9 @@ def test_map_is_current() -> None:
     assert family_map.update(PAGE) == PAGE, "draw the map again by make map"
 
 
-@pytest.mark.parametrize(("name", "path"), STEP.findall(PAGE))
-def test_walk(name: str, path: str) -> None:
+@one_test(STEP.findall(PAGE))
+def test_walk(step: tuple[str, str]) -> None:
+    name, path = step
     found: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
     for part in name.split("."):
         definitions = (ast.FunctionDef, ast.ClassDef)

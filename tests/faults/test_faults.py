@@ -10,11 +10,12 @@ import pytest
 
 from tests.faults import run
 from tests.faults.seeded import FAULTS, Fault
+from tests.selection import one_test
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@one_test(FAULTS)
 def test_the_text_of_a_fault_occurs_once(fault: Fault) -> None:
     text = (ROOT / fault.file).read_text()
     assert text.count(fault.old) == 1, f"{fault.file} has not this text once: {fault.old!r}"

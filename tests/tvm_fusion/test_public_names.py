@@ -12,12 +12,13 @@ import pytest
 from without_torch import WITHOUT_TORCH
 
 import tvm_fusion
+from tests.selection import one_test
 from tvm_fusion import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name", tvm_fusion.__all__)
+@one_test(tvm_fusion.__all__)
 def test_every_name_is_there(name: str) -> None:
     assert getattr(tvm_fusion, name) is not None
     assert name in dir(tvm_fusion)
@@ -45,6 +46,7 @@ def test_names_do_not_import_the_compiler() -> None:
     assert json.loads(done.stdout) == [False, True]
 
 
+@pytest.mark.slow
 def test_loading_does_not_import_pytorch() -> None:
     pytest.importorskip("torch")
     code = (

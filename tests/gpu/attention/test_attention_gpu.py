@@ -119,6 +119,7 @@ def test_numbers_with_little_shared_memory(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_numbers_of_large_logits(rng: np.random.Generator) -> None:
     """The largest logits come first, last, and in the middle; exponentials must not overflow."""
     query, key, value = heads(rng, (1, 20, 16), (1, 150, 16), (1, 150, 16))
@@ -155,7 +156,7 @@ def test_a_constant_causal_mask(m: int, least: float, rng: np.random.Generator) 
     np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [np.finfo(F32).min, -3.0])
 def test_hidden_keys_are_not_read(least: float) -> None:
     """NaN behind the last visible tile changes nothing, if the mask hides it for sure."""

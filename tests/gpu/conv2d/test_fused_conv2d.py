@@ -45,7 +45,7 @@ def test_pair(case: Case, rng: np.random.Generator) -> None:
     check(case, scheduled(case, FusedConv2D()), rng)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "tile"), in_turns([CASES[2], CASES[5]], TILES, every=3))
 def test_any_tile(case: Case, tile: FusedTile, rng: np.random.Generator) -> None:
     check(case, fused_template(build(case), case.kernel, tile), rng)

@@ -243,7 +243,7 @@ def test_machine_code(name: str, arch: str) -> None:
 MOST_INSTRUCTIONS = 9.5  # of a warp, for each product, where a tile is smallest
 
 
-@pytest.mark.quick_cases("5_1x1-sm_80")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch"), in_turns([name for name in RESNET if name != "stem"], CUDA_ARCHS, every=4)
 )

@@ -155,7 +155,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases("depthwise-float16")
+@pytest.mark.quick_cases("depthwise_strided-bfloat16")
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -159,7 +159,7 @@ def test_small_tiles_get_the_registers_that_addresses_take(tile: ConvTile) -> No
     check_spills(conv2d_template(func, workload, tile, machine))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tile",
     [

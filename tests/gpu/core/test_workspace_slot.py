@@ -176,6 +176,7 @@ def _compare_softmax_sums(outputs: Sequence[np.ndarray], data: np.ndarray) -> No
     np.testing.assert_allclose(outputs[1], np.exp(exact - maximum).sum(1), rtol=4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "calls"), in_turns(SHAPES, [PLACES, 2], every=4))
 def test_blocks_of_several_calls_in_any_order(
     form: str, calls: int, rng: np.random.Generator
@@ -187,7 +188,7 @@ def test_blocks_of_several_calls_in_any_order(
         all_calls.check()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_calls_on_two_streams_with_the_same_output(
     form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +204,7 @@ def test_calls_on_two_streams_with_the_same_output(
         calls.check()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form",), in_turns(SHAPES))
 def test_a_replayed_launch_beside_one_with_its_output_and_stream(
     form: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +290,7 @@ def test_sisters_in_one_workspace(rng: np.random.Generator) -> None:
         calls.check()
 
 
+@pytest.mark.slow
 def test_maximum_and_sum_of_exponentials(rng: np.random.Generator) -> None:
     shape = (1, 40_001)
     calls = calls_of_group(_softmax_sums, shape, 3, rng, _compare_softmax_sums, BLOCK_BY_BLOCK)
@@ -365,7 +367,7 @@ def test_code_of_the_lock() -> None:
         assert not any("STRONG.SYS" in name or "MEMBAR.SC" in name for name in names)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch",), in_turns(["sm_75", "sm_80", "sm_90"]))
 def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(arch: str) -> None:
     """No fence and no update: the words carry tags. One barrier more than a block alone needs."""
@@ -391,7 +393,7 @@ def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(ar
     assert len([name for name in behind if name.endswith("GPU")]) == 1
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "fences"), [("sm_80", 5), ("sm_90", 3)])
 def test_only_releases_wait_for_stores(arch: str, fences: int) -> None:
     """Of the name, the lock and the slot. Before sm_90 locking and finding a slot do so, too."""
@@ -401,6 +403,7 @@ def test_only_releases_wait_for_stores(arch: str, fences: int) -> None:
     assert opcodes(code).count("MEMBAR.ALL.GPU") == fences
 
 
+@pytest.mark.slow
 def test_the_states_of_the_warps_and_the_ticket_are_read_at_once() -> None:
     """No branch lies between them and the store of the block's result."""
     case = Case("sum", "float32", (1 << 22,), [0], "last_block", CUDA)

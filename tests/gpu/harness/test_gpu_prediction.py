@@ -183,6 +183,7 @@ def test_a_kernel_of_a_case() -> None:
     assert 0.9 < time.share < 1 and 0.4e-6 < time.finish_seconds < 0.8e-6
 
 
+@pytest.mark.slow
 def test_sixteen_mebibytes_take_four_fifths_of_the_bandwidth() -> None:
     """So little of the time of a short kernel goes into its finish."""
     [case] = reduction_cases.select(only=["sweep/float32 2^22"])

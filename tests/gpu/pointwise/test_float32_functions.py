@@ -64,7 +64,7 @@ def test_machine_code_has_no_approximate_function(name: str) -> None:
     assert not re.search(r"\b__\w+f\(", text[text.rindex("__global__") :])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "instruction"),
     [("tanh", "MUFU.TANH"), ("gelu_tanh", "MUFU.TANH"), ("sin", "MUFU.SIN")],

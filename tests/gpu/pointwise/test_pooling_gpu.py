@@ -92,6 +92,7 @@ def test_averages(
     np.testing.assert_allclose(got, np.nansum(windows, (0, 1)) / counted, 1e-5, 1e-6)
 
 
+@pytest.mark.slow
 def test_neighbours_join_the_kernel(rng: np.random.Generator) -> None:
     x, y = (rng.standard_normal((1, 2, 8, 8, 4)).astype(F32) for _ in range(2))
     pool = _pool("max_pool2d", CASES[1], "NCHW4c")
@@ -102,7 +103,7 @@ def test_neighbours_join_the_kernel(rng: np.random.Generator) -> None:
     assert len(built) <= 2
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["max_pool2d", "avg_pool2d"])
 def test_pixels_of_four_channels_are_loaded_at_once(name: str) -> None:
     build = _pool(name, CASES[1], "NCHW4c")

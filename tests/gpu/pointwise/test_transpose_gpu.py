@@ -82,6 +82,7 @@ def test_two_inputs_of_which_one_is_transposed(rng: np.random.Generator) -> None
     np.testing.assert_allclose(got, x.T + y + b, 1e-6, 1e-6)
 
 
+@pytest.mark.slow
 def test_more_inputs_than_tiles_fit_have_none(rng: np.random.Generator) -> None:
     """16 KiB of shared memory hold three tiles of float32."""
 
@@ -114,7 +115,7 @@ def test_tiles_lie_in_shared_memory() -> None:
     assert count(opcodes(code), "BAR") == 1
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_pack", [True, False])
 def test_layouts_of_four_channels_move_pixels_at_once(is_pack: bool) -> None:
     if is_pack:

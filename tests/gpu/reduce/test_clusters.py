@@ -168,7 +168,7 @@ def test_nan_and_infinity(operator: str, rng: np.random.Generator) -> None:
     check(operator, arguments[-1], data, reference(operator, data, [1]))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", SHAPES)
 def test_sisters_with_epilogues(form: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form][0]
@@ -234,7 +234,7 @@ def test_columns_of_chains(
     check_chain(name, axis, inputs, group.run(*inputs))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [("softmax", "float16"), ("layer_norm", "bfloat16"), ("softmax", "float64")]
 )

@@ -299,7 +299,7 @@ def _reshape(data: te.Tensor) -> te.Tensor:
     return te.compute(shape, lambda i, j, k: data[i, j * 4 + k], name="reshape")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [[0], [1], [0, 1]])
 def test_producers_are_part_of_the_kernel(axes: list[int], rng: np.random.Generator) -> None:
     shape = (130, 264)
@@ -431,7 +431,7 @@ def _disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subword_atomics, "compare_and_swap", disturbed)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "dtype"),
     in_turns(

@@ -95,6 +95,7 @@ def test_indices_are_narrow_beside_a_ticket(form: str) -> None:
     assert not re.search(r"int64_t\)\(*(int\)\(*)?(thread|block)Idx", cuda_source(case.func))
 
 
+@pytest.mark.slow
 def test_subscripts_of_far_axes_are_stepped() -> None:
     """A quotient and a remainder take as many instructions alone."""
     case = Case("sum", "float32", (128, 64, 147, 147), [0, 2, 3], "auto", CUDA)
@@ -200,7 +201,7 @@ def test_waves_are_even(shape: tuple[int, ...], axes: list[int], dtype: str) -> 
     assert at_once // 2 <= blocks <= at_once or blocks >= 4 * at_once, config
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((8192, 8, 7168), "float32"), ((4, 7, 4096, 128), "bfloat16"), ((90, 31, 4096), "int8")],
@@ -244,7 +245,7 @@ def test_positions_of_extremes_need_no_branch(form: str, dtype: str) -> None:
     assert count(main, "BRA") == 1 and count(main, "BSSY") == 0
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "instruction"), [("float32", "F32x4"), ("float16", "F16x2"), ("bfloat16", "BF16x2")]
 )

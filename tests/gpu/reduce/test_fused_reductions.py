@@ -75,6 +75,7 @@ def test_a_sub_graph_of_table_2_is_one_launch(number, rng):
     assert_near(results, by_numpy(*[x.astype("float64") for x in inputs]), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_calls_that_share_a_workspace(rng):
     def build(emit, x, y):
         return [emit(total(x, [1])), emit(total(op.exp(y), [1])), emit(total(y, [1]))]
@@ -136,7 +137,7 @@ def logits(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "name"), in_turns([(1, 1 << 18), (4, 70_001)], ["softmax", "log_softmax"])
 )
@@ -213,6 +214,7 @@ def test_symbolic_extents(width, rng):
         assert len(compiled.launches) == 1
 
 
+@pytest.mark.slow
 def test_statistics_with_their_epilogue(rng):
     def build(emit, x):
         mean = emit(op.mean(x, [0, 2, 3]))

@@ -196,6 +196,7 @@ def test_sisters_share_the_pass(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(logarithm, np.log(found), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sums_share_a_maximum(rng: np.random.Generator) -> None:
     """Of a softmax and of a log-sum-exp without the reduced axis, and one with another shift."""
 
@@ -250,7 +251,7 @@ def test_what_is_no_online_softmax(name: str) -> None:
     assert found is not None and in_one_stage(found) is None
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "shape", "axis"),
     [

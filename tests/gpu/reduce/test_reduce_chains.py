@@ -277,7 +277,7 @@ CUDA_SHAPES = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), in_turns(CHAINS, ["float32", "float16"], every=8))
 def test_nothing_spills(name: str, dtype: str) -> None:
     functions = {
@@ -311,7 +311,7 @@ def test_rows_of_one_turn_and_a_part_do_not_spill(name: str) -> None:
         assert spilled == (0, 0, 0), kernel
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
     in_turns(["softmax", "layer_norm", "residual_layer_norm"], CUDA_SHAPES, every=3),

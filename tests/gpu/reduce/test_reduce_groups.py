@@ -79,7 +79,7 @@ def test_atomic_only_where_every_sister_can_be() -> None:
     assert Group(build, data).config.finish == "last_block"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "dtype"),
     in_turns(["x", "y"], ["float16", "bfloat16", "float32", "float64", "int8", "bool"], every=4),
@@ -93,7 +93,7 @@ def test_types(form: str, dtype: str, rng: np.random.Generator) -> None:
         check(operator, got, data, reference(operator, data, axes))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", SHAPES)
 def test_different_inputs_of_different_types(form: str, rng: np.random.Generator) -> None:
     """As in the backward pass of a normalisation: two sums, of one and of two tensors."""
@@ -290,7 +290,7 @@ def test_nothing_spills(dtype: str, finish: str) -> None:
         assert (resources.stack_frame, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_main_loop_loads_16_bytes(form: str) -> None:
     shape, axes = ((64, 1 << 18), [1]) if form == "x" else ((1 << 16, 64), [0])

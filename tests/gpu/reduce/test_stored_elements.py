@@ -149,6 +149,7 @@ def test_a_chain_stores_in_its_first_pass_what_it_knows_there() -> None:
     np.testing.assert_allclose(normal, exact / np.sqrt((exact**2).sum(1, keepdims=True)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_online_sum_stores_what_it_reads(rng: np.random.Generator) -> None:
     """Biased logits, with the sum of exponentials of rows that many blocks share."""
 

@@ -203,7 +203,7 @@ def test_networks(build, convolutions, ops):
     assert_normal_form(mod)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "convolutions", "ops"),
     [

@@ -27,6 +27,7 @@ from schedules.cost.machine import known_machines, load_machine
 from schedules.cost.prediction import Prediction
 from schedules.cost.registry import predict
 from schedules.errors import PredictionError
+from tests.selection import one_test
 
 TEN = Limits(*(np.float64(x) for x in (10, 1e12, 1e9, 1e6)))
 MODELS = sorted(path.stem for path in FOLDER.glob("*-*-*.npz"))
@@ -155,7 +156,7 @@ def test_a_damaged_file_is_named(tmp_path, monkeypatch):
     assert find_model("gemm", "float32", "../x") is None
 
 
-@pytest.mark.parametrize("stem", MODELS)
+@one_test(MODELS)
 def test_models_of_the_package(stem):
     kernel, dtype, kind = stem.split("-")
     model, name = find_model(kernel, dtype, kind)
@@ -171,9 +172,8 @@ def test_models_of_the_package(stem):
         assert len(report["three_trainings_gmae"]) == 3
 
 
-@pytest.mark.parametrize("machine", GPUS)
-@pytest.mark.parametrize(
-    "op, sizes",
+@one_test(
+    GPUS,
     [
         ("gemm", {"M": 500, "N": 768, "K": 300}),
         ("gemm", {"B": 7, "M": 100, "N": 90, "K": 64}),
@@ -186,7 +186,8 @@ def test_models_of_the_package(stem):
         ),
     ],
 )
-def test_every_gpu_has_models(machine, op, sizes):
+def test_every_gpu_has_models(machine, call):
+    op, sizes = call
     found = predict(KernelCall(op, sizes), load_machine(machine))
     assert 0 < found.low <= found.seconds <= found.high < 0.1
     assert found.in_range == ("unseen" not in found.model)

@@ -9,6 +9,7 @@ from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import known_machines, load_machine, machine_from_json
 from schedules.cost.registry import predict
 from schedules.errors import PredictionError
+from tests.selection import one_test
 
 ORIGIN = {"origin": "data sheet"}
 
@@ -18,7 +19,7 @@ def toy(**figures):
     return {"name": "toy", "kind": "gpu", "title": "Toy", "figures": entries}
 
 
-@pytest.mark.parametrize("name", known_machines())
+@one_test(known_machines())
 def test_machines_of_the_package(name):
     machine = load_machine(name)
     assert machine.name == name

@@ -46,7 +46,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("cpu", "channels", "size", "outputs", "kernel", "stride"), FORMS)
 def test_the_code_of_pairs_from_nchw_to_nchw_fits_the_instruction_cache(
     cpu, channels, size, outputs, kernel, stride

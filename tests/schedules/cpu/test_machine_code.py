@@ -333,7 +333,7 @@ def test_every_tile_worth_a_try_stays_in_registers(cpu, forms):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", SLOW)
 def test_the_units_of_multiply_adds_are_the_bound(cpu):
     """By LLVM's models of the CPUs, where its tools are installed and know them."""

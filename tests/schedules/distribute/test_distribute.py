@@ -96,6 +96,7 @@ def test_several_outputs(name: str, ranks: int) -> None:
         assert sorted(owned) == elements(tuple((0, int(n)) for n in output.shape))
 
 
+@pytest.mark.slow
 def test_grid_of_several_outputs() -> None:
     for name in ("wave2d", "levels", "turned"):
         check_messages(distribute(SEVERAL[name](), ["i", "j"], 6), interpreter_of(name))

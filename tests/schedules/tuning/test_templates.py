@@ -274,6 +274,7 @@ def test_settings_drawn_from_the_space_compute_the_same(name: str) -> None:
         np.testing.assert_allclose(other, found[0], rtol=1e-4, atol=1e-6, err_msg=text)
 
 
+@pytest.mark.slow
 def test_the_wide_space_of_pairs_has_pieces_orders_and_places() -> None:
     template, workload = TEMPLATES["cpu.fused_conv2d"], kernel(DEPTHWISE, POINTWISE, size=7)
     narrow, wide = (template.space(workload, CPU, wide=wide) for wide in (False, True))
@@ -314,6 +315,7 @@ def test_a_space_of_convolutions_contains_its_settings_and_no_others(layer, layo
                 assert template.contains(workload, changed, CPU) is (changed in space)
 
 
+@pytest.mark.slow
 def test_cores_share_the_only_row_of_an_image() -> None:
     template = TEMPLATES["cpu.fused_conv2d"]
     workload = replace(kernel(DEPTHWISE, POINTWISE), height=1, width=100)

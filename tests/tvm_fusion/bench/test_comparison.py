@@ -89,6 +89,7 @@ def test_command(tmp_path: Path) -> None:
     assert table.exit_code == 0 and "same top 1" in table.stdout and "100.0%" in table.stdout
 
 
+@pytest.mark.slow
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="nothing to compare"):
         tvm_fusion.compare(network())

@@ -125,6 +125,7 @@ def test_failure_of_a_peer_is_an_engine_error(worker: EngineWorker, tmp_path: Pa
     assert worker.call("peak_bytes") > 0
 
 
+@pytest.mark.slow
 def test_our_own_errors_keep_their_class(tmp_path: Path) -> None:
     path = tmp_path / "junk.onnx"
     path.write_bytes(b"junk")

@@ -200,6 +200,7 @@ def test_run_counts_the_calls_of_several_streams(run: Run, library: Path) -> Non
     assert found["calls"] >= 2 and found["calls_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_from_standard_input(model_path: Path, library: Path, tmp_path: Path) -> None:
     command = command_line("compile", "-", "--threads", 1)
     environment = importing_from(ROOT)
@@ -384,6 +385,7 @@ def test_bench_profiles_the_kernels(run: Run, model_path: Path) -> None:
     assert code == 0 and "conv 3x3" in out and "of limit" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_bench_of_a_model_for_a_gpu_races_on_that_gpu(
     run: Run, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

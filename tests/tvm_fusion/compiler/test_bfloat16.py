@@ -169,6 +169,7 @@ def test_each_stored_tensor_is_rounded_once_and_sums_are_exact() -> None:
     np.testing.assert_array_equal(z, -v.astype("float32"))
 
 
+@pytest.mark.slow
 def test_products_of_matrices_round_both_factors() -> None:
     random = np.random.default_rng(5)
     a = random.integers(-300, 300, (64, 80)).astype(float)

@@ -135,7 +135,7 @@ def test_activations_of_convolutions_are_packed_by_four() -> None:
     assert {"Conv2D", "DepthwiseConv2D"} <= rules
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", ["all", "none"])
 def test_pairs_of_convolutions_are_fused_if_asked(fuse: str) -> None:
     model, target = small_model(), resolve(OPENCL)
@@ -182,6 +182,7 @@ def float_model(
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+@pytest.mark.slow
 def test_layers_of_float16_run_on_tensor_cores() -> None:
     node = onnx.helper.make_node
     residual = [

@@ -141,7 +141,7 @@ def test_the_options_choose_what_winograd_computes(fuse, winograd, expected) -> 
     assert all(f.attrs["tirx.is_scheduled"] for f in kernels(mod))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("winograd", "size"),
     [("always", 9), ("always", 30), ("never", 9)],

@@ -112,6 +112,7 @@ def test_products_of_a_model_are_tf32(bert: tvm.IRModule) -> None:
     assert found["fp32"] == 0 and found["tf32"] >= 4
 
 
+@pytest.mark.slow
 def test_convolutions_of_a_model_are_tf32() -> None:
     """The dense ones; they and the depthwise one between them stay in NCHW."""
     target, found = resolve("cuda -arch=sm_80"), {}
@@ -127,7 +128,7 @@ def test_convolutions_of_a_model_are_tf32() -> None:
     assert found["tf32"] == [2, 0]
 
 
-@pytest.mark.quick_cases("tf32")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "tf32"])
 def test_numbers_of_convolutions_on_tensor_cores(
     precision: str, monkeypatch: pytest.MonkeyPatch

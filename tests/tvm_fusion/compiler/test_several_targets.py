@@ -118,6 +118,7 @@ def test_equal_weights_of_targets_lie_in_the_file_once(saved: Path) -> None:
     assert not set(about["x86-64-v4"].places) & set(about["x86-64"].places)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_list_and_shows_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_command(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_one_rank(tmp_path: Path) -> None:
     outcome = run_ranks(

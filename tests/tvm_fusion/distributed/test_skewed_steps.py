@@ -72,7 +72,7 @@ def check(
     return made
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("2-lagging")
 @pytest.mark.usefixtures("small_cache")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("threads", [1, 2])

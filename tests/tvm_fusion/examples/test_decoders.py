@@ -12,7 +12,7 @@ from examples.decoders import STEPS, in_few_bits
 from examples.onnx_builder import random_inputs
 
 
-@pytest.mark.quick_cases("4-4-0.01-llama_step")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("bits", "level", "tolerance"), [(0, 0, 1e-4), (4, 4, 1e-2)])
 def test_steps(name: str, bits: int, level: int, tolerance: float) -> None:

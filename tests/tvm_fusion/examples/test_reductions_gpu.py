@@ -40,6 +40,7 @@ from examples.benchmarks.gpu.report import Result
 from examples.benchmarks.gpu.with_tvm import relax_build, variants
 from examples.benchmarks.reduction_cases import Case, Reduction, all_cases, select
 from schedules.workload.reduce import OPERATORS
+from tests.selection import one_test
 from tvm_fusion.cli.json_text import json_text
 from tvm_fusion.errors import EngineError
 
@@ -79,8 +80,7 @@ def test_cases_are_those_of_the_tables() -> None:
     assert operators == {"sum", "prod", "min", "max", "and", "or"} <= set(OPERATORS)
 
 
-@pytest.mark.quick_cases(190)
-@pytest.mark.parametrize("name", sorted(CASES))
+@one_test(sorted(CASES))
 def test_every_case_is_whole(name: str) -> None:
     case = CASES[name]
     outputs = 0

@@ -270,6 +270,7 @@ def test_weights_are_rounded(tmp_path: Path) -> None:
     assert errors[None] == 0 and 0 < errors["int8"] < 0.02 and 0 < errors["int4"] < 0.2
 
 
+@pytest.mark.slow
 def test_check_knows_what_rounding_may_cost() -> None:
     for weights in ("bf16", "int8", "int4"):
         tvm_fusion.compile(network(), weights=weights, check=True)

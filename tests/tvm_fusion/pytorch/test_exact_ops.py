@@ -51,7 +51,7 @@ def pairs(dtype: Any) -> list[Any]:
     return [part.reshape(-1).contiguous().to(dtype) for part in grid]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_divisions_of_floats(dtype: Any) -> None:
     below = lambda a, b: torch.div(a, b, rounding_mode="floor")  # noqa: E731

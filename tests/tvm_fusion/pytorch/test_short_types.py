@@ -52,7 +52,7 @@ def assert_as_eager(found: Any, wanted: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=scale)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @SHORT
 def test_module_of_a_short_type(kept_models: list[Any], dtype: torch.dtype) -> None:
     model, x = Ops().to(dtype).eval(), torch.randn(2, 3, 12, 12).to(dtype)
@@ -84,7 +84,6 @@ class Cast(nn.Module):
             return self.model(x)
 
 
-@pytest.mark.slow
 def test_program_with_autocast() -> None:
     model, x = Cast().eval(), torch.randn(2, 3, 12, 12)
     compiled = tvm_fusion.compile(torch.export.export(model, (x,)), threads=1)

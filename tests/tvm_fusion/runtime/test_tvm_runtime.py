@@ -165,7 +165,7 @@ def test_errors_are_those_that_the_compiler_would_give(tmp_path: Path) -> None:
     assert run("import tvm\n" + FAIL, tmp_path, *paths) == [False, texts]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "bench"])
 def test_the_command_line_runs_a_saved_model_without_the_compiler(
     tmp_path: Path, command: str

@@ -239,6 +239,7 @@ def test_an_input_is_written_before_a_run_or_comes_from_memory(tmp_path: Path) -
     assert all((call[0] == 0).all() and (call[1] == 1).all() for call in noting.calls)
 
 
+@pytest.mark.slow
 def test_a_default_that_fails_is_an_error() -> None:
     with Session(task(Broken()), TARGET, seed=0) as session:
         with pytest.raises(TuningError, match=r"the default of fake failed \(wrong\): relative"):

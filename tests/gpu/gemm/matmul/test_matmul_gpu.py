@@ -18,7 +18,7 @@ from schedules.gpu import Matmul
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.matmul.matmul_tile_sizes import choose_tiles
 from schedules.gpu.gemm.matmul.skinny_matmul import RowsConfig, scratch_place
-from tests.selection import in_turns
+from tests.selection import in_turns, one_test
 
 F32, F16 = "float32", "float16"
 
@@ -177,7 +177,7 @@ def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     _check(got, np.maximum(x.astype("float64") @ w + b, 0), 36)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 40])
 def test_symbolic_attention(size: int, rng: np.random.Generator) -> None:
     """The length of the sequence is also the reduced axis of the second product."""
@@ -218,7 +218,7 @@ def test_machine_code_of_tiles(name: str) -> None:
     assert count(names, "LDS.128") > 0
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one_row", "one_row_nn"])
 def test_machine_code_of_rows(name: str) -> None:
     build, _, _ = CASES[name]
@@ -231,8 +231,7 @@ def test_machine_code_of_rows(name: str) -> None:
     assert count(opcodes(code), "LDG.E.128") > 0
 
 
-@pytest.mark.parametrize("lanes", [8, 16, 32])
-@pytest.mark.parametrize("size", [*range(1, 9), 16, 20, 32])
+@one_test([8, 16, 32], [*range(1, 9), 16, 20, 32])
 def test_parts_of_rows_meet_without_bank_conflicts(lanes: int, size: int) -> None:
     """Each phase of a warp's access, of 128 bytes in vectors, touches each bank once."""
     config = RowsConfig(along_depth=False, vector=4, lanes=lanes, parts=256 // lanes)

@@ -19,7 +19,7 @@ from tvm.target import Target
 from relay_passes import AllowTF32
 from schedules.gpu.gemm.matmul import tensor_core_tile
 from schedules.gpu.gemm.matmul.tensor_core_tile import SharedTile, TensorTile
-from tests.selection import in_turns
+from tests.selection import in_turns, one_test
 
 F16, BF16, F32, INT8 = "float16", "bfloat16", "float32", "int8"
 OPENCL = Target({"kind": "opencl", "max_shared_memory_per_block": 49152}, host="llvm")
@@ -149,7 +149,7 @@ def test_numbers_of_tf32(left: str, right: str, extents: tuple[int, int, int]) -
     assert np.abs(found - exact).max() > 1e-4, "nothing was rounded"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("left", "right", "extents", "dtype"),
@@ -191,8 +191,7 @@ def test_numbers_of_a_convolution_of_bytes() -> None:
     np.testing.assert_array_equal(found, np.maximum(exact, 0))
 
 
-@pytest.mark.parametrize(
-    "shared",
+@one_test(
     [
         SharedTile(rows, 32, rows_first, is_left)
         for rows in (32, 64, 128)
@@ -216,7 +215,6 @@ def test_numbers_of_a_convolution_of_bytes() -> None:
             *(SharedTile(max(head, 32), keys, rows_first, False) for keys in (32, 64)),
         )
     ],
-    ids=str,
 )
 def test_no_bank_conflicts(shared: SharedTile) -> None:
     """Each phase of eight lanes, which moves 128 bytes, touches each bank once."""

@@ -233,6 +233,7 @@ define linkonce_odr <16 x float> @tvm_fusion_dot_bfloat16(
 """What the instruction does, for CPUs without it."""
 
 
+@pytest.mark.slow
 @given(cases(pair=False).filter(lambda case: case.layers[0].groups == 1), TYPES, KNOBS, SEED)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_of_products_in_pairs(case, out_dtype, knobs, seed):

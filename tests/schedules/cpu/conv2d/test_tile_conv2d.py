@@ -85,7 +85,7 @@ def test_images_of_one_pixel_are_rows_of_a_matrix():
     case.check(compile_function(schedule(case)), 1)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", [None, ROUNDINGS[0]], ids=["bytes", "floats"])
 def test_a_first_layer_reads_the_pixels_of_a_row_at_once(rounding):
     layer = ConvLayer(3, 40, (7, 7), (2, 2), (3, 3, 3, 3), activation=BYTES)

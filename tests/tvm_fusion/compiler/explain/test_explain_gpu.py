@@ -31,6 +31,7 @@ def test_launches_are_those_of_the_functions_and_fewer_than_without_us() -> None
     assert "none" not in {use["rule"] for use in functions}
 
 
+@pytest.mark.slow
 def test_reductions_are_counted() -> None:
     reductions = explain_kernels(attention(), "opencl")["reductions"]
     # The layer norm has two reductions; softmax has a maximum and a sum.

@@ -258,7 +258,7 @@ def test_options_for_gpus_have_no_effect() -> None:
         tvm_fusion.compile(small_model(), ranks=2, precision="bf16")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "node",
     [

@@ -117,7 +117,7 @@ def test_a_figure_of_no_parcel(name: str) -> None:
         packing_of(machine)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_same_bytes_by_each_route(ranks: int) -> None:

@@ -192,7 +192,7 @@ def test_refusals(made: onnx.NodeProto, reason: str) -> None:
         import_onnx(model)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_rotary_embeddings(interleaved: int) -> None:
     angles = normal(9, 3, seed=4)
@@ -220,7 +220,7 @@ def test_rotary_embeddings(interleaved: int) -> None:
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("past", [0, 4])
 def test_grouped_attention(past: int, tmp_path: Path) -> None:
     """The second sequence is shorter; with a past, by two of its elements."""

@@ -267,7 +267,7 @@ def test_too_many_pairs_of_slices() -> None:
         import_onnx(model)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("bins", "scale"), [((2, 3), 1.0), ((7, 7), 0.37), ((1, 1), 0.0625)])
 def test_maxima_of_regions(bins: tuple[int, int], scale: float) -> None:
     """Regions outside of the image, without an extent, and with corners between pixels."""

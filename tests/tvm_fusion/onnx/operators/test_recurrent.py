@@ -122,7 +122,7 @@ def test_reset_after_the_product() -> None:
     check(*layer("GRU", 6, 5, 7, 33, OPTIONAL, linear_before_reset=1, direction="bidirectional"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op_type", "attributes"),
     [("LSTM", {}), ("GRU", {"linear_before_reset": 1}), ("GRU", {"linear_before_reset": 0})],

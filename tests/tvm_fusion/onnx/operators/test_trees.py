@@ -107,7 +107,7 @@ def test_transforms(transform: str) -> None:
     check([classifier(forest, 4, 4, post_transform=transform)], LABELS, x=x)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, -1])
 def test_two_classes(sign: int) -> None:
     """One score, or two; of probabilities, or of any numbers; with bases of none, one or both."""
@@ -215,6 +215,7 @@ def test_features_beside_a_network_and_chained_ensembles() -> None:
     check(nodes, x=x, w=np.ones((4, 1), "float32"))
 
 
+@pytest.mark.slow
 def test_a_model_without_onnx_operators_and_an_old_one() -> None:
     forest = RandomForest(13, 3, 3)
     nodes, x = [regressor(forest)], forest.rows(10)

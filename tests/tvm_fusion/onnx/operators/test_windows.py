@@ -205,7 +205,7 @@ def test_unpooling_to_another_size_is_refused() -> None:
         import_onnx(model)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "given"), in_turns([2, 1], [[], ["bias"], ["bias", "mask"]], every=2)
 )

@@ -174,7 +174,7 @@ def test_streamed_stencils_have_the_numbers_of_cached_ones(monkeypatch, name, co
     np.testing.assert_array_equal(run(scheduled, *inputs)[0], cached)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
 def test_streamed_vectors_are_not_on_the_stack(streamed, cpu):
     for name in ("pipeline", "blur", "heat2d"):
