@@ -14,19 +14,20 @@ from tvm.ir import IRModule, Op
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.tile_conv2d_knobs import fastest_block
+from schedules.cpu.cost.tile_conv2d_knobs import fastest_blocks
 from schedules.errors import OpError
 from schedules.gpu.conv2d.tensor_core_pair import takes_pair
 from schedules.gpu.core.machine import KINDS, GPUInfo, gpu_target
 from schedules.gpu.core.tensor_core import CHUNK
 from schedules.gpu.gemm.implicit_gemm import LANES
 from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
-from schedules.workload.conv2d import WORDS, Conv2DKernel
+from schedules.workload.conv2d import WORDS, ChannelBlocks, Conv2DKernel
 
 from ..core.expressions import Value
 from ..core.pass_target import pass_target
 from ..op.pack import unpack
 from .packed import RULES
+from .packed.channels import CHANNEL_RULES
 from .packed.consumers import Uses, find_uses
 from .packed.convolution import CONVOLUTION_RULES, is_cut, kernel_of, read_convolution
 from .packed.packing_state import Packed, Result, Scope, Takes
@@ -65,8 +66,8 @@ class PackLayout:
     Parameters
     ----------
     target : Target | None
-        Gives the number of lanes: the vectors of a CPU, or the rows of its tile registers; 16 bytes
-        on a GPU. None stands for the current target.
+        Gives the number of lanes: the vectors of a CPU, or the rows of its tile registers, which
+        tensors of few channels do not fill; 16 bytes on a GPU. None stands for the current target.
     block : int | None
         The number of lanes, whatever the target.
     tf32 : bool
@@ -87,51 +88,56 @@ class PackLayout:
 
     def transform_module(self, mod: IRModule, ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
-        lanes = self.block or _channel_lanes(mod, pass_target(self.target, "PackLayout"))
+        if self.block:
+            blocks = ChannelBlocks(self.block, self.block)
+        else:
+            blocks = _channel_blocks(mod, pass_target(self.target, "PackLayout"))
         target, takes, pairs = gpu_target(self.target), _takes_all, False
         if target is not None:
             gpu = GPUInfo.from_target(target)
-            takes = partial(_takes_on_gpu, lanes=lanes, gpu=gpu, tf32=self.tf32)
+            takes = partial(_takes_on_gpu, lanes=blocks.most, gpu=gpu, tf32=self.tf32)
             if gpu.has_tensor_cores:
                 mod = self._pack_halves(mod)
         elif current := self.target or Target.current(allow_none=True):
             pairs = CPUInfo.from_target(current).word_channels == WORDS["int16"]
-        return _Packer(mod, lanes, takes, pairs).rewrite_module(mod)
+        return _Packer(mod, blocks, takes, pairs).rewrite_module(mod)
 
     def _pack_halves(self, mod: IRModule) -> IRModule:
         """The module with convolutions of 16-bit floats packed, where all are single and dense."""
-        packer = _Packer(mod, self.block or CHUNK // 2, _takes_half, pairs=False)
+        block = self.block or CHUNK // 2
+        packer = _Packer(mod, ChannelBlocks(block, block), _takes_half, pairs=False)
 
         def is_wanted(func: relax.Function) -> bool:
-            halves = [kernel for kernel in _convolutions(func) if kernel.dtype in HALF]
-            return all(map(_takes_half, halves))
+            kernels = map(kernel_of, _calls_of(func))
+            return all(_takes_half(each) for each in kernels if each and each.dtype in HALF)
 
         return packer.rewrite_module(mod, is_wanted)
 
 
-def _channel_lanes(mod: IRModule, target: Target) -> int:
+def _channel_blocks(mod: IRModule, target: Target) -> ChannelBlocks:
     """Channels in a block.
 
     On a CPU those of float32 fill a vector register; more fill the rows of tile registers, where
-    these compute all convolutions. On a GPU they are 4, the 16 bytes that a thread loads at once,
-    while neighbouring threads process neighbouring pixels.
+    these compute all dense convolutions. On a GPU they are 4, the 16 bytes that a thread loads at
+    once, while neighbouring threads process neighbouring pixels.
     """
     if target.kind.name in KINDS:
-        return LANES
+        return ChannelBlocks(LANES, LANES)
     cpu = CPUInfo.from_target(target)
     lanes = cpu.lanes("float32")
     functions = [func for func in mod.functions.values() if isinstance(func, relax.Function)]
-    kernels = [k for func in functions for k in _convolutions(func)] if cpu.tiles else []
-    return fastest_block(kernels, cpu) or lanes
+    calls = [call for func in functions for call in _calls_of(func)] if cpu.tiles else []
+    found = [kernel for kernel in map(kernel_of, calls) if kernel is not None]
+    joined = any(_calls(call, name) for call in calls for name in CHANNEL_RULES)
+    return fastest_blocks(found, cpu, are_equal=joined) or ChannelBlocks(lanes, lanes)
 
 
-def _convolutions(func: relax.Function) -> list[Conv2DKernel]:
-    """The convolutions of a function that are in NCHW."""
-    found: list[Conv2DKernel] = []
+def _calls_of(func: relax.Function) -> list[relax.Call]:
+    found: list[relax.Call] = []
 
     def look(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.Call) and (kernel := kernel_of(expr)) is not None:
-            found.append(kernel)
+        if isinstance(expr, relax.Call):
+            found.append(expr)
 
     relax.analysis.post_order_visit(func, look)
     return found
@@ -160,11 +166,11 @@ def _takes_half(kernel: Conv2DKernel) -> bool:
 class _Packer(relax.PyExprMutator):
     """Binds the packed twin of each tensor beside its NCHW form; then removes unused bindings."""
 
-    def __init__(self, mod: IRModule, block: int, takes: Takes, pairs: bool) -> None:
+    def __init__(self, mod: IRModule, blocks: ChannelBlocks, takes: Takes, pairs: bool) -> None:
         super().__init__(mod)
-        self.block = block
-        define = self._bound
-        self.scope = Scope(block, Uses(), self.builder_.emit, self.visit_expr, define, takes, pairs)
+        self.blocks = blocks
+        visits = self.builder_.emit, self.visit_expr, self._bound
+        self.scope = Scope(blocks, Uses(), *visits, takes, pairs)
 
     def rewrite_module(
         self, mod: IRModule, wanted: Callable[[relax.Function], bool] = lambda _: True
@@ -177,14 +183,7 @@ class _Packer(relax.PyExprMutator):
 
     def is_concerned(self, func: relax.Function) -> bool:
         """Return whether ``func`` holds a convolution to pack, or an unpacked packed tensor."""
-        found = []
-
-        def look(expr: relax.Expr) -> None:
-            if isinstance(expr, relax.Call) and (self._is_sink(expr) or _calls(expr, _UNPACK)):
-                found.append(expr)
-
-        relax.analysis.post_order_visit(func, look)
-        return bool(found)
+        return any(self._is_sink(call) or _calls(call, _UNPACK) for call in _calls_of(func))
 
     def rewrite(self, func: relax.Function) -> relax.Function:
         """``func`` with everything packed that should be."""
@@ -270,18 +269,22 @@ class _Packer(relax.PyExprMutator):
         super().visit_var_binding_(binding)
         packed = self.visit_expr(binding.value.args[0])
         channels = int(binding.value.attrs["channels"])
-        if isinstance(packed, relax.Var) and int(packed.ty.shape.values[4]) == self.block:
-            bound = 0.0 if channels % self.block == 0 else math.inf
+        block = self.blocks.of(channels)
+        if isinstance(packed, relax.Var) and int(packed.ty.shape.values[4]) == block:
+            bound = 0.0 if channels % block == 0 else math.inf
             self.scope.packed[binding.var] = Packed(packed, channels, bound)
 
     def _bound(self, expr: relax.Expr) -> Value:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
 
     def _is_pack(self, call: relax.Call) -> bool:
-        return _calls(call, _PACK) and int(call.attrs["block"]) == self.block
+        if not _calls(call, _PACK):
+            return False
+        channels = int(call.args[0].ty.shape.values[1])
+        return int(call.attrs["block"]) == self.blocks.of(channels)
 
     def _is_sink(self, call: relax.Call) -> bool:
-        layers = read_convolution(call, self.block, self.scope.takes)
+        layers = read_convolution(call, self.blocks, self.scope.takes)
         return self._is_pack(call) or layers is not None
 
     def _can_stay_packed(self, call: relax.Call) -> bool:

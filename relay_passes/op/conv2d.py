@@ -16,7 +16,8 @@ Packed, with lanes ``x`` from ``out_layout`` ``NCHW{x}c``: ``data``, ``residual`
 On CPUs ``data`` and ``weight`` may be of bfloat16 with a ``bias`` of float32, and a ``residual`` of
 either. Then products are exact, sums, bias, residual and activation of float32, and ``out_dtype``
 is ``bfloat16``, to which the result is rounded (halves to even), or ``float32``. Packed, such a
-dense layer has a weight in words of two channels, and an input image is in ``NCHW4c``.
+dense layer has a weight in words of two channels, and data in blocks of its own, such as an input
+image in ``NCHW4c``.
 """
 
 from __future__ import annotations

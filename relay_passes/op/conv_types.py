@@ -19,7 +19,7 @@ from tvm.ir import Op
 from tvm.sym import Analyzer
 
 from schedules.errors import OpError
-from schedules.workload.conv2d import WORD_BYTES, WORDS, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import WORDS, Conv2DKernel, ConvLayer
 from schedules.workload.reduce import constant
 
 from .conv_checks import check_layer, check_packable, check_parameters, check_sizes
@@ -80,7 +80,7 @@ def lanes_of(layout: str, op: str) -> int:
 def packed_lanes(data_layout: str, out_layout: str, op: str) -> int:
     """Lanes of a packed call, 0 for a plain one; rejects layouts that do not fit together."""
     data_lanes, out_lanes = lanes_of(data_layout, op), lanes_of(out_layout, op)
-    if data_lanes not in (0, out_lanes) and not (out_lanes and data_lanes == WORD_BYTES):
+    if data_lanes and not out_lanes:
         raise OpError(
             f"{op}: data_layout {data_layout!r} with out_layout {out_layout!r}; expected equal "
             "layouts, or 'NCHW' data with a packed output: pack the data or unpack the output"
@@ -159,11 +159,11 @@ def _check_word_layout(groups: int, layouts: tuple[str, str], sums: str | None, 
         return
     if sums is None and data_lanes == 0:
         return
-    if sums is not None and data_lanes == WORD_BYTES and groups == 1:
+    if sums is not None and data_lanes and groups == 1 and not data_lanes % WORDS["bfloat16"]:
         return
     raise OpError(
         f"{op}: data_layout {layouts[0]!r} with out_layout {layouts[1]!r}; expected equal layouts "
-        f"of even blocks, or data in 'NCHW{WORD_BYTES}c', for a dense layer of bfloat16 with a "
+        "of even blocks, or other even blocks in the data, for a dense layer of bfloat16 with a "
         "bias of float32, and else equal layouts, or 'NCHW' data with a packed output"
     )
 

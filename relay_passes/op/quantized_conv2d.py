@@ -14,7 +14,7 @@ Sums are exact in int32; padding consists of zero bytes. An image of up to four 
 float32 in NCHW, also where the rest is packed: then it is rounded to bytes first, and padded with
 the byte that stands for 0. Packed, with lanes ``x`` from
 ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
-``[blocks, x]``, ``data`` alike, or with 4 lanes in ``NCHW4c`` as for an input image, the weight is
+``[blocks, x]``, ``data`` alike, with lanes of its own, as 4 of an input image, the weight is
 as in ``schedules/compute/quantized_conv2d.py``, of int8 or of int16 for CPUs that add products in
 pairs, and ``in_channels`` and ``out_channels`` are given.
 Batch, height and width may be symbolic.
@@ -93,7 +93,7 @@ def quantized_conv2d(
     strides, padding, dilation, activation, low, high
         The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
     data_layout : str
-        ``NCHW``, ``NCHW{x}c`` or ``NCHW4c``.
+        ``NCHW`` or ``NCHW{x}c``.
     out_layout : str | None
         ``NCHW`` or ``NCHW{x}c``; None stands for ``data_layout``.
     in_channels, out_channels : int | None
@@ -161,12 +161,11 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
             raise OpError(f"{_NAME}: data to be rounded has layout {layouts[0]}; expected NCHW")
         data_lanes = WORD_BYTES * bool(lanes)
     rank = 5 if lanes and rounding is None else 4
-    words = data_lanes in (lanes, WORD_BYTES) and bool(data_lanes) == bool(lanes)
+    words = not data_lanes % WORD_BYTES and bool(data_lanes) == bool(lanes)
     if len(extents) != rank or lanes % WORD_BYTES or not words:
         raise OpError(
             f"{_NAME}: data has rank {len(extents)} with layouts {', '.join(layouts)}; expected "
-            f"rank {rank}, blocks of a multiple of {WORD_BYTES} channels in the output, and the "
-            f"same or NCHW{WORD_BYTES}c in the data"
+            f"rank {rank}, and blocks of a multiple of {WORD_BYTES} channels, or none, in both"
         )
     layer = _read_layer(call, data_lanes, lanes)
     check_channels(extents, [layer], data_lanes if rank == 5 else 0, _NAME)

@@ -30,6 +30,33 @@ BOUNDED = ("clip", "round_clip")
 
 
 @dataclass(frozen=True)
+class ChannelBlocks:
+    """Channels in a block of each tensor of a network.
+
+    A tensor has as few blocks of at most ``most`` channels as hold its own, and these as narrow as
+    possible: 144 channels are three blocks of 48, where blocks are multiples of 16 up to 64.
+
+    Parameters
+    ----------
+    least, most : int
+        Blocks are multiples of the former up to the latter.
+    """
+
+    least: int
+    most: int
+
+    def of(self, channels: int) -> int:
+        """Channels in a block of a tensor."""
+        blocks = -(-channels // self.most)
+        return self.least * -(-channels // (self.least * blocks))
+
+    @property
+    def are_equal(self) -> bool:
+        """Return whether all tensors have the same."""
+        return self.least == self.most
+
+
+@dataclass(frozen=True)
 class Activation:
     """The element-wise function that ends a layer.
 

@@ -364,8 +364,8 @@ PASSES = (
     Fault(
         "lanes past the last channel may grow without limit",
         "relay_passes/layout/packed/packing_state.py",
-        "return channels % self.block == 0 or bound <= _LARGEST_BOUND",
-        "return channels % self.block == 0 or bound > 0",
+        "return self.fills_blocks(channels) or bound <= _LARGEST_BOUND",
+        "return self.fills_blocks(channels) or bound > 0",
         ("tests/relay_passes/layout/packed/test_packed_rules.py",),
     ),
     Fault(

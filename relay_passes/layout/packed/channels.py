@@ -12,6 +12,7 @@ from tvm.ir import GenericConst
 from relay_passes.op.channel_shuffle import channel_shuffle
 from relay_passes.op.channel_slice import channel_slice
 from relay_passes.op.pack import pack
+from schedules.workload.conv2d import ChannelBlocks
 
 from .packing_state import Packed, Rule, Scope, channels_of
 
@@ -28,7 +29,7 @@ def pack_concat(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     if not channels or call.attrs.axis is None:
         return None
     axis = int(call.attrs.axis) % 4
-    keeps_blocks = _keeps_blocks(channels, axis, scope.block)
+    keeps_blocks = _keeps_blocks(channels, axis, scope.blocks)
     found = [scope.lookup(tensor) for tensor in fields]
     if not any(found) or not scope.is_worth_packing(binding):
         return None
@@ -51,7 +52,7 @@ def _regroup(scope: Scope, binding: relax.VarBinding, channels: int) -> Packed |
     if binding.var not in scope.uses.wanted or binding.var in scope.uses.plain:
         return None
     joined = scope.emit(scope.visit(binding.value))
-    return Packed(scope.emit(pack(joined, scope.block)), channels)
+    return Packed(scope.emit(pack(joined, scope.blocks.of(channels))), channels)
 
 
 def pack_split(scope: Scope, binding: relax.VarBinding) -> tuple[Packed, ...] | None:
@@ -65,12 +66,12 @@ def pack_split(scope: Scope, binding: relax.VarBinding) -> tuple[Packed, ...] | 
         return None
     parts = _known_channels([relax.Var("part", ty) for ty in binding.var.ty.fields])
     axis = int(call.attrs.axis) % 4
-    if not parts:
+    if not parts or not scope.blocks.are_equal:
         return None
-    if not _keeps_blocks(parts, axis, scope.block):
+    if not _keeps_blocks(parts, axis, scope.blocks):
         return _slices(scope, data, parts) if binding.var in scope.uses.wanted else None
     if axis == 1:
-        sections: int | list[int] = [end // scope.block for end in accumulate(parts[:-1])]
+        sections: int | list[int] = [end // scope.blocks.most for end in accumulate(parts[:-1])]
     elif isinstance(call.attrs.indices_or_sections, tirx.IntImm):
         sections = int(call.attrs.indices_or_sections)
     else:
@@ -107,11 +108,11 @@ def _known_channels(tensors: Sequence[relax.Expr]) -> list[int]:
     return known if len(known) == len(counts) else []
 
 
-def _keeps_blocks(channels: Sequence[int], axis: int, block: int) -> bool:
+def _keeps_blocks(channels: Sequence[int], axis: int, blocks: ChannelBlocks) -> bool:
     """Return whether parts of these channel counts meet at block borders along an NCHW ``axis``."""
     if axis != 1:
         return len(set(channels)) == 1
-    return all(count % block == 0 for count in channels[:-1])
+    return blocks.are_equal and all(count % blocks.most == 0 for count in channels[:-1])
 
 
 CHANNEL_RULES: dict[str, Rule] = {

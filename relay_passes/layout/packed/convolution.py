@@ -17,6 +17,7 @@ from schedules.workload.conv2d import (
     WORD_BYTES,
     WORDS,
     Activation,
+    ChannelBlocks,
     Conv2DKernel,
     ConvLayer,
 )
@@ -27,15 +28,17 @@ from .weight_packing import fits_pairs, weight_form
 _OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
 
 
-def read_convolution(call: relax.Call, block: int, takes: Takes) -> tuple[ConvLayer, ...] | None:
+def read_convolution(
+    call: relax.Call, blocks: ChannelBlocks, takes: Takes
+) -> tuple[ConvLayer, ...] | None:
     """The layers of a convolution call in NCHW that has a packed form, else None.
 
     Parameters
     ----------
     call : relax.Call
         Any call.
-    block : int
-        Lanes of one channel block.
+    blocks : ChannelBlocks
+        Lanes of the channel blocks.
     takes : Callable
         Whether a direct convolution, or a pair, is packed.
 
@@ -45,7 +48,9 @@ def read_convolution(call: relax.Call, block: int, takes: Takes) -> tuple[ConvLa
         One layer, or the two of a pair.
     """
     kernel = kernel_of(call)
-    if kernel is None or ((kernel.is_quantized or kernel.sums) and block % WORDS[kernel.dtype]):
+    if kernel is None:
+        return None
+    if (kernel.is_quantized or kernel.sums) and blocks.least % WORDS[kernel.dtype]:
         return None
     return kernel.layers if takes(kernel) else None
 
@@ -71,23 +76,24 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
     padding; unless they are packed already.
     """
     call = binding.value
-    layers = read_convolution(call, scope.block, scope.takes)
+    layers = read_convolution(call, scope.blocks, scope.takes)
     if layers is None:
         return None
     if call.op.name == CONV2D.name and read_kernel(call, CONV2D).sums is not None:
         return pack_words(scope, binding, layers[0])
     op = _OPS[call.op.name]
     data, residual = call.args[0], call.args[op.operands :]
-    few = layers[0].in_channels < scope.block and layers[0].groups == 1
+    few = _is_less(scope, layers[0].in_channels) and layers[0].groups == 1
     plain_data = few and scope.lookup(data) is None
     operands = [scope.visit(data) if plain_data else scope.pack(data).expr]
     for index, layer in enumerate(layers):
-        form = weight_form(layer, scope.block, plain_data and index == 0)
+        block = scope.blocks.of(layer.out_channels)
+        form = weight_form(layer, block, plain_data and index == 0)
         operands.append(scope.parameter(call.args[1 + 2 * index], str(form)))
         operands.append(scope.parameter(call.args[2 + 2 * index], "bias"))
     packed_residual = [scope.pack(tensor) for tensor in residual]
     operands += [tensor.expr for tensor in packed_residual]
-    attrs = dict(call.attrs.items()) | _layout_attrs(op, layers, scope.layout, plain_data)
+    attrs = dict(call.attrs.items()) | _layout_attrs(scope, op, layers, plain_data)
     bound = sum(tensor.bound for tensor in packed_residual)
     return Packed(
         relax.Call(call.op, operands, attrs),
@@ -102,15 +108,16 @@ def pack_words(scope: Scope, binding: relax.VarBinding, layer: ConvLayer) -> Res
     Images of few channels are packed in blocks of four.
     """
     call = binding.value
-    attrs = dict(call.attrs.items()) | _layout_attrs(CONV2D, (layer,), scope.layout, False)
+    attrs = dict(call.attrs.items()) | _layout_attrs(scope, CONV2D, (layer,), False)
     dense, suffix = layer.groups == 1, ""
-    if dense and layer.in_channels < scope.block and scope.lookup(call.args[0]) is None:
+    if dense and _is_less(scope, layer.in_channels) and scope.lookup(call.args[0]) is None:
         suffix = "_first"
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         data = scope.emit(pack(scope.visit(call.args[0]), WORD_BYTES))
     else:
         data = _in_blocks(scope, call.args[0])
-    form = f"words{suffix}" if dense else str(weight_form(layer, scope.block, False))
+    block = scope.blocks.of(layer.out_channels)
+    form = f"words{suffix}" if dense else str(weight_form(layer, block, False))
     operands = [data, scope.parameter(call.args[1], form), scope.parameter(call.args[2], "bias")]
     found = [scope.lookup(residual) for residual in call.args[3:]]
     operands += [_in_blocks(scope, residual) for residual in call.args[3:]]
@@ -121,9 +128,10 @@ def pack_words(scope: Scope, binding: relax.VarBinding, layer: ConvLayer) -> Res
 def _in_blocks(scope: Scope, data: relax.Expr) -> relax.Expr:
     """A tensor in blocks; those of a single pixel lie where its channels do."""
     channels = int(data.ty.shape.values[1])
-    if scope.lookup(data) is not None or not is_single_pixel(data) or channels % scope.block:
+    block = scope.blocks.of(channels)
+    if scope.lookup(data) is not None or not is_single_pixel(data) or channels % block:
         return scope.pack(data).expr
-    shape = [data.ty.shape.values[0], channels // scope.block, 1, 1, scope.block]
+    shape = [data.ty.shape.values[0], channels // block, 1, 1, block]
     return scope.reshape(data, shape)
 
 
@@ -131,19 +139,25 @@ def _unblocked(
     scope: Scope, binding: relax.VarBinding, packed: relax.Call, layer: ConvLayer, bound: float
 ) -> Result:
     """The result of a packed convolution; of a single pixel at once in NCHW, if that is enough."""
-    is_row = is_single_pixel(binding.var) and layer.out_channels % scope.block == 0
+    channels = layer.out_channels
+    is_row = is_single_pixel(binding.var) and scope.fills_blocks(channels)
     if is_row and binding.var not in scope.uses.wanted:
         return relax.op.reshape(scope.emit(packed), binding.var.ty.shape)
-    return Packed(packed, layer.out_channels, bound)
+    return Packed(packed, channels, bound)
+
+
+def _is_less(scope: Scope, channels: int) -> bool:
+    """Return whether channels do not fill a block."""
+    return channels < scope.blocks.of(channels)
 
 
 def _layout_attrs(
-    op: ConvOp, layers: tuple[ConvLayer, ...], layout: str, plain_data: bool
+    scope: Scope, op: ConvOp, layers: tuple[ConvLayer, ...], plain_data: bool
 ) -> dict[str, str | int]:
     channels = [layers[0].in_channels, *(layer.out_channels for layer in layers)]
     return {
-        "data_layout": "NCHW" if plain_data else layout,
-        "out_layout": layout,
+        "data_layout": "NCHW" if plain_data else scope.layout(channels[0]),
+        "out_layout": scope.layout(channels[-1]),
         **dict(zip(op.channels, channels, strict=True)),
     }
 
@@ -163,17 +177,17 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     Where products are added in pairs of 16 bits, weights stay bytes if no pair can saturate.
     """
     call = binding.value
-    layers = read_convolution(call, scope.block, scope.takes)
+    layers = read_convolution(call, scope.blocks, scope.takes)
     if layers is None:
         return None
     (layer,), data = layers, call.args[0]
     attrs = dict(call.attrs.items())
-    attrs |= _layout_attrs(QUANTIZED_CONV2D, layers, scope.layout, plain_data=False)
+    attrs |= _layout_attrs(scope, QUANTIZED_CONV2D, layers, plain_data=False)
     suffix = ""
     if "rounding" in attrs:
         attrs["data_layout"], suffix = "NCHW", "_first"
         operands = [scope.visit(data)]
-    elif layer.in_channels < scope.block and scope.lookup(data) is None:
+    elif _is_less(scope, layer.in_channels) and scope.lookup(data) is None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         suffix = "_first"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]

@@ -188,7 +188,8 @@ def _pack_rank4(scope: Scope, expr: relax.Expr, rank4: list[int | tirx.Expr]) ->
     """Pack a tensor that may lack its first axes."""
     if channels_of(expr) is not None:
         return scope.pack(expr).expr
-    return scope.emit(pack(scope.emit(relax.op.reshape(scope.visit(expr), rank4)), scope.block))
+    reshaped = scope.emit(relax.op.reshape(scope.visit(expr), rank4))
+    return scope.emit(pack(reshaped, scope.blocks.of(int(rank4[1]))))
 
 
 def _append_axis(scope: Scope, expr: relax.Expr, rank4: list[int | tirx.Expr]) -> relax.Expr:

@@ -44,8 +44,8 @@ def pack_pool(scope: Scope, binding: relax.VarBinding) -> Packed | None:
         dilation=attrs.dilation,
         ceil_mode=attrs.ceil_mode,
         count_include_pad=attrs.count_include_pad,
-        layout=scope.layout,
-        out_layout=scope.layout,
+        layout=scope.layout(data.channels),
+        out_layout=scope.layout(data.channels),
     )
     return scope.result(pooled, data.channels, data.bound)
 
@@ -60,9 +60,8 @@ def pack_adaptive_pool(scope: Scope, binding: relax.VarBinding) -> Packed | None
     if attrs.output_size is not None and all(int(size) == 1 for size in attrs.output_size):
         pooled = relax.op.mean(data.expr, [2, 3], True)
     else:
-        pooled = relax.op.nn.adaptive_avg_pool2d(
-            data.expr, attrs.output_size, scope.layout, scope.layout
-        )
+        layout = scope.layout(data.channels)
+        pooled = relax.op.nn.adaptive_avg_pool2d(data.expr, attrs.output_size, layout, layout)
     return scope.result(pooled, data.channels, data.bound)
 
 
@@ -94,7 +93,7 @@ def pack_resize(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     attrs = call.attrs
     if data is None or str(attrs.layout) != "NCHW" or not scope.is_worth_packing(binding):
         return None
-    resized = resize_alike(call, data.expr, call.args[1], scope.layout)
+    resized = resize_alike(call, data.expr, call.args[1], scope.layout(data.channels))
     bound = max(data.bound * _RESIZE_GROWTH, abs(float(attrs.extrapolation_value)))
     return scope.result(resized, data.channels, bound)
 

@@ -14,7 +14,7 @@ from tvm.ir import GenericConst
 from relay_passes.core.constants import array_of, tensor_constant
 from relay_passes.core.expressions import Value, op_name
 from relay_passes.op.pack import pack
-from schedules.workload.conv2d import Conv2DKernel
+from schedules.workload.conv2d import ChannelBlocks, Conv2DKernel
 
 from .consumers import Uses
 from .weight_packing import element_type, pack_array, pack_expr
@@ -69,8 +69,8 @@ class Scope:
 
     Parameters
     ----------
-    block : int
-        Lanes of one channel block.
+    blocks : ChannelBlocks
+        Lanes of the channel blocks.
     uses : Uses
         Readers of each tensor, in the whole function.
     emit : Callable
@@ -91,7 +91,7 @@ class Scope:
         Constants already packed, by form.
     """
 
-    block: int
+    blocks: ChannelBlocks
     uses: Uses
     emit: Callable[[relax.Expr], relax.Var]
     visit: Callable[[relax.Expr], relax.Expr]
@@ -102,10 +102,9 @@ class Scope:
     tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)
     parameters: dict[tuple[GenericConst, str], relax.Expr] = field(default_factory=dict)
 
-    @property
-    def layout(self) -> str:
-        """Name of the packed layout."""
-        return f"NCHW{self.block}c"
+    def layout(self, channels: int) -> str:
+        """Name of the packed layout of a tensor."""
+        return f"NCHW{self.blocks.of(channels)}c"
 
     def lookup(self, expr: relax.Expr) -> Packed | None:
         """The packed twin of ``expr``, if it exists."""
@@ -120,7 +119,7 @@ class Scope:
         assert channels is not None, f"{expr} has no constant channels"
         if isinstance(expr, GenericConst):
             return Packed(self.parameter(expr, "data"), channels)
-        result = Packed(self.emit(pack(self.visit(expr), self.block)), channels)
+        result = Packed(self.emit(pack(self.visit(expr), self.blocks.of(channels))), channels)
         self.packed[expr] = result
         return result
 
@@ -135,21 +134,28 @@ class Scope:
 
     def parameter(self, expr: relax.Expr, form: str) -> relax.Expr:
         """A weight, bias or constant tensor in ``form``; a constant is packed immediately."""
+        extents = [int(extent) for extent in expr.ty.shape.values]
+        axis = 1 if form == "data" else 0
+        blocks = self.blocks.of(extents[axis]), self.blocks.of(extents[min(1, len(extents) - 1)])
         if not isinstance(expr, GenericConst):
-            return self.emit(pack_expr(self.visit(expr), form, self.block))
+            return self.emit(pack_expr(self.visit(expr), form, *blocks))
         if (expr, form) not in self.parameters:
-            array = pack_array(array_of(expr), form, self.block)
+            array = pack_array(array_of(expr), form, *blocks)
             dtype = element_type(form, str(expr.ty.dtype))
             self.parameters[expr, form] = tensor_constant(array, dtype)
         return self.parameters[expr, form]
 
+    def fills_blocks(self, channels: int) -> bool:
+        """Return whether the blocks of a tensor have no lanes past its last channel."""
+        return channels % self.blocks.of(channels) == 0
+
     def is_safe(self, channels: int, bound: float) -> bool:
         """Return whether elements within ``bound`` past the last channel, if any, stay finite."""
-        return channels % self.block == 0 or bound <= _LARGEST_BOUND
+        return self.fills_blocks(channels) or bound <= _LARGEST_BOUND
 
     def result(self, expr: relax.Expr, channels: int, bound: float) -> Packed | None:
         """``expr`` as a packed tensor; None where that is not safe."""
-        if channels % self.block == 0:
+        if self.fills_blocks(channels):
             return Packed(expr, channels)
         return Packed(expr, channels, bound) if self.is_safe(channels, bound) else None
 

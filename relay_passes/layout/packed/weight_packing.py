@@ -70,8 +70,11 @@ class Packing:
     rows: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, form: str, shape: Sequence[int], block: int) -> Packing:
-        """The packing of an array of ``shape`` into ``form`` (one of ``FORMS``)."""
+    def of(cls, form: str, shape: Sequence[int], block: int, inner: int) -> Packing:
+        """The packing of an array of ``shape`` into ``form`` (one of ``FORMS``).
+
+        Input channels of words are in blocks of ``inner``.
+        """
         if form not in FORMS:
             raise OpError(f"weight form is {form!r}; expected one of {', '.join(FORMS)}")
         extents = tuple(int(extent) for extent in shape)
@@ -99,7 +102,7 @@ class Packing:
             split = (blocks[0], 1, width, block, *extents[2:])
             return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
         if form.startswith(("quantized", "pairs", "words")):
-            lanes = WORD_BYTES if form.endswith("_first") else block
+            lanes = WORD_BYTES if form.endswith("_first") else inner
             word = WORDS["bfloat16" if form.startswith("words") else element_type(form, "int8")]
             count = channel_blocks(extents[1], lanes)
             padding = (tail[0], count * lanes - extents[1], 0, 0)
@@ -154,7 +157,7 @@ def fits_pairs(packed: np.ndarray) -> bool:
     return bool(255 * most < 2**15 and 255 * -least <= 2**15)
 
 
-def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
+def pack_array(array: np.ndarray, form: str, block: int, inner: int | None = None) -> np.ndarray:
     """Pack a parameter at compile time.
 
     Parameters
@@ -165,13 +168,15 @@ def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
         One of ``FORMS``.
     block : int
         Lanes of one channel block.
+    inner : int | None
+        Those of the data that weights in words multiply, if not as many.
 
     Returns
     -------
     np.ndarray
         The packed parameter, contiguous; see :func:`element_type`.
     """
-    packing = Packing.of(form, array.shape, block)
+    packing = Packing.of(form, array.shape, block, inner or block)
     padded = np.pad(array, [(0, count) for count in packing.padding])
     if packing.rows is not None:
         padded = padded.reshape(-1, *padded.shape[2:])[list(packing.rows)]
@@ -179,7 +184,7 @@ def pack_array(array: np.ndarray, form: str, block: int) -> np.ndarray:
     return np.ascontiguousarray(packed, element_type(form, "") or None)
 
 
-def pack_expr(value: relax.Expr, form: str, block: int) -> relax.Expr:
+def pack_expr(value: relax.Expr, form: str, block: int, inner: int | None = None) -> relax.Expr:
     """Pack a parameter that is known only at run time.
 
     Parameters
@@ -190,6 +195,8 @@ def pack_expr(value: relax.Expr, form: str, block: int) -> relax.Expr:
         One of ``FORMS``.
     block : int
         Lanes of one channel block.
+    inner : int | None
+        Those of the data that weights in words multiply, if not as many.
 
     Returns
     -------
@@ -197,7 +204,7 @@ def pack_expr(value: relax.Expr, form: str, block: int) -> relax.Expr:
         Nested calls of Relax's own pad, take, reshape, permute_dims and astype.
     """
     shape, dtype = [int(extent) for extent in value.ty.shape.values], str(value.ty.dtype)
-    packing = Packing.of(form, shape, block)
+    packing = Packing.of(form, shape, block, inner or block)
     if any(packing.padding):
         widths = [width for count in packing.padding for width in (0, count)]
         value = relax.op.nn.pad(value, widths)

@@ -116,32 +116,33 @@ class Conv2DTemplate(PackedTemplate[Conv2DKnobs]):
 
     def default(self, workload: Conv2DKernel, machine: CPUInfo) -> Conv2DKnobs:
         """Return the cheapest setting of the cost model."""
-        return default_conv2d_knobs(workload.in_words(), machine)
+        return default_conv2d_knobs(in_vectors(workload, machine), machine)
 
     def settings(self, workload: Conv2DKernel, machine: CPUInfo) -> Iterable[Conv2DKnobs]:
         """Yield the settings that the cost model compares."""
-        return conv2d_space(workload.in_words(), machine)
+        return conv2d_space(in_vectors(workload, machine), machine)
 
     def contains(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> bool:
         """Return whether a setting is one of these."""
-        return in_conv2d_space(workload.in_words(), knobs, machine)
+        return in_conv2d_space(in_vectors(workload, machine), knobs, machine)
 
     def write(
         self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: Conv2DKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
-        dots = multiplies_words(workload, CPUInfo.from_target(target))
-        return conv2d_template(func, workload, knobs, dots)
+        cpu = CPUInfo.from_target(target)
+        lanes = in_vectors(workload, cpu).lanes
+        return conv2d_template(func, workload, knobs, multiplies_words(workload, cpu), lanes)
 
     def cycles(self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo) -> float:
         """Return the cost model's cycles."""
-        return estimate(workload.in_words(), knobs, machine).cycles
+        return estimate(in_vectors(workload, machine), knobs, machine).cycles
 
     def features(
         self, workload: Conv2DKernel, knobs: Conv2DKnobs, machine: CPUInfo
     ) -> dict[str, float]:
         """Return the knobs, the terms of the cost model, and products of knobs."""
-        terms = estimate(workload.in_words(), knobs, machine).terms()
+        terms = estimate(in_vectors(workload, machine), knobs, machine).terms()
         terms["accumulators"] = knobs.pixels * knobs.blocks
         terms["pieces"] = knobs.unit_chunks * knobs.block_chunks
         return super().features(workload, knobs, machine) | terms
@@ -317,12 +318,41 @@ def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     return in_pairs and cpu.multiplies_pairs and kernel.lanes == DOT_LANES
 
 
+def in_vectors(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKernel:
+    """The convolution as the nest computes it: that of words, or in blocks of single vectors."""
+    (layer,), lanes = kernel.layers, cpu.lanes(kernel.sums or kernel.dtype)
+    width = layer.group_lanes(kernel.lanes) if kernel.lanes > 1 else 0
+    if not width or kernel.lanes % lanes or layer.group_lanes(lanes) != width:
+        return kernel.in_words()
+    layout = f"NCHW{lanes}c"
+    return replace(kernel, data_layout=layout, out_layout=layout)
+
+
+def _by_vectors(ops: LayerOperands, lanes: int) -> LayerOperands:
+    """A layer whose blocks read only themselves, in blocks of fewer lanes."""
+    parts = ops.lanes // lanes
+    if parts == 1:
+        return ops
+
+    def cut(image: FeatureMap) -> FeatureMap:
+        return replace(image, lanes=lanes, pixel_stride=image.step, parts=parts)
+
+    images = {"source": cut(ops.source), "output": cut(ops.output)}
+    residual = None if ops.residual is None else cut(ops.residual)
+    return replace(ops, **images, residual=residual, lanes=lanes, out_blocks=parts * ops.out_blocks)
+
+
 def conv2d_template(
-    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: Conv2DKnobs, dots: bool = False
+    func: tirx.PrimFunc,
+    kernel: Conv2DKernel,
+    knobs: Conv2DKnobs,
+    dots: bool = False,
+    lanes: int | None = None,
 ) -> s_tir.Schedule:
     """Write the loop nest of the module's docstring.
 
-    ``dots``: pairs of bfloat16 are multiplied by an instruction, not as float32.
+    ``dots``: pairs of bfloat16 are multiplied by an instruction, not as float32. ``lanes``: those
+    of the vectors of blocks that read only themselves, if blocks are wider.
 
     Raises
     ------
@@ -338,6 +368,7 @@ def conv2d_template(
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
             ops = operands(builder, kernel, image)
             ops = replace(ops, dots=dots, pairs=ops.pairs and not dots)
+            ops = _by_vectors(ops, lanes or ops.lanes)
             if ops.in_blocks % knobs.ic_o or (knobs.blocks_inside and knobs.ic_o > 1):
                 raise OpError(
                     f"ic_o is {knobs.ic_o}; expected a divisor of the {ops.in_blocks} input "

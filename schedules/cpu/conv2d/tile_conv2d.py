@@ -65,7 +65,7 @@ class TileConv2DTemplate(PackedTemplate[TileConv2DKnobs]):
     """The nest of the module's docstring."""
 
     name = "cpu.tile_conv2d"
-    version = 1
+    version = 2
     knobs = TileConv2DKnobs
 
     def default(self, workload: Conv2DKernel, machine: CPUInfo) -> TileConv2DKnobs:

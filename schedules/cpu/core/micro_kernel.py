@@ -123,6 +123,8 @@ class FeatureMap:
         Whether the buffer belongs to a block of the nest, rather than to the function's parameters.
     pixel_stride : int | None
         Elements from one pixel to the next; None for ``lanes``.
+    parts : int
+        Blocks that lie beside each other in a pixel: vectors of a wider block.
     """
 
     buffer: tirx.Buffer
@@ -136,6 +138,7 @@ class FeatureMap:
     first_block: Index = 0
     is_local: bool = False
     pixel_stride: int | None = None
+    parts: int = 1
 
     @property
     def step(self) -> int:
@@ -148,12 +151,19 @@ class FeatureMap:
 
     def at(self, block: Index, row: Index, column: Index) -> Index:
         """Element offset of lane 0 of a pixel."""
+        whole, part = _part(cancelled(block - self.first_block), self.parts)
         return (
             self.offset
-            + cancelled(block - self.first_block) * self.block_stride
+            + whole * self.block_stride
+            + part * self.lanes
             + cancelled(row - self.first_row) * self.row_stride
             + column * self.step
         )
+
+
+def _part(block: Index, parts: int) -> tuple[Index, Index]:
+    """Number of the block of ``parts`` vectors that a vector lies in, and its place there."""
+    return (tirx.floordiv(block, parts), tirx.floormod(block, parts)) if parts > 1 else (block, 0)
 
 
 def cancelled(index: Index) -> Index:
@@ -384,13 +394,16 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
         for total in (sums[k] for k in range(len(sums)) if k % width):
             _store(total, T.broadcast(tirx.const(0, ops.dtype), lanes), 0, lanes)
         for kh, kw, (low, high) in _taps(ops, row, run, unroll_columns=width == 1):
-            number = (block * layer.kernel[0] + kh) * layer.kernel[1] + kw
-            weight = bound(number * (width * lanes))
+            parts, step = ops.source.parts, layer.strides[1] * ops.source.step
+            whole, part = _part(block, parts)
+            number = (whole * layer.kernel[0] + kh) * layer.kernel[1] + kw
+            weight = bound(number * (width * parts * lanes) + part * lanes)
             origin = bound(ops.source.at(block, *_source_pixel(layer, row, column, kh, kw)))
             # Pixels innermost: LLVM keeps them in registers, and one vector of weights.
             for j, p in itertools.product(range(width), range(low, high)):
-                pixel = _load(ops.source.buffer, origin + p * (layer.strides[1] * lanes), lanes)
-                product = _floats(pixel) * _floats(_load(ops.weight, weight + j * lanes, lanes))
+                pixel = _load(ops.source.buffer, origin + p * step, lanes)
+                factor = _load(ops.weight, weight + j * (parts * lanes), lanes)
+                product = _floats(pixel) * _floats(factor)
                 total = sums[p * width + j]
                 _store(total, _load(total, 0, lanes) + product, 0, lanes)
         for p in range(run.size):

@@ -23,8 +23,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import gcd
 
-from schedules.workload.conv2d import ITEM_BYTES, WORD_BYTES, WORDS, Activation, Conv2DKernel
+from schedules.workload.conv2d import (
+    ITEM_BYTES,
+    WORD_BYTES,
+    WORDS,
+    Activation,
+    ChannelBlocks,
+    Conv2DKernel,
+)
 
 from ..core.machine import CPUInfo
 from ..core.tile_unit import TILE_ROWS, TILE_WORDS
@@ -32,7 +40,7 @@ from .conv2d_knobs import shares
 
 LEAST_ROWS = 9  # a product of fewer takes as long
 SUMS = 4  # tiles of sums that the registers hold beside the factors
-SHAPES = ((1, 4), (2, 2), (1, 2), (2, 1), (1, 1))
+SHAPES = ((1, 4), (2, 2), (1, 3), (1, 2), (2, 1), (1, 1))
 UNROLLED = (1, 4)
 MOST_PIECES = (1, 4, 16, 64)  # of the pixels that a core computes
 _SLOWDOWN = 1.6
@@ -141,8 +149,10 @@ def fits_tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     return fills and kernel.word == word
 
 
-def fastest_block(kernels: Sequence[Conv2DKernel], cpu: CPUInfo) -> int | None:
-    """Channels in a block for which tile registers compute convolutions fastest.
+def fastest_blocks(
+    kernels: Sequence[Conv2DKernel], cpu: CPUInfo, are_equal: bool = False
+) -> ChannelBlocks | None:
+    """Blocks of channels with which tile registers compute convolutions fastest.
 
     Parameters
     ----------
@@ -150,29 +160,42 @@ def fastest_block(kernels: Sequence[Conv2DKernel], cpu: CPUInfo) -> int | None:
         All convolutions of a network, in NCHW.
     cpu : CPUInfo
         The machine.
+    are_equal : bool
+        Whether all tensors need the same, as channels move from one to another.
 
     Returns
     -------
-    int | None
-        At most as many as fill a row of a tile; None where tiles cannot compute all of them.
+    ChannelBlocks | None
+        At most as many as fill a row of a tile; None where tiles cannot compute all of them but
+        depthwise layers, which vectors compute in any blocks.
     """
-    types = {kernel.dtype for kernel in kernels}
+    dense = [kernel for kernel in kernels if not _is_depthwise(kernel)]
+    types = {kernel.dtype for kernel in dense}
     if len(types) != 1 or not types <= set(cpu.tiles):
         return None
-    word, cycles = WORDS[types.pop()], dict[int, float]()
-    for block in range(TILE_WORDS, word * TILE_WORDS + 1, TILE_WORDS):
-        packed = [_packed(kernel, block, word) for kernel in kernels]
-        if block & (block - 1) or not all(fits_tiles(kernel, cpu) for kernel in packed):
-            continue
-        settings = ((kernel, default_tile_knobs(kernel, cpu)) for kernel in packed)
-        cycles[block] = sum(tile_cycles(*each, cpu) for each in settings)
+    word = WORDS[types.pop()]
+    row, cycles = word * TILE_WORDS, dict[ChannelBlocks, float]()
+    widths = [TILE_WORDS << k for k in range(word.bit_length())]
+    choices = [ChannelBlocks(width, width) for width in widths]
+    for blocks in choices if are_equal else [*choices, ChannelBlocks(TILE_WORDS, row)]:
+        packed = [_packed(kernel, blocks, word) for kernel in dense]
+        if all(fits_tiles(kernel, cpu) for kernel in packed):
+            settings = ((kernel, default_tile_knobs(kernel, cpu)) for kernel in packed)
+            cycles[blocks] = sum(tile_cycles(*each, cpu) for each in settings)
     return min(cycles, key=cycles.__getitem__, default=None)
 
 
-def _packed(kernel: Conv2DKernel, block: int, word: int) -> Conv2DKernel:
+def _is_depthwise(kernel: Conv2DKernel) -> bool:
+    """Return whether a kernel has groups that blocks of any vectors hold."""
+    return len(kernel.layers) == 1 and kernel.layers[0].group_lanes(TILE_WORDS) > 0
+
+
+def _packed(kernel: Conv2DKernel, blocks: ChannelBlocks, word: int) -> Conv2DKernel:
     """A convolution in blocks of channels; an image of few channels in words of four."""
-    few = kernel.layers[0].in_channels <= WORD_BYTES
-    layouts = f"NCHW{WORD_BYTES if few else block}c", f"NCHW{block}c"
+    layer = kernel.layers[0]
+    few = layer.in_channels <= WORD_BYTES
+    data = WORD_BYTES if few else blocks.of(layer.in_channels)
+    layouts = f"NCHW{data}c", f"NCHW{blocks.of(layer.out_channels)}c"
     return replace(kernel, data_layout=layouts[0], out_layout=layouts[1], word=word)
 
 
@@ -213,10 +236,13 @@ def _pieces(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
 
 
 def packed_tiles(kernel: Conv2DKernel, knobs: TileConv2DKnobs) -> int:
-    """Channel tiles whose outputs fill a vector of 512 bits side by side; 1 if they do not."""
-    count = {"uint8": 4, "bfloat16": 2}.get(str(kernel.out_dtype), 1)
-    fits = knobs.channel_tiles % count == kernel.lanes // TILE_WORDS % count == 0
-    return count if fits else 1
+    """Channel tiles whose outputs are packed into a vector, side by side: a divisor of a block's.
+
+    Of bfloat16 two fill 512 bits, of bytes four; three of these are packed as fast.
+    """
+    most = {"uint8": WORD_BYTES, "bfloat16": 2}.get(str(kernel.out_dtype), 1)
+    tiles = gcd(knobs.channel_tiles, kernel.lanes // TILE_WORDS)
+    return next(count for count in range(most, 0, -1) if tiles % count == 0)
 
 
 def tile_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> float:

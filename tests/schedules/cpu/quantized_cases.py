@@ -36,8 +36,9 @@ ENDS = (Activation(), Activation("relu"), Activation("round_clip", -100, 155))
 class QuantizedCase:
     """A layer on concrete shapes; ``words``: the data is packed in words of four channels.
 
-    Weights are words of ``word`` channels. An image with a ``rounding`` is one of floats in NCHW,
-    and is multiplied in words.
+    Other data is in blocks of ``inner`` channels, if not as many as the output. Weights are words
+    of ``word`` channels. An image with a ``rounding`` is one of floats in NCHW, and is multiplied
+    in words.
     """
 
     layer: ConvLayer
@@ -51,10 +52,11 @@ class QuantizedCase:
     addition: ByteAddition | None = None
     limited: bool = False
     rounding: ByteRounding | None = None
+    inner: int | None = None
 
     @property
     def data_lanes(self) -> int:
-        return 4 if self.words else self.lanes
+        return 4 if self.words else self.inner or self.lanes
 
     @property
     def weight_dtype(self) -> str:

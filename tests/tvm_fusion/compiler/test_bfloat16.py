@@ -132,6 +132,38 @@ def test_numbers_by_loops_in_place_of_tile_registers(model: onnx.ModelProto) -> 
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
 
 
+def test_blocks_of_tensors_around_a_depthwise_layer_by_loops_in_place_of_tile_registers():
+    random = np.random.default_rng(8)
+    shapes = {"a": (24, 3, 3, 3), "b": (144, 24, 1, 1), "c": (144, 1, 3, 3), "d": (24, 144, 1, 1)}
+    weights = {
+        name: random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
+        for name, shape in shapes.items()
+    }
+    model = model_of(
+        """g (float[2,3,18,22] x) => (float[2,24,9,11] y) {
+            s = Conv<strides = [2, 2], pads = [1, 1, 1, 1]>(x, a)
+            t = Conv(s, b)
+            u = Relu(t)
+            v = Conv<pads = [1, 1, 1, 1], group = 144>(u, c)
+            w = Relu(v)
+            z = Conv(w, d)
+            y = Add(z, s)
+        }""",
+        **weights,
+    )
+    target = resolve("native", 1)
+    tiles = {"tiles": ("bfloat16",), "emulates_tiles": True}
+    feed = random_feed(model, 5)
+    with described(target, replace(CPUInfo.from_target(target), **tiles)):
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))
+        found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
+    texts = [str(func.attrs.get("tvm_fusion.workload")) for func in mod.functions.values()]
+    assert sum('"out_layout": "NCHW32c"' in text for text in texts) == 4
+    rules = [use.rule for use in kernel_uses(mod)]
+    assert rules.count("TileConv2D") == 3 and rules.count("Conv2D") == 1
+    assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
+
+
 def test_each_stored_tensor_is_rounded_once_and_sums_are_exact() -> None:
     """Sums of integers are exact in float32, so that only roundings to bfloat16 remain."""
     random = np.random.default_rng(7)

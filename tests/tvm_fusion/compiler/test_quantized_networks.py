@@ -24,6 +24,7 @@ from tvm.target import Target
 import tvm_fusion
 from relay_passes import FuseEpilogue, MultiplyBytes, SimplifyInference
 from schedules.cpu.core.machine import CPUInfo, described
+from schedules.workload.conv2d import from_json
 from tvm_fusion.codegen.device_code import cuda_texts
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
@@ -134,6 +135,51 @@ def test_numbers_by_loops_in_place_of_tile_registers(form, tmp_path):
     kernels = [f for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
     assert [str(kernel.attrs["tvm_fusion.rule"]) for kernel in kernels] == ["TileConv2D"] * 3
     assert all("NCHW64c" in str(kernel.attrs["tvm_fusion.workload"]) for kernel in kernels)
+    step = np.diff(np.unique(wanted)).min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
+
+
+def inverted_residual() -> onnx.ModelProto:
+    """Two layers around a depthwise one, with 24, 144 and 24 channels, and a residual."""
+    rng, node = np.random.default_rng(4), onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w0"], ["s"], kernel_shape=[3, 3], pads=[1] * 4, strides=[2, 2]),
+        node("Conv", ["s", "w1"], ["a"], kernel_shape=[1, 1]),
+        node("Relu", ["a"], ["b"]),
+        node("Conv", ["b", "w2"], ["c"], kernel_shape=[3, 3], pads=[1] * 4, group=144),
+        node("Relu", ["c"], ["d"]),
+        node("Conv", ["d", "w3"], ["e"], kernel_shape=[1, 1]),
+        node("Add", ["e", "s"], ["y"]),
+    ]
+    shapes = {"w0": (24, 3, 3, 3), "w1": (144, 24, 1, 1)}
+    shapes |= {"w2": (144, 1, 3, 3), "w3": (24, 144, 1, 1)}
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    ends = {"x": [1, 3, 18, 22], "y": [1, 24, 9, 11]}
+    ends = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in ends.items()]
+    graph = onnx.helper.make_graph(nodes, "block", ends[:1], ends[1:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+def test_tensors_around_a_depthwise_layer_have_blocks_of_their_own(tmp_path):
+    """By loops in place of tile registers: 24 channels in one block, 144 in three of 48."""
+    model = quantized(inverted_residual(), tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    x = next(iter(Images(model).get_next().values()))
+    (wanted,) = run_onnx(model, {"x": x})
+    target = resolve("native", 1)
+    tiles = {"tiles": ("uint8",), "emulates_tiles": True, "word_channels": 4}
+    with described(target, replace(CPUInfo.from_target(target), **tiles)):
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options())
+        found = tvm_fusion.compile(model, target, records="none")(x)
+    kernels = [f.attrs for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
+    rules = [str(attrs["tvm_fusion.rule"]) for attrs in kernels]
+    assert sorted(rules) == ["Conv2D", "TileConv2D", "TileConv2D", "TileConv2D"]
+    layouts = [from_json(str(attrs["tvm_fusion.workload"])).out_layout for attrs in kernels]
+    assert sorted(layouts) == ["NCHW32c", "NCHW32c", "NCHW48c", "NCHW48c"]
     step = np.diff(np.unique(wanted)).min()
     assert np.abs(found - wanted).max() < 1.01 * step
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01

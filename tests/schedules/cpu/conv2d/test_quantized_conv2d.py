@@ -168,7 +168,7 @@ def test_a_batch_that_is_known_only_at_run_time(word):
 
 
 def depthwise(layer: ConvLayer, kernel: Conv2DKernel) -> tirx.PrimFunc:
-    lanes = 16
+    lanes = kernel.lanes
     blocks = -(-layer.in_channels // lanes)
     size = int(kernel.height or 1), int(kernel.width or 1)
     data = te.placeholder((1, blocks, *size, lanes), "uint8", name="data")
@@ -183,9 +183,11 @@ def depthwise(layer: ConvLayer, kernel: Conv2DKernel) -> tirx.PrimFunc:
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("out_dtype", [None, "uint8"])
-def test_depthwise_layers_read_and_write_bytes(strides, out_dtype):
+@pytest.mark.parametrize("lanes", [16, 24, 64], ids=lambda lanes: f"NCHW{lanes}c")
+def test_depthwise_layers_read_and_write_bytes(strides, out_dtype, lanes):
+    """In blocks of several vectors, too."""
     layer = ConvLayer(40, 40, (3, 3), strides, (1, 1, 1, 1), groups=40, activation=ROUNDED)
-    layouts = ("NCHW16c",) * 2
+    layouts = (f"NCHW{lanes}c",) * 2
     types = {"data_dtype": "uint8", "out_dtype": out_dtype}
     kernel = Conv2DKernel((layer,), 1, 13, 19, False, "float32", *layouts, **types)
     func = Conv2D().apply(depthwise(layer, kernel), TARGET, False).mod["main"]
@@ -193,9 +195,11 @@ def test_depthwise_layers_read_and_write_bytes(strides, out_dtype):
     data = random.integers(0, 256, (1, 40, 13, 19)).astype("uint8")
     weight = random.integers(-64, 65, (40, 1, 3, 3)).astype("float32") / 64
     bias = (random.integers(-64, 64, 40) / 4).astype("float32")
-    packed = pack(data, 16), pack(weight[:, 0], 16, axis=0), pack(bias, 16, axis=0)
+    packed = pack(data, lanes), pack(weight[:, 0], lanes, axis=0), pack(bias, lanes, axis=0)
     size = layer.output_size(13, 19)
-    found = tvm.runtime.tensor(np.full((1, 3, *size, 16), 99, out_dtype or "float32"))
+    found = tvm.runtime.tensor(
+        np.full((1, -(-40 // lanes), *size, lanes), 99, out_dtype or "float32")
+    )
     tensors = [tvm.runtime.tensor(np.ascontiguousarray(array)) for array in packed]
     compile_function(func)["main"](*tensors, found)
     image = np.pad(data.astype("float64"), ((0, 0), (0, 0), (1, 1), (1, 1)))

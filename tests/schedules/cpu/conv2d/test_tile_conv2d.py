@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from math import prod
 
 import pytest
 from cpu.conv2d.test_conv2d import SEED
@@ -25,6 +27,7 @@ from schedules.cpu.core.machine import CPUInfo, described
 from schedules.cpu.cost.tile_conv2d_knobs import (
     TileConv2DKnobs,
     default_tile_knobs,
+    packed_tiles,
     tile_conv2d_space,
 )
 from schedules.workload.conv2d import Activation, ConvLayer
@@ -33,8 +36,9 @@ TILES = {"tiles": ("bfloat16", "uint8"), "emulates_tiles": True, "word_channels"
 CPU = replace(CPUInfo.from_target(TARGET), **TILES)
 BYTES = Activation("round_clip", 0, 255)
 FEW = settings(max_examples=settings.default.max_examples // 4)
-cases = st.tuples(quantized_cases((4, False)), st.sampled_from([16, 32, 64])).map(
-    lambda drawn: replace(drawn[0], lanes=drawn[1])
+BLOCKS = st.sampled_from([16, 32, 48, 64])
+cases = st.tuples(quantized_cases((4, False)), BLOCKS, BLOCKS).map(
+    lambda drawn: replace(drawn[0], lanes=drawn[1], inner=drawn[2])
 )
 
 
@@ -69,6 +73,15 @@ def test_tiles_that_reach_back(shape, interleaved):
     case = QuantizedCase(layer, 2, 1, 29, 16, False, "uint8", addition=ADDITIONS[0])
     knobs = TileConv2DKnobs(10, *shape, 2, 2, 4, interleaved)
     case.check(compile_function(schedule(case, knobs)), 5)
+
+
+def test_three_channel_tiles_are_packed_side_by_side():
+    layer = ConvLayer(96, 144, (1, 1), activation=Activation("round_clip", -100, 155))
+    case = QuantizedCase(layer, 1, 5, 7, 48, False, "uint8", addition=ADDITIONS[0], inner=64)
+    for interleaved in (True, False):
+        knobs = TileConv2DKnobs(12, 1, 3, 1, 2, 1, interleaved)
+        assert packed_tiles(case.kernel, knobs) == 3
+        case.check(compile_function(schedule(case, knobs)), 5)
 
 
 def test_padding_that_is_wider_than_what_is_read():
@@ -120,13 +133,15 @@ SHAPES = {
         ConvLayer(3, 64, (7, 7), (2, 2), (3,) * 4), 1, 224, 224, 64, True, rounding=ROUNDINGS[0]
     ),
     "halves": QuantizedCase(ConvLayer(96, 96, (3, 3), padding=(1,) * 4), 1, 28, 28, 32),
+    "narrow": QuantizedCase(ConvLayer(128, 144, (1, 1)), 1, 28, 28, 48, inner=64),
 }
 
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
-@pytest.mark.parametrize("shape", [(1, 4), (2, 2)], ids=["1x4", "2x2"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "shape"), [*product(SHAPES, [(1, 4), (2, 2)]), ("narrow", (1, 3))], ids=str
+)
 def test_machine_code(cpu, shape, name):
     """Each product takes the loads that its group promises, and nothing is called or spilled."""
     target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu, "num-cores": 2})
@@ -142,15 +157,14 @@ def test_machine_code(cpu, shape, name):
     most = 0
     for loop in found:
         products = _count(loop.instructions, "tdpbusd")
-        assert products % 4 == 0
-        loads = products * (5 if shape == (1, 4) else 4)
-        assert _count(loop.instructions, "tileload") * 4 == loads
+        assert products % prod(shape) == 0
+        assert _count(loop.instructions, "tileload") * prod(shape) == products * sum(shape)
         assert not _count(loop.instructions, "tilestored") or not loop.innermost
         assert not _count(loop.instructions, "call")
         assert loop.stack_stores == loop.stack_loads == 0
         most = max(most, _count(loop.instructions, "vpack"))
     assert text.count("ldtilecfg") == text.count("tilerelease") == 1
-    if shape == (1, 4) and case.lanes == 64:  # rows of output between products
+    if shape[0] == 1 and case.lanes == 16 * shape[1]:  # rows of output between products
         assert most >= 3
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.tile_conv2d_knobs import default_tile_knobs, fastest_block, tile_cycles
-from schedules.workload.conv2d import WORDS, Conv2DKernel, ConvLayer
+from schedules.cpu.cost.tile_conv2d_knobs import default_tile_knobs, fastest_blocks, tile_cycles
+from schedules.workload.conv2d import WORDS, ChannelBlocks, Conv2DKernel, ConvLayer
 
 TYPES = frozenset({"uint8", "bfloat16"})
 CPU = CPUInfo(512, 32, True, 2, 48 << 10, 2 << 20, 260 << 20, "emeraldrapids", tiles=TYPES)
@@ -52,15 +52,27 @@ def test_blocks_fill_rows_of_tiles_where_there_are_channels():
     for dtype, row in (("uint8", 64), ("bfloat16", 32)):
         for layers, block in ((many, row), (few, 16)):
             kernels = [kernel_of(layer, 28, dtype) for layer in layers]
-            assert fastest_block(kernels, CPU) == block
+            found = fastest_blocks(kernels, CPU, are_equal=True)
+            assert found == ChannelBlocks(block, block)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+def test_tensors_of_few_channels_have_narrower_blocks(dtype):
+    shapes = ((16, 96), (96, 24), (24, 144), (144, 24), (192, 64), (64, 384))
+    kernels = [kernel_of(ConvLayer(*shape, (1, 1)), 28, dtype) for shape in shapes]
+    depthwise = Conv2DKernel((ConvLayer(96, 96, (3, 3), groups=96),), 1, 28, 28)
+    found = fastest_blocks([*kernels, depthwise], CPU)
+    assert found == ChannelBlocks(16, 16 * WORDS[dtype])
+    assert found.of(16) == 16 and found.of(24) == 32
+    assert found.of(144) == (48 if dtype == "uint8" else 32)
 
 
 def test_networks_that_tiles_compute_in_part_keep_their_blocks():
-    dense, depthwise = ConvLayer(64, 64, (1, 1)), ConvLayer(64, 64, (3, 3), groups=64)
+    dense, grouped = ConvLayer(64, 64, (1, 1)), ConvLayer(64, 64, (3, 3), groups=2)
     bytes_, floats = kernel_of(dense, 28, "uint8"), kernel_of(dense, 28, "bfloat16")
-    other = replace(kernel_of(depthwise, 28, "bfloat16"), word=1)
-    assert fastest_block([bytes_, floats], CPU) is None
-    assert fastest_block([floats, other], CPU) is None
-    assert fastest_block([replace(bytes_, dtype="float32")], CPU) is None
-    assert fastest_block([bytes_], replace(CPU, tiles=frozenset({"bfloat16"}))) is None
-    assert fastest_block([], CPU) is None
+    other = replace(kernel_of(grouped, 28, "bfloat16"), word=1)
+    assert fastest_blocks([bytes_, floats], CPU) is None
+    assert fastest_blocks([floats, other], CPU) is None
+    assert fastest_blocks([replace(bytes_, dtype="float32")], CPU) is None
+    assert fastest_blocks([bytes_], replace(CPU, tiles=frozenset({"bfloat16"}))) is None
+    assert fastest_blocks([], CPU) is None
