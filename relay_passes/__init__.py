@@ -12,6 +12,7 @@ import tvm_ffi
 from schedules import errors
 
 from . import op
+from .attention.attention_in_tiles import AttentionInTiles
 from .attention.fuse_attention import FuseAttention
 from .conv2d.choose_winograd import ChooseWinograd
 from .conv2d.fuse_conv2d import FuseConv2D
@@ -56,6 +57,7 @@ __all__ = [
     "AllowTF32",
     "AnnotateGathers",
     "ApplyRules",
+    "AttentionInTiles",
     "CaptureGraphs",
     "CheckAlignment",
     "ChooseWinograd",

@@ -34,6 +34,7 @@ from .packed.packing_state import Packed, Result, Scope, Takes
 
 _PACK = "relax.tvm_fusion.pack"
 _UNPACK = "relax.tvm_fusion.unpack"
+_RESHAPE = "relax.reshape"
 
 
 @tvm.transform.module_pass(opt_level=0, name="PackLayout")
@@ -55,13 +56,14 @@ class PackLayout:
         lv3 = R.tvm_fusion.unpack(lv2, channels=...)
         gv = R.nn.softmax(lv3, axis=1)
 
-    Weights and biases that are constants are packed here, others by calls in the function. On a GPU
-    blocks are 16 bytes. Left alone there: convolutions whose groups cross block boundaries, those
-    of 16-bit floats without tensor cores or in functions where some of them have groups, open sizes
-    or are pairs, which stay in NCHW, and those of other types than floats. Left alone everywhere:
-    ops that are in no table of ``relay_passes/layout/packed``, ops whose operands would be packed
-    or unpacked for them alone, convolutions that are packed already, and functions without any of
-    our convolutions or packed tensors.
+    Weights and biases that are constants are packed here, others by calls in the function. A
+    reshape reads past those before it, so that it is a view. On a GPU blocks are 16 bytes. Left
+    alone there: convolutions whose groups cross block boundaries, those of 16-bit floats without
+    tensor cores or in functions where some of them have groups, open sizes or are pairs, which stay
+    in NCHW, and those of other types than floats. Left alone everywhere: ops that are in no table
+    of ``relay_passes/layout/packed``, ops whose operands would be packed or unpacked for them
+    alone, convolutions that are packed already, and functions without any of our convolutions or
+    packed tensors.
 
     Parameters
     ----------
@@ -224,9 +226,16 @@ class _Packer(relax.PyExprMutator):
             self._remember_unpacked(binding)
         elif self._is_pack(call):
             self._visit_pack_binding(binding)
+        elif _calls(call, _RESHAPE) and self._is_reshaped(call.args[0]):
+            self._bind(binding, self.scope.reshape(*call.args))
         else:
             rule = RULES.get(call.op.name)
             self._bind(binding, rule(self.scope, binding) if rule else None)
+
+    def _is_reshaped(self, expr: relax.Expr) -> bool:
+        """Return whether a tensor has the elements of another one in another shape."""
+        value = self._bound(self.visit_expr(expr))
+        return isinstance(value, relax.Call) and _calls(value, _RESHAPE)
 
     def _bind(self, binding: relax.VarBinding, result: Result) -> None:
         """Bind the result of a rule, with its NCHW form under the name of the original."""

@@ -22,6 +22,7 @@ from tvm.target import Target
 
 from relay_passes import (
     ApplyRules,
+    AttentionInTiles,
     CaptureGraphs,
     CheckAlignment,
     ChooseWinograd,
@@ -170,7 +171,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         )
     transform = relax.transform
     winograd, has_halves = options.winograd, CPUInfo.from_target(target).halves_pay
-    halves = [MultiplyBfloat16(exact=precision != "bf16"), MultiplyNarrow(target)]
+    halves = has_halves or precision == "bf16"
     return {
         "simplify": [
             MultiplyNarrow(target),
@@ -181,7 +182,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         ],
         "fuse": [
             MultiplyBytes(target),
-            *(halves if has_halves or precision == "bf16" else []),
+            *(_halving(target, precision == "bf16") if halves else []),
             FuseConv2D(options.fuse, target, winograd, options.records),
             FuseEpilogue(halves=True),
         ],
@@ -208,6 +209,12 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         ],
         "schedule": [MarkConstants(), ApplyRules(*cpu.rules(options.records)), PackWeights()],
     }
+
+
+def _halving(target: Target, rounds: bool) -> list[Pass]:
+    """Passes of products of bfloat16, which round to it if asked to."""
+    attention = [AttentionInTiles(target)] if rounds else []
+    return [MultiplyBfloat16(exact=not rounds), *attention, MultiplyNarrow(target)]
 
 
 def _narrowing(target: Target, weights: str | None) -> list[Pass]:
