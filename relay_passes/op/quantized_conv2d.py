@@ -3,10 +3,10 @@
 
 ::
 
-    out = activation(conv(data, weight) * scale + bias)                   one group
+    out = activation(conv(data, weight) * scale + bias)
     out = round((activation(...) * factor + (residual + shift) * bytes_factor) / divisor)
 
-    data [N, C, H, W] uint8    weight [O, C, kh, kw] int8    scale, bias [O] float32
+    data [N, C, H, W] uint8    weight [O, C / groups, kh, kw] int8    scale, bias [O] float32
     residual [N, O, H', W'] uint8
     out [N, O, H', W'] float32, or uint8: the distances of rounded numbers to their lower bound
 
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from math import prod
 
+import numpy as np
 from tvm import relax, te
 
 from schedules.compute.quantized_conv2d import quantized_conv2d as compute
@@ -72,6 +73,7 @@ def quantized_conv2d(
     strides: Sequence[int] = (1, 1),
     padding: Sequence[int] = (0, 0, 0, 0),
     dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
     activation: str = "none",
     low: float = 0.0,
     high: float = 0.0,
@@ -90,8 +92,9 @@ def quantized_conv2d(
     ----------
     data, weight, bias, scale : relax.Expr
         Image, filters, and two numbers a channel, in the layouts of the module's docstring.
-    strides, padding, dilation, activation, low, high
-        The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
+    strides, padding, dilation, groups, activation, low, high
+        The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it. Groups have
+        multiples of four input channels.
     data_layout : str
         ``NCHW`` or ``NCHW{x}c``.
     out_layout : str | None
@@ -122,7 +125,7 @@ def quantized_conv2d(
         "strides": strides,
         "padding": padding,
         "dilation": dilation,
-        "groups": 1,
+        "groups": groups,
         "activation": activation,
         "low": low,
         "high": high,
@@ -134,7 +137,8 @@ def quantized_conv2d(
     }
     operands = [data, weight, bias, scale, *([] if residual is None else [residual])]
     attrs = checked_attrs(QUANTIZED_CONV2D, given) | {"data_layout": data_layout}
-    del attrs["groups"]
+    if groups == 1:
+        del attrs["groups"]
     if addition is not None:
         attrs["addition"] = [float(number) for number in astuple(addition)]
     if limited:
@@ -218,19 +222,26 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     weight = constant_shape(call.args[1], "weight", _NAME)
     if len(weight) != (7 if lanes else 4):
         raise OpError(f"{_NAME}: weight has rank {len(weight)}; expected {7 if lanes else 4}")
+    attrs = {"groups": 1} | dict(call.attrs.items())
+    groups = int(attrs["groups"])
     if lanes:
         channels = int(call.attrs["in_channels"]), int(call.attrs["out_channels"])
     else:
-        channels = weight[1], weight[0]
-    attrs = dict(call.attrs.items()) | {"groups": 1}
+        channels = weight[1] * groups, weight[0]
     layer = ConvLayer.from_attrs(attrs, *channels, (weight[2], weight[3]))
     check_layer(layer, "", _NAME)
-    expected: tuple[int, ...] = (layer.out_channels, layer.in_channels, *layer.kernel)
+    own = layer.in_channels // groups
+    if groups > 1 and (own % WORD_BYTES or data_lanes != lanes):
+        raise OpError(
+            f"{_NAME}: {layer} has {own} input channels a group, and data in blocks of "
+            f"{data_lanes}; expected multiples of {WORD_BYTES}, and the output's blocks of {lanes}"
+        )
+    expected: tuple[int, ...] = (layer.out_channels, own, *layer.kernel)
     numbers: tuple[int, ...] = expected[:1]
     if lanes:
-        out_blocks, in_blocks = -(-layer.out_channels // lanes), -(-layer.in_channels // data_lanes)
+        step, out_blocks = layer.input_step(data_lanes), -(-layer.out_channels // lanes)
         word = WORDS[str(call.args[1].ty.dtype)]
-        expected = (out_blocks, in_blocks, *layer.kernel, data_lanes // word, lanes, word)
+        expected = (out_blocks, -(-own // step), *layer.kernel, step // word, lanes, word)
         numbers = (out_blocks, lanes)
     shapes = {"weight": expected, "bias": numbers, "scale": numbers}
     for argument, (name, shape) in zip(call.args[1:4], shapes.items(), strict=True):
@@ -238,6 +249,20 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
             raise OpError(f"{_NAME}: {name} has shape {argument.ty.shape}; expected {shape}")
     check_products(layer, _NAME)
     return layer
+
+
+def fits_pairs(weights: np.ndarray) -> bool:
+    """Return whether 16 bits hold the sums of two products of uint8 by neighbours in words.
+
+    Parameters
+    ----------
+    weights : np.ndarray
+        int8, with neighbouring input channels, in words, along the last axis.
+    """
+    pairs = weights.reshape(-1, 2).astype("int16")
+    most = np.maximum(pairs, 0).sum(axis=1).max(initial=0)
+    least = np.minimum(pairs, 0).sum(axis=1).min(initial=0)
+    return bool(255 * most < 2**15 and 255 * -least <= 2**15)
 
 
 def check_operands(
@@ -259,9 +284,10 @@ def check_operands(
 
 def check_products(layer: ConvLayer, op: str) -> None:
     """Check that an int32 holds each sum of a layer; else OpError."""
-    if layer.in_channels * prod(layer.kernel) > MOST_PRODUCTS:
+    own = layer.in_channels // layer.groups
+    if own * prod(layer.kernel) > MOST_PRODUCTS:
         raise OpError(
-            f"{op}: {layer} has {layer.in_channels} x {prod(layer.kernel)} products a sum; "
+            f"{op}: {layer} has {own} x {prod(layer.kernel)} products a sum; "
             f"expected at most {MOST_PRODUCTS}"
         )
 

@@ -5,7 +5,8 @@
 tensor     NCHW                    NCHW[x]c
 ========== ======================= ======================================================
 data       ``[N, C, H, W]``        ``[N, B(C), H, W, x]`` or ``[N, ceil(C / 4), H, W, 4]``, uint8
-weight     ``[O, I, kh, kw]``      ``[B(O), B(I), kh, kw, x / w, x, w]`` or
+weight     ``[O, I, kh, kw]``      ``[B(O), ceil(I / d), kh, kw, d / w, x, w]``, ``I`` those of a
+                                   group, and ``d`` x or with groups ``gcd(I, x)``, or
                                    ``[B(O), ceil(I / 4), kh, kw, 4 / w, x, w]``: words of input
                                    channels, output lanes, the ``w`` channels of a word: 4 of
                                    int8 or 2 of int16; int8 in NCHW
@@ -53,7 +54,7 @@ def quantized_conv2d(
     data, weight, bias, scale : te.Tensor
         In the layouts of the table in this module's docstring.
     layer : ConvLayer
-        Attributes, with one group; its channel counts are the true ones.
+        Attributes; its channel counts are the true ones.
     out_dtype : str
         ``float32``, or ``uint8`` for the distances of the rounded output to its lower bound.
     residual : te.Tensor | None
@@ -122,19 +123,31 @@ def _layer(
     image = padded(data, layer, suffix)
     packed = len(data.shape) == 5
     kh, kw = taps(layer)
-    channels = data.shape[1] * data.shape[4] if packed else data.shape[1]
+    group_in, group_out = (
+        count // layer.groups for count in (layer.in_channels, layer.out_channels)
+    )
+    if layer.groups > 1:
+        channels = group_in
+    else:
+        channels = data.shape[1] * data.shape[4] if packed else data.shape[1]
     ic = te.reduce_axis((0, channels), name="ic")
     space = out_space(image, layer)
     shape = [data.shape[0], weight.shape[0], *space, *([weight.shape[5]] if packed else [])]
 
     def product(n, o, h, w, *lane):
-        pixel = source_pixel(layer, h, w, kh, kw)
+        pixel, source = source_pixel(layer, h, w, kh, kw), ic
+        if layer.groups > 1:
+            channel = o * weight.shape[5] + lane[0] if packed else o
+            group = tirx.min(channel // group_out, layer.groups - 1)  # also of lanes past the last
+            source = group * group_in + ic
         if packed:
-            block, channel = ic // data.shape[4], ic % data.shape[4]
+            step = weight.shape[4] * weight.shape[6]
+            block, channel = ic // step, ic % step
             word, part = channel // weight.shape[6], channel % weight.shape[6]
-            factors = image(n, block, *pixel, channel), weight(o, block, kh, kw, word, *lane, part)
+            left = image(n, source // data.shape[4], *pixel, source % data.shape[4])
+            factors = left, weight(o, block, kh, kw, word, *lane, part)
         else:
-            factors = image(n, ic, *pixel), weight(o, ic, kh, kw)
+            factors = image(n, source, *pixel), weight(o, ic, kh, kw)
         left, right = (factor.astype("int32") for factor in factors)
         return te.sum(left * right, axis=[ic, kh, kw])
 

@@ -118,7 +118,8 @@ def fold_byte_rounding(graph: Graph, call: relax.Call) -> Value:
     rounds = graph.definition(image, ROUND_CLIP) if graph.has_one_use(image) else None
     weight = call.args[1].ty.shape.values
     channels, *taps = (int(extent) for extent in weight[1:])
-    if rounds is None or channels > WORD_BYTES or taps == [1, 1] or "rounding" in attrs:
+    has_form = channels <= WORD_BYTES and "groups" not in attrs and taps != [1, 1]
+    if rounds is None or not has_form or "rounding" in attrs:
         return None
     source, divisor = rounds.args[0], 1.0
     quotient = graph.definition(source, "relax.divide")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import tvm
 from tvm import relax, tirx
 from tvm.ir import GenericConst, IRModule
@@ -13,14 +14,19 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.gpu.core.machine import KINDS, GPUInfo
-from schedules.workload.conv2d import ConvLayer
+from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 
 from ...core.constants import constant, numbers, tensor_constant
 from ...core.expressions import Value
 from ...core.graph import Graph, function_graphs
 from ...core.pass_target import pass_target
 from ...op.conv2d import conv2d
-from ...op.quantized_conv2d import MOST_PRODUCTS, QUANTIZED_CONV2D, quantized_conv2d
+from ...op.quantized_conv2d import (
+    MOST_PRODUCTS,
+    QUANTIZED_CONV2D,
+    fits_pairs,
+    quantized_conv2d,
+)
 from ...op.round_clip import bounds_of, round_clip
 from ..conv_chain import read_convolution
 from .byte_epilogue import (
@@ -73,7 +79,8 @@ class MultiplyBytes:
     convolution; the sum of a product and of other bytes, each with its scale, is rounded in the
     product; maxima are taken of bytes; other readers get floats again. Where zero bytes stand for
     another number than zero, they are padded explicitly.
-    Left alone: tensors whose limits are more than 255 apart, convolutions of other groups, weights
+    Left alone: tensors whose limits are more than 255 apart, convolutions with groups of other than
+    multiples of four channels, or of more outputs than inputs or fewer, weights
     whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
     hold.
 
@@ -91,14 +98,14 @@ class MultiplyBytes:
         target = pass_target(self.target, "MultiplyBytes")
         on_gpu = target.kind.name in KINDS
         if on_gpu:
-            multiplies = GPUInfo.from_target(target).has_tensor_cores
+            word = WORD_BYTES * GPUInfo.from_target(target).has_tensor_cores
         else:
-            multiplies = CPUInfo.from_target(target).word_channels > 0
-        if not multiplies:
+            word = CPUInfo.from_target(target).word_channels
+        if not word:
             return mod
         result = mod.clone()
         for name, graph in function_graphs(mod):
-            rules = _Rules(only_dense=on_gpu)
+            rules = _Rules(only_dense=on_gpu, word=word)
             if on_gpu:
                 graph.sweep({_CONV2D: [rules.find_groups]})
                 if rules.has_groups:
@@ -126,10 +133,13 @@ class MultiplyBytes:
 
 
 class _Rules:
-    """Rules of one function, for all products or only for dense convolutions."""
+    """Rules of one function, for all products or only for dense convolutions.
 
-    def __init__(self, only_dense: bool) -> None:
-        self._only_dense = only_dense
+    The target multiplies ``word`` channels at once.
+    """
+
+    def __init__(self, only_dense: bool, word: int) -> None:
+        self._only_dense, self._word = only_dense, word
         self.has_groups = False
         self._roundings: set[relax.Var] = set()  # whose results become bytes
         self._weights: dict[GenericConst, IntegerWeights | None] = {}
@@ -213,7 +223,6 @@ class _Rules:
             short = graph.emit(relax.op.multiply(tensor_constant(sums, "float32"), source.zero))
             bias = graph.emit(relax.op.subtract(bias, short))
         weight = tensor_constant(integers, "int8")
-        attrs = {name: value for name, value in attrs.items() if name != "groups"}
         return quantized_conv2d(source.data, weight, bias, scale, **attrs)
 
     def _layer(self, graph: Graph, call: relax.Call) -> ConvLayer | None:
@@ -232,9 +241,23 @@ class _Rules:
             layer = read_convolution(relax.VarBinding(graph.current, call))
         if layer is None or layer.is_depthwise:
             return None if self._only_dense else layer
-        products = layer.in_channels * math.prod(layer.kernel)
-        fits = layer.groups == 1 and products <= MOST_PRODUCTS
-        return layer if fits and self._integers(call) is not None else None
+        own = layer.in_channels // layer.groups
+        if own * math.prod(layer.kernel) > MOST_PRODUCTS:
+            return None
+        weights = self._integers(call)
+        takes = weights is not None and (layer.groups == 1 or self._takes_groups(layer, weights))
+        return layer if takes else None
+
+    def _takes_groups(self, layer: ConvLayer, weights: IntegerWeights) -> bool:
+        """Return whether kernels read the groups of a layer in words, and faster than floats.
+
+        Groups of four channels in two words of 16 bits take longer.
+        """
+        own, is_alike = layer.in_channels // layer.groups, layer.in_channels == layer.out_channels
+        if self._only_dense or own % WORD_BYTES or not is_alike:
+            return False
+        in_bytes = np.moveaxis(weights.integers, 1, -1)
+        return own > WORD_BYTES or self._word == WORD_BYTES or fits_pairs(in_bytes)
 
     def _integers(self, call: relax.Call) -> IntegerWeights | None:
         """The weight of a call ``[O, I, kh, kw]`` as integers."""

@@ -10,7 +10,7 @@ from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
 from relay_passes.op.fused_conv2d import FUSED_CONV2D
 from relay_passes.op.pack import pack
-from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
+from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, fits_pairs, read_quantized
 from relay_passes.op.round_clip import BYTE
 from schedules.workload.conv2d import (
     BOUNDED,
@@ -23,7 +23,7 @@ from schedules.workload.conv2d import (
 )
 
 from .packing_state import Packed, Result, Rule, Scope, Takes, is_single_pixel
-from .weight_packing import fits_pairs, weight_form
+from .weight_packing import weight_form
 
 _OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
 
@@ -187,11 +187,12 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     if "rounding" in attrs:
         attrs["data_layout"], suffix = "NCHW", "_first"
         operands = [scope.visit(data)]
-    elif _is_less(scope, layer.in_channels) and scope.lookup(data) is None:
+    elif layer.groups == 1 and _is_less(scope, layer.in_channels) and scope.lookup(data) is None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         suffix = "_first"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]
     else:
+        suffix = "" if layer.groups == 1 else "_grouped"
         operands = [_in_blocks(scope, data)]
     weight = scope.parameter(call.args[1], "quantized" + suffix)
     if scope.pairs and isinstance(weight, GenericConst) and fits_pairs(weight.value.numpy()):

@@ -14,9 +14,13 @@ quantized  ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/4, x, 4]``: words
                                         output lanes, input lanes of a word
 quantized_ ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 1, x, 4]``, for data in words of four
 first
+quantized_ ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d/4, x, 4]``, ``d = gcd(I/g, x)``
+grouped
 pairs      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of int16
 pairs_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of int16, for data in words
 first                                   of four
+pairs_     ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d/2, x, 2]`` of int16
+grouped
 words      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of bfloat16
 words_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of bfloat16, for data in
 first                                   blocks of four
@@ -44,7 +48,8 @@ from schedules.workload.conv2d import WORD_BYTES, WORDS, ConvLayer
 
 FORMS = (
     *("dense", "first", "depthwise", "grouped", "narrow", "quantized", "quantized_first"),
-    *("pairs", "pairs_first", "words", "words_first", "bias", "data"),
+    *("quantized_grouped", "pairs", "pairs_first", "pairs_grouped", "words", "words_first"),
+    *("bias", "data"),
 )
 
 
@@ -103,6 +108,7 @@ class Packing:
             return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
         if form.startswith(("quantized", "pairs", "words")):
             lanes = WORD_BYTES if form.endswith("_first") else inner
+            lanes = math.gcd(extents[1], inner) if form.endswith("_grouped") else lanes
             word = WORDS["bfloat16" if form.startswith("words") else element_type(form, "int8")]
             count = channel_blocks(extents[1], lanes)
             padding = (tail[0], count * lanes - extents[1], 0, 0)
@@ -141,20 +147,6 @@ def weight_form(layer: ConvLayer, block: int, nchw_data: bool) -> str | None:
 def element_type(form: str, dtype: str) -> str:
     """Element type of a parameter of ``dtype`` in ``form``."""
     return "int16" if form.startswith("pairs") else dtype
-
-
-def fits_pairs(packed: np.ndarray) -> bool:
-    """Return whether 16 bits hold the sums of two products of uint8 by neighbours in words.
-
-    Parameters
-    ----------
-    packed : np.ndarray
-        int8 weights in one of the forms of words of four.
-    """
-    pairs = packed.reshape(-1, 2).astype("int16")
-    most = np.maximum(pairs, 0).sum(axis=1).max(initial=0)
-    least = np.minimum(pairs, 0).sum(axis=1).min(initial=0)
-    return bool(255 * most < 2**15 and 255 * -least <= 2**15)
 
 
 def pack_array(array: np.ndarray, form: str, block: int, inner: int | None = None) -> np.ndarray:

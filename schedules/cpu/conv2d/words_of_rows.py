@@ -37,8 +37,9 @@ def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
         most = width * _rows_read(ops.layer, source.height, knobs.unit_group)
     words, each = (source.lanes, ops.word) if ops.pairs else (source.lanes // ops.word, 1)
     dtype = ops.dtype if ops.pairs else "int32"
+    blocks = ops.in_blocks if ops.layer.groups == 1 else -(-ops.layer.in_channels // words)
     stored = FeatureMap(
-        buffer=T.sblock_alloc_buffer((ops.in_blocks * most * words * each,), dtype),
+        buffer=T.sblock_alloc_buffer((blocks * most * words * each,), dtype),
         offset=-first * words,
         block_stride=most * words,
         row_stride=width * words,
@@ -47,7 +48,7 @@ def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
         width=width,
         is_local=True,
     )
-    with loop(0, ops.in_blocks) as block, T.serial(0, last - first) as pixel:
+    with loop(0, blocks) as block, T.serial(0, last - first) as pixel:
         at = source.offset + block * source.block_stride + (first + pixel) * source.step
         found = source.buffer[T.ramp(at, 1, source.lanes)]
         if ops.pairs:

@@ -471,7 +471,7 @@ def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[
     first = tirx.floordiv(block * ops.lanes, layer.out_channels // layer.groups)
     groups = [tirx.min(first + k, layer.groups - 1) for k in range(ops.met)]
     pieces = [group * ops.in_blocks + piece for group in groups]
-    each = ops.lanes // ops.step
+    each = ops.source.lanes // ops.step
     return [(tirx.floordiv(at, each), tirx.floormod(at, each) * ops.step) for at in pieces]
 
 

@@ -111,6 +111,11 @@ def test_roundings_that_are_none(given):
         ({"data": var("x", (1, 3, 6), "uint8")}, {}, "data has rank 3"),
         ({}, {"out_dtype": "uint8"}, "out_dtype is 'uint8' after none; expected 'uint8' after a"),
         ({}, {"out_dtype": "int8"}, "out_dtype is 'int8'"),
+        (
+            {"data": var("x", (1, 6, 6, 6), "uint8")},
+            {"groups": 2},
+            "conv 3x3 6->8 g2 has 3 input channels a group, .*; expected multiples of 4",
+        ),
         ({}, {"padding": (-1, 0, 0, 0)}, "padding is"),
         ({"weight": var("w", (8, 3, 3, 3), "int16")}, {}, "weight is of int16; expected int8$"),
         ({}, {"out_layout": "NCHW8c"}, "NCHW8c output without all of in_channels, out_channels"),

@@ -59,6 +59,16 @@ class QuantizedCase:
         return 4 if self.words else self.inner or self.lanes
 
     @property
+    def own(self) -> int:
+        """Input channels of a group."""
+        return self.layer.in_channels // self.layer.groups
+
+    @property
+    def step(self) -> int:
+        """Those of them that lie in one block."""
+        return self.layer.input_step(self.data_lanes)
+
+    @property
     def weight_dtype(self) -> str:
         return "int8" if self.word == 4 else "int16"
 
@@ -80,7 +90,10 @@ class QuantizedCase:
         shapes = {
             "data": ((images, blocks, self.height, self.width, data_lanes), "uint8"),
             "weight": (
-                (out_blocks, blocks, *layer.kernel, data_lanes // self.word, lanes, self.word),
+                (
+                    *(out_blocks, up(self.own, self.step), *layer.kernel),
+                    *(self.step // self.word, lanes, self.word),
+                ),
                 self.weight_dtype,
             ),
             "bias": ((out_blocks, lanes), "float32"),
@@ -113,7 +126,7 @@ class QuantizedCase:
         size = layer.in_channels, self.height, self.width
         data = random.integers(0, 256, (self.batch, *size))
         span = (-64, 65) if self.limited else (-128, 128)
-        weight = random.integers(*span, (layer.out_channels, layer.in_channels, *layer.kernel))
+        weight = random.integers(*span, (layer.out_channels, self.own, *layer.kernel))
         scale = 2.0 ** random.integers(-12, -8, layer.out_channels)
         bias = random.integers(-64, 64, layer.out_channels) / 4
         packed = [pack(data, self.data_lanes, fill=77), self._pack_weight(weight)]
@@ -144,8 +157,8 @@ class QuantizedCase:
         return np.clip(np.rint(quotients), how.low, how.high) - how.low
 
     def _pack_weight(self, weight: Array) -> Array:
-        words = pack(pack(weight, self.data_lanes, axis=1), self.lanes, axis=0)
-        shape = *words.shape[:4], self.data_lanes // self.word, self.word, self.lanes
+        words = pack(pack(weight, self.step, axis=1), self.lanes, axis=0)
+        shape = *words.shape[:4], self.step // self.word, self.word, self.lanes
         return np.moveaxis(words.reshape(shape), 5, 6)
 
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
@@ -192,7 +205,10 @@ def _end(value: Array, activation: Activation) -> Array:
 
 @st.composite
 def quantized_cases(draw, form: tuple[int, bool] | None = None) -> QuantizedCase:
-    """A dense layer on an image that is large enough for it, of any or a given form of words."""
+    """A layer on an image that is large enough for it, of any or a given form of words.
+
+    It is dense, or has groups of a multiple of four channels.
+    """
     word, limited = draw(st.sampled_from(WORD_FORMS)) if form is None else form
     words = draw(st.booleans())
     channels = draw(st.sampled_from((1, 3, 4, 7) if words else CHANNELS))
@@ -200,6 +216,10 @@ def quantized_cases(draw, form: tuple[int, bool] | None = None) -> QuantizedCase
     layer = replace(
         draw(layers(channels, lanes, ("dense", "plain"))), activation=draw(st.sampled_from(ENDS))
     )
+    if not words and draw(st.booleans()):
+        groups = draw(st.integers(2, 5))
+        channels = groups * draw(st.sampled_from([4, 8, 12, 16, 40]))
+        layer = replace(layer, in_channels=channels, out_channels=channels, groups=groups)
     height, width = (
         max(
             draw(st.sampled_from(SIZES)),

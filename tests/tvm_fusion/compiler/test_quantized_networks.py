@@ -88,6 +88,27 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert ("rounding=" in bytes_) == (make is small_model)
 
 
+@pytest.mark.parametrize(
+    ("width", "groups", "kind"), [(24, 2, QuantType.QUInt8), (32, 4, QuantType.QInt8)], ids=str
+)
+def test_layers_with_groups_multiply_bytes(width, groups, kind, tmp_path):
+    """A block with groups of 12 or 8 channels, and a residual."""
+    block = dense_block(batch=1, size=9, width=width, groups=groups)
+    model = quantized(block, tmp_path, QuantFormat.QDQ, kind)
+    x = next(iter(Images(model).get_next().values()))
+    (wanted,) = run_onnx(model, {model.graph.input[0].name: x})
+    found = tvm_fusion.compile(model, threads=2, records="none")(x)
+    step = np.diff(np.unique(wanted)).min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
+    for target in (VNNI, AVX2):
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options())
+        assert "nn.conv2d" not in str(mod["main"])
+        workloads = [str(func.attrs["tvm_fusion.workload"]) for func in mod.functions.values()
+                     if func.attrs and "tvm_fusion.workload" in func.attrs]  # fmt: skip
+        assert len(workloads) == 3 and all('"uint8"' in each for each in workloads)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fuse", ["all", "none"])
 def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch):
@@ -213,20 +234,24 @@ def test_residuals_are_added_within_convolutions(form, target, tmp_path):
     assert len(rules) <= 5, rules  # the input is rounded and packed; the output may get floats
 
 
-def dense_block(batch: int, size: int, width: int) -> onnx.ModelProto:
+def dense_block(batch: int, size: int, width: int, groups: int = 1) -> onnx.ModelProto:
     """A block of ResNet-50."""
     rng, node = np.random.default_rng(4), onnx.helper.make_node
     nodes = [
         node("Conv", ["x", "w1"], ["a"], kernel_shape=[1, 1]),
         node("Relu", ["a"], ["b"]),
-        node("Conv", ["b", "w2"], ["c"], kernel_shape=[3, 3], pads=[1] * 4),
+        node("Conv", ["b", "w2"], ["c"], kernel_shape=[3, 3], pads=[1] * 4, group=groups),
         node("Relu", ["c"], ["d"]),
         node("Conv", ["d", "w3"], ["e"], kernel_shape=[1, 1]),
         node("Add", ["e", "x"], ["f"]),
         node("Relu", ["f"], ["y"]),
     ]
     outer = 2 * width
-    shapes = {"w1": (width, outer, 1, 1), "w2": (width, width, 3, 3), "w3": (outer, width, 1, 1)}
+    shapes = {
+        "w1": (width, outer, 1, 1),
+        "w2": (width, width // groups, 3, 3),
+        "w3": (outer, width, 1, 1),
+    }
     weights = [
         onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
         for name, shape in shapes.items()

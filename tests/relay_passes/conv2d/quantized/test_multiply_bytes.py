@@ -18,7 +18,10 @@ from relay_passes.op import quantized_conv2d, round_clip
 from schedules.workload.conv2d import ByteRounding
 
 RNG = np.random.default_rng(5)
-VNNI = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
+VNNI, AVX2 = (
+    Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
+    for cpu in ("znver4", "znver3")
+)
 INTEGERS = RNG.integers(-127, 128, (8, 4, 3, 3))
 INTEGERS[:, 0, 0, 0] = 127
 SCALES = 2.0 ** -np.arange(1, 9)
@@ -239,6 +242,28 @@ def test_depthwise_layers_read_bytes(run_module):
     check_numbers(run_module, *steps)
 
 
+def grouped(own: int, largest: int = 127, outputs: int = 2) -> Step:
+    """Two groups of ``own`` channels."""
+    integers = RNG.integers(-largest, largest + 1, (outputs * own, own, 3, 3))
+    integers[:, 0, 0, 0] = largest
+    return convolved((integers / 64).astype("float32"), groups=2, padding=1)
+
+
+@pytest.mark.parametrize(
+    ("target", "own", "largest", "in_bytes"),
+    [(VNNI, 4, 127, True), (VNNI, 12, 127, True), (VNNI, 6, 127, False), (AVX2, 8, 127, True),
+     (AVX2, 4, 127, False), (AVX2, 4, 63, True)],
+)  # fmt: skip
+def test_groups_are_read_in_words(run_module, target, own, largest, in_bytes):
+    """Of four channels; in 16 bits only where two products of them fit."""
+    shape, steps = (1, 2 * own, 6, 6), (rounded(-3, 200), grouped(own, largest), rounded(-9, 99))
+    before = module(*steps, shape=shape)
+    found = MultiplyBytes(target)(before)
+    assert ("tvm_fusion.quantized_conv2d" in calls(found)) == in_bytes
+    x = ((RNG.random(shape) - 0.25) * 300).astype("float32")
+    np.testing.assert_array_equal(run_module(found, x), run_module(before, x))
+
+
 @pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48)])
 def test_products_with_matrices(run_module, shape):
     matrix = (RNG.integers(-127, 128, (48, 32)) / 512).astype("float32")
@@ -277,7 +302,7 @@ REST = {
         rounded(),
         convolved(RNG.standard_normal((8, 4, 3, 3)).astype("float32")),
     ),
-    "groups": (rounded(), convolved(WEIGHT[:, :2], groups=2)),
+    "groups of two channels": (rounded(), convolved(WEIGHT[:, :2], groups=2)),
     "zeros with an offset of fractions": (rounded(), plus(0.5), convolved()),
 }
 

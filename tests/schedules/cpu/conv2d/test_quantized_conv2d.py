@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tvm import te, tirx
 from tvm.target import Target, codegen
 
-from relay_passes.layout.packed.weight_packing import fits_pairs
+from relay_passes.op.quantized_conv2d import fits_pairs
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
 from schedules.cpu.core import micro_kernel
