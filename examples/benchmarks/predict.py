@@ -141,7 +141,7 @@ def joint_models(folder: Path, all_rows: bool) -> dict[str, Any]:
         for sweep in read(folder):
             chosen = sweep if all_rows else sweep[sweep.held_out()]
             bounds, width = joint.machine_limits(chosen), element_bytes(sweep.dtype)
-            predicted = seconds(kernel, known[0], chosen.sizes, bounds, width)[0]
+            predicted = seconds(kernel, known.near, chosen.sizes, bounds, width)[0]
             for machine in np.unique(chosen.machine).tolist():
                 mine = chosen.machine == machine
                 row = {"machine": machine, "dtype": sweep.dtype}

@@ -51,6 +51,11 @@ class Limits:
         """Least seconds of some floating-point operations and bytes."""
         return np.maximum(flops / self.peak, moved / self.bandwidth)
 
+    def place(self) -> np.ndarray:
+        """Logarithms to base 2 of the figures, between which distances are taken."""
+        figures = (self.multiprocessors, self.peak, self.bandwidth, self.cache, self.clock)
+        return np.log2(np.stack(np.broadcast_arrays(*figures), axis=-1))
+
     def features(self, count: int) -> list[np.ndarray]:
         """Logarithms of multiprocessors, and of peak and bandwidth of one."""
         figures = (

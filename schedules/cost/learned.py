@@ -5,16 +5,17 @@
 trained on and how far off it is. KIND is the GPU, or ``unseen``: trained on all of them, for those
 that were never measured. ``models/KERNEL-joint.npz`` is trained on all GPUs, types and harnesses at
 once, and serves all types of 16 bits; its report says which sizes of which type it has seen on
-which GPU. Times were taken launch by launch, so that none is below the host's share
-(the *harness*); the models predict such times, t = base * exp(trees) with base = max(harness,
-latency + roofline).
+which GPU. ``models/KERNEL-far.npz`` beside it says how far off new GPUs may be, and where it has
+trees, predicts them. Times were taken launch by launch, so that none is below the host's share (the
+*harness*); the models predict such times, t = base * exp(trees) with base = max(harness, latency +
+law), where the law of a model without constants of its own is the roofline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,13 @@ class LearnedKernel:
         Which of the model's harnesses a launch has, from sizes.
     optional : tuple[str, ...]
         Sizes that a call may lack and that are 1 then.
+    law : Callable, optional
+        Seconds without harness, from sizes, limits, bytes an element and a model's constants.
+    start : tuple[float, ...]
+        Constants that a fit of the law begins with.
+    of_new_machines : int
+        Features, the first ones, by which trees correct the law on machines that they were not
+        taught; 0 if they do as on those that they were.
     """
 
     name: str
@@ -71,6 +79,17 @@ class LearnedKernel:
     features: Callable[[Sizes, Limits, np.ndarray, int], np.ndarray]
     group: Callable[[Sizes], np.ndarray]
     optional: tuple[str, ...] = ()
+    law: Callable[[Sizes, Limits, int, np.ndarray], np.ndarray] | None = None
+    start: tuple[float, ...] = ()
+    of_new_machines: int = 0
+
+    def unhindered(
+        self, sizes: Sizes, machine: Limits, width: int, constants: np.ndarray
+    ) -> np.ndarray:
+        """Seconds without harness: by the law, or the roofline where there are no constants."""
+        if self.law is None or not len(constants):
+            return machine.roofline(*self.work(sizes, width))
+        return self.law(sizes, machine, width, constants)
 
 
 @dataclass(frozen=True)
@@ -82,15 +101,15 @@ class LearnedModel:
     trees : Trees
         Logarithm of time over base.
     harness, latency : np.ndarray
-        Seconds by group of launches: least time, and what is added to the roofline.
+        Seconds by group of launches: least time, and what is added to the law.
     low, high : np.ndarray
         (sizes,): trained range.
     edges : np.ndarray
         (bins - 1,) seconds of the base where one bin of the interval ends and the next begins.
     below, above : np.ndarray
         (bins,): ends of the interval, as factors of the predicted time.
-    far_edges, far_below, far_above : np.ndarray
-        The same where the machine was left out of the training; empty if there is no such interval.
+    law : np.ndarray
+        Constants of the kernel's law; empty where the roofline stands for it.
     """
 
     trees: Trees
@@ -101,15 +120,13 @@ class LearnedModel:
     edges: np.ndarray
     below: np.ndarray
     above: np.ndarray
-    far_edges: np.ndarray
-    far_below: np.ndarray
-    far_above: np.ndarray
+    law: np.ndarray
 
     def base(
-        self, roofline: np.ndarray, group: np.ndarray, floor: np.ndarray | float = 0.0
+        self, unhindered: np.ndarray, group: np.ndarray, floor: np.ndarray | float = 0.0
     ) -> np.ndarray:
         """Seconds that the trees correct."""
-        return np.maximum(self.harness_of(group, floor), self.latency_of(group, floor) + roofline)
+        return np.maximum(self.harness_of(group, floor), self.latency_of(group, floor) + unhindered)
 
     def harness_of(self, group: np.ndarray, floor: np.ndarray | float = 0.0) -> np.ndarray:
         """Harness of a group: the machine's own floor, if it is known."""
@@ -122,11 +139,8 @@ class LearnedModel:
         harness = self.harness[np.minimum(group, len(self.harness) - 1)]
         return np.where((np.asarray(floor) > 0) & (harness > 0), np.asarray(floor) / 2, usual)
 
-    def interval(self, base: float, far: bool) -> tuple[float, float]:
+    def interval(self, base: float) -> tuple[float, float]:
         """Factors of the predicted time between which four of five measured ones lie."""
-        if far and len(self.far_below):
-            at = int(np.searchsorted(self.far_edges, base))
-            return float(self.far_below[at]), float(self.far_above[at])
         at = int(np.searchsorted(self.edges, base))
         return float(self.below[at]), float(self.above[at])
 
@@ -139,23 +153,19 @@ def model_from_arrays(arrays: Mapping[str, np.ndarray]) -> LearnedModel:
     PredictionError
         If one is missing, of another length, or holds what cannot be.
     """
-    names = ("harness", "latency", "low", "high", "edges", "below", "above")
-    far = ("far_edges", "far_below", "far_above")
+    names = ("harness", "latency", "low", "high", "edges", "below", "above", "law")
     found = []
-    for name in (*names, *far):
-        array = arrays.get(name, np.zeros(0) if name in far else None)
+    for name in names:
+        array = arrays.get(name, np.zeros(0) if name == "law" else None)
         if array is None or array.ndim != 1 or array.dtype.kind not in "iuf":
             raise PredictionError(f"no vector {name!r} of numbers")
         if not np.isfinite(array).all() or (array < 0).any():
             raise PredictionError(f"{name!r} holds what is no positive finite number")
         found.append(array.astype(np.float64))
-    harness, latency, low, high, edges, below, above, *farther = found
+    harness, latency, low, high, edges, below, above, _ = found
     lengths = len(below) == len(above) == len(edges) + 1 and len(low) == len(high)
-    far_edges, far_below, far_above = map(len, farther)
-    lengths &= far_below == far_above and far_edges == max(far_below - 1, 0)
     if not lengths or len(harness) != len(latency) or not len(harness):
         raise PredictionError(f"two of the vectors {', '.join(names)} do not match in length")
-    below, above = np.append(below, farther[1]), np.append(above, farther[2])
     if (below > 1).any() or (above < 1).any() or (below == 0).any():
         raise PredictionError("'below' and 'above' do not enclose 1")
     return LearnedModel(trees_from_arrays(arrays), *found)
@@ -211,9 +221,10 @@ def seconds(kernel: LearnedKernel, model: LearnedModel, sizes: Sizes, machine: L
         (launches,) seconds each.
     """
     roofline = machine.roofline(*kernel.work(sizes, width))
-    base = model.base(roofline, kernel.group(sizes), machine.floor)
+    unhindered = kernel.unhindered(sizes, machine, width, model.law)
+    base = model.base(unhindered, kernel.group(sizes), machine.floor)
     rows = kernel.features(sizes, machine, roofline, width)
-    return base * np.exp(model.trees(rows)), base, roofline
+    return base * np.exp(model.trees(rows[:, : model.trees.features])), base, roofline
 
 
 @dataclass(frozen=True)
@@ -222,19 +233,47 @@ class Taught:
 
     Parameters
     ----------
-    machines : frozenset of str
-        Names of the GPUs.
+    machines : dict of str to float
+        Width of the intervals, on a logarithmic scale, by the name of the GPU.
     ranges : dict of str to tuple
         Least and largest of each size.
     """
 
-    machines: frozenset[str]
+    machines: dict[str, float]
     ranges: dict[str, tuple[float, float]]
 
 
+@dataclass(frozen=True)
+class Joint:
+    """Joint model of a kernel.
+
+    Parameters
+    ----------
+    near, far : LearnedModel
+        For machines that it was taught, and for all others.
+    taught : dict of str to Taught
+        By type.
+    """
+
+    near: LearnedModel
+    far: LearnedModel
+    taught: dict[str, Taught]
+
+    @property
+    def machines(self) -> frozenset[str]:
+        """Names of all GPUs that it has seen, in whatever type."""
+        return frozenset[str]().union(*(one.machines for one in self.taught.values()))
+
+    @cached_property
+    def limits(self) -> list[Limits]:
+        """Those of the GPUs, for the types that each was seen in."""
+        seen = [(name, dtype) for dtype, one in self.taught.items() for name in one.machines]
+        return [limits(load_machine(name), dtype) for name, dtype in seen]
+
+
 @lru_cache(maxsize=64)
-def find_joint(kernel: str) -> tuple[LearnedModel, dict[str, Taught]] | None:
-    """Joint model of a kernel, and what it has seen of each type; None where there is none.
+def find_joint(kernel: str) -> Joint | None:
+    """Joint model of a kernel; None where there is none.
 
     Raises
     ------
@@ -242,27 +281,35 @@ def find_joint(kernel: str) -> tuple[LearnedModel, dict[str, Taught]] | None:
         If model or report is damaged; the message names the file.
     """
     path = FOLDER / f"{kernel}-joint.npz"
-    model = load_model(path)
-    if model is None:
+    near, far = load_model(path), load_model(FOLDER / f"{kernel}-far.npz")
+    if near is None or far is None:
         return None
     report = read_json(path.with_suffix(".json"), 1 << 20, "report")
     try:
         taught = {
             str(dtype): Taught(
-                frozenset(map(str, seen["machines"])),
+                {str(name): float(spread) for name, spread in seen["machines"].items()},
                 {str(name): (float(a), float(b)) for name, (a, b) in seen["ranges"].items()},
             )
             for dtype, seen in report["taught"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PredictionError(f"{path.stem}.json: 'taught' is damaged: {error}") from None
-    return model, taught
+    return Joint(near, far, taught)
 
 
 _WIDTHS = {"float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2}
 FARTHER = 2.0
 """Width of the interval, on a logarithmic scale, outside the trained range, or for a machine of a
 vendor that no other one stands for."""
+
+APART = 2.0
+"""Doublings of a machine's figures between families of GPUs, from which intervals widen."""
+
+
+def apart(machine: Limits, others: Sequence[Limits]) -> float:
+    """Least distance of a machine's figures from others', in doublings."""
+    return min(float(np.linalg.norm(machine.place() - other.place())) for other in others)
 
 
 def predict_learned(kernel: LearnedKernel, call: KernelCall, machine: Machine) -> Prediction | None:
@@ -287,7 +334,8 @@ def predict_learned(kernel: LearnedKernel, call: KernelCall, machine: Machine) -
     beyond = () if is_inside else ("size",)
     if name.endswith("unseen"):
         beyond = ("machine", *beyond)
-    return _answer(kernel, model, name, call, machine, bounds, sizes, beyond)
+    floor = machine.get("launch_floor", 0.0)
+    return _answer(kernel, model, name, call, bounds, sizes, beyond, floor, model.interval)
 
 
 def predict_jointly(
@@ -314,22 +362,34 @@ def predict_jointly(
     figure = f"peak_flops.{call.dtype}"
     if machine.kind != "gpu" or call.dtype not in _WIDTHS or figure not in machine.figures:
         return None
-    found = find_joint(kernel.name)
-    if found is None:
+    joint = find_joint(kernel.name)
+    if joint is None:
         return None
-    model, known = found
     sizes = _sizes(kernel, call) | {name: np.array([value]) for name, value in extra.items()}
-    every = frozenset[str]().union(*(one.machines for one in known.values()))
-    seen = known.get(call.dtype)
-    beyond = [] if machine.name in every else ["machine"]
-    if seen is None or (machine.name in every and machine.name not in seen.machines):
+    seen = joint.taught.get(call.dtype)
+    is_known = machine.name in joint.machines
+    beyond = [] if is_known else ["machine"]
+    if seen is None or (is_known and machine.name not in seen.machines):
         beyond.append("type")
     ranges = seen.ranges if seen is not None else {}
     if any(not low <= sizes[name][0] <= high for name, (low, high) in ranges.items()):
         beyond.append("size")
     bounds = limits(machine, call.dtype, kernel.name)
-    name = f"{kernel.name}-joint"
-    return _answer(kernel, model, name, call, machine, bounds, sizes, tuple(beyond))
+    # A far model without trees has the intervals only.
+    is_far = not is_known and len(joint.far.trees.roots) > 1
+    model, name = (joint.far, "far") if is_far else (joint.near, "joint")
+    name = f"{kernel.name}-{name}"
+
+    def ends(base: float) -> tuple[float, float]:
+        doubted = joint.far if {"machine", "type"} & set(beyond) else joint.near
+        low, high = doubted.interval(base)
+        spread = max(1.0, apart(bounds, joint.limits) / APART)
+        if seen is not None and machine.name in seen.machines:
+            spread = seen.machines[machine.name]
+        return low**spread, high**spread
+
+    floor = machine.get("launch_floor", 0.0)
+    return _answer(kernel, model, name, call, bounds, sizes, tuple(beyond), floor, ends)
 
 
 def _sizes(kernel: LearnedKernel, call: KernelCall) -> dict[str, np.ndarray]:
@@ -342,22 +402,23 @@ def _answer(
     model: LearnedModel,
     name: str,
     call: KernelCall,
-    machine: Machine,
     bounds: Limits,
     sizes: Sizes,
     beyond: tuple[str, ...],
+    launch_floor: float,
+    ends: Callable[[float], tuple[float, float]],
 ) -> Prediction:
     """The prediction of one launch; ``beyond`` says what the model has not seen of it."""
     width = _WIDTHS[call.dtype]
     time, base, roofline = (float(x[0]) for x in seconds(kernel, model, sizes, bounds, width))
-    low, high = model.interval(base, "machine" in beyond or "type" in beyond)
+    low, high = ends(base)
     is_far = "size" in beyond or ("machine" in beyond and bounds.unit == OTHER_VENDOR)
     spread = FARTHER if is_far else 1.0
     group = kernel.group(sizes)
     flops, _ = kernel.work(sizes, width)
     harness = float(model.harness_of(group, bounds.floor)[0])
     bound = "compute" if flops[0] / bounds.peak >= roofline else "memory"
-    if time < 1.1 * harness or harness == 0 and roofline < machine.get("launch_floor", 0.0):
+    if time < 1.1 * harness or harness == 0 and roofline < launch_floor:
         bound = "latency"
     return Prediction(
         time,

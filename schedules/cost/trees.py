@@ -111,9 +111,10 @@ def trees_from_arrays(arrays: Mapping[str, np.ndarray]) -> Trees:
     ----------
     arrays : Mapping[str, np.ndarray]
         ``sizes`` (trees,) int32, nodes of each tree; ``split`` (nodes,) uint8, feature or ``LEAF``;
-        ``bin`` (splits,) uint16, which of the feature's thresholds; ``leaf`` (leaves,) float16 or
-        float32; ``cuts`` float32, thresholds of all features, and ``cut_counts`` (features,)
-        int32, how many each has; ``base`` (1,) float64.
+        ``bin`` (splits,) uint8 or uint16, which of the feature's thresholds; ``leaf`` (leaves,)
+        int8, times ``scale`` (trees,) float32 of its tree; ``cuts`` float16 or float32, thresholds
+        of all features, and ``cut_counts`` (features,) int32, how many each has; ``base`` (1,)
+        float64.
 
     Raises
     ------
@@ -125,13 +126,16 @@ def trees_from_arrays(arrays: Mapping[str, np.ndarray]) -> Trees:
     sizes = _array(arrays, "sizes", "i")
     split = _array(arrays, "split", "u")
     chosen = _array(arrays, "bin", "u")
-    leaf = _array(arrays, "leaf", "f")
+    leaf = _array(arrays, "leaf", "i")
+    scale = _array(arrays, "scale", "f")
     base = _array(arrays, "base", "f")
     is_leaf = split == LEAF
     if (counts < 0).any() or counts.sum() != len(cuts) or not 0 < len(counts) < LEAF:
         raise PredictionError("'cut_counts' does not add up to the length of 'cuts'")
     if (sizes < 1).any() or sizes.sum() != len(split) or not len(sizes):
         raise PredictionError("'sizes' does not add up to the length of 'split'")
+    if len(scale) != len(sizes):
+        raise PredictionError("'scale' has not one number a tree")
     if is_leaf.sum() != len(leaf) or (~is_leaf).sum() != len(chosen) or base.shape != (1,):
         raise PredictionError("'leaf', 'bin' or 'base' has another length than 'split' asks for")
     asked = split[~is_leaf].astype(np.int64)
@@ -144,7 +148,7 @@ def trees_from_arrays(arrays: Mapping[str, np.ndarray]) -> Trees:
     threshold = np.full(len(split), np.inf, np.float32)
     threshold[~is_leaf] = cuts[(np.cumsum(counts) - counts)[asked] + chosen]
     value = np.zeros(len(split), np.float32)
-    value[is_leaf] = leaf
+    value[is_leaf] = (leaf * np.repeat(scale.astype(np.float64), sizes)[is_leaf]).astype(np.float32)
     depth = _depth(left, roots)
     return Trees(column, threshold, value, left, roots, depth, len(counts), float(base[0]))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import xgboost
+from scipy.optimize import least_squares
 from scipy.spatial import cKDTree
 
 from examples.benchmarks.prediction.data import (
@@ -28,7 +29,7 @@ from schedules.cost.features import Limits, limits
 from schedules.cost.kernel_call import element_bytes
 from schedules.cost.kernels.attention import ATTENTION
 from schedules.cost.kernels.gemm import JOINT
-from schedules.cost.learned import FARTHER, LearnedKernel
+from schedules.cost.learned import APART, FARTHER, LearnedKernel
 from schedules.cost.machine import Figure, load_machine
 
 KERNELS: dict[str, tuple[LearnedKernel, Callable[[Path], list[Sweep]]]] = {
@@ -46,13 +47,26 @@ FAMILIES = {
 OTHER_VENDORS = ("b60",)
 """Machines that say nothing of how far off a new one of NVIDIA may be."""
 
-PARAMETERS: dict[str, dict[str, float]] = {
-    "gemm": {"rounds": 300, "max_depth": 8, "eta": 0.08, "min_child_weight": 4},
-    "attention": {"rounds": 300, "max_depth": 8, "eta": 0.08, "min_child_weight": 4},
+PARAMETERS: dict[str, Any] = {
+    "rounds": 300,
+    "max_depth": 0,
+    "grow_policy": "lossguide",
+    "max_leaves": 200,
+    "eta": 0.08,
+    "min_child_weight": 4,
 }
+DOUBTED: dict[str, Any] = {**PARAMETERS, "rounds": 200, "eta": 0.12}
+"""The same of models that are trained to be doubted."""
+
+FAR_PARAMETERS: dict[str, Any] = {"rounds": 100, "max_depth": 5, "eta": 0.08, "min_child_weight": 4}
+LAW_ROWS = 12_000
+LAW_LATENCY = 0.9
+"""Share of the harness that longer launches hold, too, of kernels that a law stands for."""
 DOUBTED_ROWS = 40_000
 """About so many rows teach a model that is trained to be doubted."""
 BINS = 6
+LEAST_LAUNCHES = 20
+"""Launches of a family in a range, fewer of which say nothing."""
 NEVER = np.zeros(0)
 LIMITS = ("multiprocessors", "peak", "bandwidth", "cache", "clock", "unit", "floor")
 
@@ -136,28 +150,80 @@ def harnesses(kernel: LearnedKernel, sweeps: Sequence[Sweep]) -> tuple[np.ndarra
     return np.array([one for one, _ in both]), np.array([one for _, one in both])
 
 
+def fit_law(kernel: LearnedKernel, base: Callable[[np.ndarray], np.ndarray], sweep: Sweep):
+    """Constants of a kernel's law, by robust least squares of logarithms; few launches count more.
+
+    Parameters
+    ----------
+    kernel : LearnedKernel
+        Its law and where to begin.
+    base : Callable
+        (launches,) seconds with harness, from those without.
+    sweep : Sweep
+        Measured launches.
+    """
+    bounds, width = machine_limits(sweep), element_bytes(sweep.dtype)
+    _, index, count = np.unique(
+        np.char.add(sweep.machine, sweep.part.astype(str)), return_inverse=True, return_counts=True
+    )
+    weight = np.sqrt((1 / np.sqrt(count))[index])
+    weight /= weight.mean()
+
+    def error(constants: np.ndarray) -> np.ndarray:
+        alone = kernel.unhindered(sweep.sizes, bounds, width, np.exp(constants))
+        return weight * np.log(base(alone) / sweep.seconds)
+
+    begin, range_ = np.log(kernel.start), np.log(1e3)
+    ends = begin - range_, begin + range_
+    found = least_squares(error, begin, loss="soft_l1", f_scale=0.1, max_nfev=40, bounds=ends)
+    return np.exp(found.x)
+
+
+def bases_of(
+    kernel: LearnedKernel,
+    sweep: Sweep,
+    bases: tuple[np.ndarray, np.ndarray],
+    law: np.ndarray,
+    known_floor: bool = True,
+) -> np.ndarray:
+    """Seconds that trees correct; without floors every machine has the usual one, as a new one."""
+    alone = kernel.unhindered(sweep.sizes, machine_limits(sweep), element_bytes(sweep.dtype), law)
+    return with_harness(kernel, sweep, bases, known_floor, bool(len(law)))(alone)
+
+
+def with_harness(
+    kernel: LearnedKernel,
+    sweep: Sweep,
+    bases: tuple[np.ndarray, np.ndarray],
+    known_floor: bool,
+    is_law: bool,
+) -> Callable[[np.ndarray], np.ndarray]:
+    """What adds the harness to times of kernels."""
+    bounds, group = machine_limits(sweep), kernel.group(sweep.sizes)
+    own = (bounds.floor > 0) & (bases[0][group] > 0) & known_floor
+    harness = np.where(own, bounds.floor, bases[0][group])
+    latency = np.where(own, bounds.floor / 2, bases[1][group])
+    if is_law:
+        latency = LAW_LATENCY * harness
+    return lambda alone: np.maximum(harness, latency + alone)
+
+
 def rows_of(
     kernel: LearnedKernel,
     sweeps: Sequence[Sweep],
     bases: tuple[np.ndarray, np.ndarray],
-    known_floor: bool = True,
 ) -> Rows:
-    """Rows of sweeps; without floors every machine has the usual one, as a new one would."""
+    """Rows of sweeps, whose base is that of the roofline."""
     parts = []
     for sweep in sweeps:
         bounds, width = machine_limits(sweep), element_bytes(sweep.dtype)
-        floor = bounds.floor if known_floor else np.zeros(len(sweep.seconds))
         roofline = bounds.roofline(*kernel.work(sweep.sizes, width))
-        group = kernel.group(sweep.sizes)
-        own = (floor > 0) & (bases[0][group] > 0)
-        harness = np.where(own, floor, bases[0][group])
-        latency = np.where(own, floor / 2, bases[1][group])
         figures = np.stack([getattr(bounds, name) for name in LIMITS[:5]], axis=1)
         parts.append(
             Rows(
                 kernel.features(sweep.sizes, bounds, roofline, width).astype(np.float32),
                 sweep.seconds,
-                np.maximum(harness, latency + roofline),
+                bases_of(kernel, sweep, bases, NEVER),
                 sweep.machine,
                 np.full(len(sweep.seconds), sweep.dtype),
                 sweep.part,
@@ -170,15 +236,15 @@ def rows_of(
     return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
 
 
-def boosted(rows: Rows, taught: np.ndarray, kernel: str, seed: int = 0) -> xgboost.Booster:
+def boosted(rows: Rows, taught: np.ndarray, chosen: dict[str, Any]) -> xgboost.Booster:
     """Trees taught by the rows of a mask; few launches of a machine count more, each."""
     names = np.char.add(rows.machine[taught], rows.dtype[taught])
     _, index, count = np.unique(names, return_inverse=True, return_counts=True)
     weight = (1 / np.sqrt(count))[index]
     target = np.log(rows.seconds / rows.base)[taught]
-    parameters: dict[str, Any] = {"tree_method": "hist", "subsample": 0.8, "nthread": 1}
-    chosen: dict[str, Any] = {"colsample_bynode": 0.5, "base_score": float(target.mean())}
-    parameters |= {**chosen, "seed": seed, **PARAMETERS[kernel]}
+    parameters: dict[str, Any] = {"tree_method": "hist", "subsample": 0.8, "nthread": 2}
+    parameters |= {"colsample_bynode": 0.5, "base_score": float(target.mean()), "max_bin": 64}
+    parameters |= chosen
     rounds = int(parameters.pop("rounds"))
     matrix = xgboost.DMatrix(rows.features[taught], target, weight=weight / weight.mean())
     return xgboost.train(parameters, matrix, rounds)
@@ -200,6 +266,41 @@ def factors(
     found = [np.percentile(ratio[which == at], ends) for at in range(len(edges) + 1)]
     below = np.array([min(low, 1.0) for low, _ in found])
     return edges, below, np.array([max(high, 1.0) for _, high in found])
+
+
+def envelope(
+    ratio: np.ndarray, base: np.ndarray, family: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Edges and percentiles as :func:`factors` has them, the widest of any family.
+
+    Launches of one family err alike, so that a new one is another draw of families, not of
+    launches: an interval holds what any of those left out needed, and more the fewer they are.
+    """
+    edges, below, above = factors(ratio, base, FAR_ENDS)
+    which = np.searchsorted(edges, base)
+    for name in np.unique(family):
+        for at in np.unique(which):
+            mine = ratio[(family == name) & (which == at)]
+            if len(mine) >= LEAST_LAUNCHES:
+                low, high = np.percentile(mine, FAR_ENDS)
+                below[at], above[at] = min(below[at], low), max(above[at], high)
+    wider = 1 + 1 / len(np.unique(family))
+    return edges, below**wider, above**wider
+
+
+def spreads(
+    ratio: np.ndarray, base: np.ndarray, name: np.ndarray, ends: tuple[np.ndarray, ...]
+) -> dict[str, float]:
+    """Exponents of factors, as :func:`factors` has them, that hold enough of each name."""
+    edges, below, above = ends
+    at = np.searchsorted(edges, base)
+    limit = np.where(ratio < 1, np.minimum(below[at], 0.999), np.maximum(above[at], 1.001))
+    needed = np.log(ratio) / np.log(limit)
+    share = SIZE_ENDS[1] - SIZE_ENDS[0]
+    return {
+        str(each): round(float(np.percentile(needed[name == each], share)), 3)
+        for each in np.unique(name)
+    }
 
 
 @dataclass(frozen=True)
@@ -229,6 +330,11 @@ class Split:
     base: np.ndarray
     distance: np.ndarray
     family: np.ndarray
+
+    @property
+    def name(self) -> np.ndarray:
+        """(launches,) names of machine and type."""
+        return np.char.add(np.char.add(self.machine, " "), self.dtype)
 
     def errors(self) -> list[dict[str, Any]]:
         """Errors by machine, type and part, with the share inside intervals of other families."""
@@ -261,29 +367,33 @@ class Split:
         """Ends by the errors of the other families, or, of sizes, by those of other rows."""
         ratio = self.seconds / self.predicted
         low, high = self.predicted.copy(), self.predicted.copy()
-        groups = self.family
-        if self.left_out == "sizes":
-            groups = np.array(["odd", "even"])[np.arange(len(ratio)) % 2]
+        by_size = self.left_out == "sizes"
+        groups = np.arange(len(ratio)) % 2 if by_size else self.family
         for group in np.unique(groups):
             mine = groups == group
-            others = ~mine
-            if self.left_out != "sizes":
-                others &= ~np.isin(self.machine, OTHER_VENDORS)
+            others = ~mine & (by_size | ~np.isin(self.machine, OTHER_VENDORS))
             others = others if others.any() else mine
-            ends = SIZE_ENDS if self.left_out == "sizes" else FAR_ENDS
-            edges, below, above = factors(ratio[others], self.base[others], ends)
+            if by_size:
+                found = factors(ratio[others], self.base[others], SIZE_ENDS)
+                known = spreads(ratio[others], self.base[others], self.name[others], found)
+                spread = np.array([known.get(each, 1.0) for each in self.name[mine].tolist()])
+            else:
+                found = envelope(ratio[others], self.base[others], self.family[others])
+                spread = np.maximum(1.0, self.distance[mine] / APART)
+            edges, below, above = found
             at = np.searchsorted(edges, self.base[mine])
-            far = self.left_out != "sizes" and group in OTHER_VENDORS
-            low[mine] *= below[at] ** (FARTHER if far else 1.0)
-            high[mine] *= above[at] ** (FARTHER if far else 1.0)
+            if group in OTHER_VENDORS:
+                spread = spread * FARTHER
+            low[mine] *= below[at] ** spread
+            high[mine] *= above[at] ** spread
         return low, high
 
 
-SIZE_ENDS, FAR_ENDS = (8, 92), (5, 95)
-"""Percentiles: a little more than four fifths, of which another machine has its share."""
+SIZE_ENDS, FAR_ENDS = (8, 92), (6, 94)
+"""Percentiles: a little more than four fifths, of other sizes, and of each family left out."""
 
 
-def split_sizes(kernel: str, rows: Rows, trees: xgboost.Booster) -> Split:
+def split_sizes(rows: Rows, trees: xgboost.Booster) -> Split:
     """The sizes that the model of the package was not taught."""
     near = np.zeros(int(rows.held.sum()))
     for dtype in np.unique(rows.dtype):
@@ -294,19 +404,35 @@ def split_sizes(kernel: str, rows: Rows, trees: xgboost.Booster) -> Split:
 
 
 def split_groups(
-    kernel: str, rows: Rows, base: np.ndarray, group: np.ndarray, left_out: str
+    rows: Rows,
+    group: np.ndarray,
+    left_out: str,
+    teach: Callable[[np.ndarray], tuple[xgboost.Booster, Rows]],
 ) -> Split:
-    """Each group as predicted by a model that was taught by the others, from bases without it."""
+    """Each group as predicted by a model that was taught by the others.
+
+    Parameters
+    ----------
+    rows : Rows
+        All launches.
+    group : np.ndarray
+        (launches,) names.
+    left_out : str
+        What groups are.
+    teach : Callable
+        Trees taught by the rows of a mask, and how a model without the others sees all rows.
+    """
     found = np.zeros(len(rows.seconds))
-    near = np.zeros(len(rows.seconds))
+    near, base = found.copy(), found.copy()
     sample = np.arange(len(found)) % max(1, len(found) // DOUBTED_ROWS) == 0
     for name in np.unique(group):
         out = group == name
-        trees = boosted(rows, ~out & sample, kernel)
-        found[out] = predicted(trees, replace(rows, base=base), out)
+        trees, seen = teach(~out & sample)
+        found[out], base[out] = predicted(trees, seen, out), seen.base[out]
         known = np.unique(rows.figures[~out], axis=0)
         near[out] = cKDTree(known).query(rows.figures[out])[0]
-    return _split(left_out, rows, np.ones(len(found), bool), found, near, group)
+    every = np.ones(len(found), bool)
+    return _split(left_out, replace(rows, base=base), every, found, near, group)
 
 
 def _split(
@@ -331,6 +457,10 @@ class JointModel:
     ----------
     trees : xgboost.Booster
         Taught by four fifths of the sizes.
+    far : xgboost.Booster, optional
+        For machines that no row is of; None where those trees serve them, too.
+    law : np.ndarray
+        Constants that the far trees correct.
     harness, latency : np.ndarray
         Seconds by group.
     splits : tuple of Split
@@ -340,21 +470,70 @@ class JointModel:
     """
 
     trees: xgboost.Booster
+    far: xgboost.Booster | None
+    law: np.ndarray
     harness: np.ndarray
     latency: np.ndarray
     splits: tuple[Split, ...]
     report: dict[str, Any]
 
-    def intervals(self) -> dict[str, np.ndarray]:
-        """Arrays of the model file: intervals of machines in the data, and of all others."""
+    def intervals(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Arrays of the model files: intervals of machines in the data, and of all others."""
         sizes, machines = self.splits[:2]
         near = factors(sizes.seconds / sizes.predicted, sizes.base, SIZE_ENDS)
         like = ~np.isin(machines.machine, OTHER_VENDORS)
         ratio = (machines.seconds / machines.predicted)[like]
-        far = factors(ratio, machines.base[like], FAR_ENDS)
+        far = envelope(ratio, machines.base[like], machines.family[like])
         names = ("edges", "below", "above")
-        found = dict(zip(names, near, strict=True))
-        return found | dict(zip((f"far_{name}" for name in names), far, strict=True))
+        return dict(zip(names, near, strict=True)), dict(zip(names, far, strict=True))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Training of the model for machines that no row is of.
+
+    Parameters
+    ----------
+    kernel : LearnedKernel
+        The kernel.
+    sweeps : Sequence of Sweep
+        All launches.
+    bases : tuple of np.ndarray
+        Harness and latency by group.
+    rows : Rows
+        Of the sweeps.
+    """
+
+    kernel: LearnedKernel
+    sweeps: Sequence[Sweep]
+    bases: tuple[np.ndarray, np.ndarray]
+    rows: Rows
+
+    def law(self, taught: np.ndarray) -> np.ndarray:
+        """Constants by the rows of a mask; none where the kernel has no law."""
+        if self.kernel.law is None:
+            return NEVER
+        (sweep,) = self.sweeps
+        at = np.flatnonzero(taught)
+        part = sweep[at[:: max(1, len(at) // LAW_ROWS)]]
+        return fit_law(self.kernel, with_harness(self.kernel, part, self.bases, True, True), part)
+
+    def __call__(self, taught: np.ndarray) -> tuple[xgboost.Booster, Rows]:
+        """Trees of the rows of a mask, and the rows as new machines have them."""
+        count = self.kernel.of_new_machines
+        if count:
+            taught = taught & ~np.isin(self.rows.machine, OTHER_VENDORS)
+        law = self.law(taught)
+        known, new = (
+            np.concatenate(
+                [bases_of(self.kernel, s, self.bases, law, is_known) for s in self.sweeps]
+            )
+            for is_known in (True, False)
+        )
+        features = self.rows.features[:, : count or None]
+        chosen = FAR_PARAMETERS if count else DOUBTED
+        trees = boosted(replace(self.rows, base=known, features=features), taught, chosen)
+        return trees, replace(self.rows, base=new, features=features)
 
 
 def train_joint(kernel: str, folder: Path) -> JointModel | None:
@@ -366,31 +545,37 @@ def train_joint(kernel: str, folder: Path) -> JointModel | None:
     write_floors(learned, sweeps)
     bases = harnesses(learned, sweeps)
     rows = rows_of(learned, sweeps, bases)
-    trees = boosted(rows, ~rows.held, kernel)
-    new = rows_of(learned, sweeps, bases, known_floor=False).base
-    splits = [
-        split_sizes(kernel, rows, trees),
-        split_groups(kernel, rows, new, rows.family, "machines"),
-    ]
+    trees = boosted(rows, ~rows.held, PARAMETERS)
+    teacher = Teacher(learned, sweeps, bases, rows)
+    splits = [split_sizes(rows, trees), split_groups(rows, rows.family, "machines", teacher)]
     if len(sweeps) > 1:
-        splits.append(split_groups(kernel, rows, rows.base, rows.dtype, "harnesses"))
+        near = lambda taught: (boosted(rows, taught, DOUBTED), rows)  # noqa: E731
+        splits.append(split_groups(rows, rows.dtype, "harnesses", near))
+    far, law = None, NEVER
+    if learned.of_new_machines:
+        taught = ~rows.held & ~np.isin(rows.machine, OTHER_VENDORS)
+        far, law = teacher(taught)[0], teacher.law(taught)
+    sizes = splits[0]
+    ratio = sizes.seconds / sizes.predicted
+    known = spreads(ratio, sizes.base, sizes.name, factors(ratio, sizes.base, SIZE_ENDS))
     report = {
         "kernel": kernel,
         "data": "; ".join(dict.fromkeys(sweep.source for sweep in sweeps)),
         "rows": len(rows.seconds),
-        "taught": {sweep.dtype: _seen(learned, sweep) for sweep in sweeps},
+        "taught": {sweep.dtype: _seen(learned, sweep, known) for sweep in sweeps},
         "command": "PREDICT_DATA=DIR python examples/benchmarks/prediction/train.py",
         "xgboost": xgboost.__version__,
         "held_out": errors(splits[0].seconds, splits[0].predicted),
         "left_out": {split.left_out: split.errors() for split in splits},
         "error_by_distance": {split.left_out: split.by_distance() for split in splits},
     }
-    return JointModel(trees, *bases, tuple(splits), report)
+    return JointModel(trees, far, law, *bases, tuple(splits), report)
 
 
-def _seen(kernel: LearnedKernel, sweep: Sweep) -> dict[str, Any]:
+def _seen(kernel: LearnedKernel, sweep: Sweep, known: dict[str, float]) -> dict[str, Any]:
     ranges = {
         name: [float(sweep.sizes[name].min()), float(sweep.sizes[name].max())]
         for name in kernel.sizes
     }
-    return {"machines": sorted(set(sweep.machine.tolist())), "ranges": ranges}
+    machines = {name: known[f"{name} {sweep.dtype}"] for name in np.unique(sweep.machine).tolist()}
+    return {"machines": machines, "ranges": ranges}

@@ -15,8 +15,17 @@ from ..learned import LearnedKernel, Sizes, predict_jointly
 from ..machine import Machine
 from ..prediction import Prediction
 
-_TILES = ((64, 512), (128, 128), (128, 4096))
+_TILES = ((16, 256), (64, 512), (128, 128), (128, 4096))
 """Queries and keys of a block's part."""
+
+_SIDE = 128
+"""Queries and keys of the tiles that the law counts."""
+
+_EXPONENTIALS = 16
+"""A cycle of a multiprocessor."""
+
+_PIPELINED = 150
+"""Most tiles that one block of an unshared step goes along in the time of one that is shared."""
 
 
 def _work(sizes: Sizes, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -26,24 +35,77 @@ def _work(sizes: Sizes, width: int) -> tuple[np.ndarray, np.ndarray]:
     return 4 * b * heads * size * pairs, width * b * size * read
 
 
+def _law(sizes: Sizes, machine: Limits, width: int, constants: np.ndarray) -> np.ndarray:
+    """Seconds of a prefill or a step, from what bounds it at once; constants of each in a row."""
+    b, queries, keys, heads, shared, size = (sizes[name] for name in ATTENTION_SIZES)
+    cycles = machine.multiprocessors * machine.clock
+    _, moved = _work(sizes, width)
+    streamed = moved / machine.bandwidth
+    down, along = np.ceil(queries / _SIDE), np.ceil(keys / _SIDE)
+    # A block of a prefill goes along its keys; a step shares them out, or each block has them all.
+    tiles = b * heads * down * (along - (down - 1) / 2)
+    prefill = (
+        constants[: len(constants) // 2],
+        (
+            along * _SIDE / machine.clock * (size / 128) ** constants[6],
+            tiles * 4 * _SIDE**2 * size / machine.peak,
+            tiles * _SIDE**2 / (cycles * _EXPONENTIALS),
+            streamed,
+            b * heads * down / cycles,
+        ),
+    )
+    parts = b * shared * along * np.ceil(heads / shared / 64)
+    each = np.maximum(np.ceil(parts / machine.multiprocessors), 1)
+    alone = along * np.ceil(b * shared / machine.multiprocessors)
+    step = (
+        constants[len(constants) // 2 :],
+        (
+            each * _SIDE / machine.clock * (size / 128) ** constants[13],
+            parts * 4 * 64 * _SIDE * size / machine.peak,
+            streamed,
+            np.minimum(alone, _PIPELINED * each) * _SIDE / machine.clock,
+            b * shared / cycles,
+        ),
+    )
+    found = [_together(*both) for both in (prefill, step)]
+    return np.where(queries == 1, found[1], found[0])
+
+
+def _together(constants: np.ndarray, parts: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Norm of the first part, the next two one after the other, and the fourth; then the last."""
+    first, second, third, fourth, begin = (
+        factor * part for factor, part in zip(constants, parts, strict=False)
+    )
+    sharpness = 1 + constants[5]
+    together = first, second + third, fourth
+    longest = np.maximum.reduce(together)
+    return longest * sum((x / longest) ** sharpness for x in together) ** (1 / sharpness) + begin
+
+
 def _features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: int) -> np.ndarray:
     b, queries, keys, heads, shared, size = (sizes[name] for name in ATTENTION_SIZES)
     flops, moved = _work(sizes, width)
-    ridge = machine.peak / machine.bandwidth
-    columns = [np.log(sizes[name]) for name in ATTENTION_SIZES]
-    columns += [np.log(x) for x in (heads / shared, flops, moved, roofline)]
-    columns += [np.log(flops / moved / ridge), np.log(moved / machine.cache)]
-    columns += [np.log(b * heads / machine.multiprocessors)]
-    columns += [np.log(b * shared / machine.multiprocessors)]
+    alone = queries == 1
+    pairs = flops / (4 * size)
+    arithmetic, streamed = flops / machine.peak, moved / machine.bandwidth
+    exponentials = pairs / (machine.multiprocessors * machine.clock * _EXPONENTIALS)
+    columns = [np.log(x) for x in (queries, keys, size, heads / shared, arithmetic, streamed)]
+    columns += [np.log(arithmetic / streamed), np.log(exponentials / arithmetic)]
+    columns += [np.log(moved / machine.cache), np.log(b * heads / machine.multiprocessors)]
+    columns += [np.log(b * shared / machine.multiprocessors), alone]
     for rows, span in _TILES:
         # A decoder's step shares the keys among the queries of a group, and splits their length.
-        alone = queries == 1
         down = np.where(alone, np.ceil(heads / shared / rows), np.ceil(queries / rows))
         blocks = b * np.where(alone, shared * np.ceil(keys / span), heads) * down
         columns += waves(blocks, flops / blocks, roofline, machine)
+    # From here on what tells machines apart.
     count = len(b)
+    columns += [np.log(x) for x in (b, heads, shared, flops, moved, roofline)]
     return np.stack(columns + machine.features(count) + machine.chip(count), axis=1)
 
+
+_OF_NEW_MACHINES = 24
+"""Features, the first ones, that hold for a machine whatever it is called."""
 
 ATTENTION_SIZES = ("B", "L", "S", "H", "KV", "D")
 
@@ -54,6 +116,9 @@ ATTENTION = LearnedKernel(
     _features,
     lambda sizes: np.where(sizes["L"] == 1, 1, 0),
     ("B", "L"),
+    _law,
+    2 * (2.0, 1.2, 0.7, 1.2, 300.0, 2.0, 1.0),
+    _OF_NEW_MACHINES,
 )
 
 
