@@ -98,7 +98,20 @@ int cuLaunchKernelEx(const LaunchConfig *config, Function *function, void **argu
   return OK;
 }
 
-int cuTensorMapEncodeTiled(void) { return OK; }
+/* What the manual says of a map with a swizzle of 128 bytes, of elements of 16 bits. */
+int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *data, const unsigned long long *sizes,
+                           const unsigned long long *strides, const unsigned *box, const unsigned *steps,
+                           int interleave, int swizzle, int promotion, int fill) {
+  if ((unsigned long long)map % 64 || (unsigned long long)data % 16 || rank < 1 || rank > 5)
+    return fail(INVALID_VALUE, "impossible map", "");
+  for (unsigned k = 0; k < rank; ++k)
+    if (!sizes[k] || sizes[k] > 1ull << 32 || !box[k] || box[k] > 256 || steps[k] != 1 ||
+        (k && strides[k - 1] % 16))
+      return fail(INVALID_VALUE, "impossible axis of a map", "");
+  if (interleave || swizzle != 3 || box[0] * 2 > 128)
+    return fail(INVALID_VALUE, "impossible box of a map", "");
+  return OK;
+}
 
 int cudaDeviceGetAttribute(int *value, int attribute, int device) {
   switch (attribute) {

@@ -327,8 +327,9 @@ def _without_unused_traits(text: str) -> str:
 
 
 def _prelude() -> str:
-    """Names of host headers that kernels may use and NVRTC lacks."""
+    """Names of headers of the host and of the driver that kernels may use and NVRTC lacks."""
     names = [f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     using = "".join(f"using cuda::std::{name};\n" for name in names)
     infinity = "#ifndef INFINITY\n#define INFINITY __int_as_float(0x7f800000)\n#endif\n"
-    return f"#include <cuda/std/cstdint>\n{using}{infinity}"
+    tensor_map = "struct alignas(64) CUtensorMap { unsigned long long words[16]; };\n"
+    return f"#include <cuda/std/cstdint>\n{using}{infinity}{tensor_map}"

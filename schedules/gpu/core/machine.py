@@ -34,6 +34,7 @@ _LANE_BITS = 32
 _BFLOAT16_FROM = 80  # architecture
 _TENSOR_CORES_FROM = 80  # with cp.async, and products of 16x8x16
 _CLUSTERS_FROM = 90
+_WARPGROUPS_OF = 90  # later ones multiply otherwise
 _PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
 _OPENCL_MULTIPROCESSORS = 32  # an estimate; OpenCL devices differ by a factor of a hundred
 _OPENCL_LIMITS = (1024, 49152)  # threads and bytes of shared memory of a block
@@ -87,6 +88,8 @@ class GPUInfo:
     device : GPUInfo | None
         The device itself, where the other fields are those of one on which all agree
         (:func:`reproducible_target`).
+    is_specific : bool
+        Whether the code runs on that architecture only, ``sm_90a``, and may use all it has.
     """
 
     kind: str
@@ -98,6 +101,7 @@ class GPUInfo:
     max_cluster: int = 1
     model: str = ""
     device: GPUInfo | None = None
+    is_specific: bool = False
 
     @classmethod
     def from_target(cls, target: Target) -> GPUInfo:
@@ -126,11 +130,13 @@ class GPUInfo:
         if kind == "opencl":
             model = str(target.attrs.get("model", ""))
             return cls(kind, 0, _OPENCL_MULTIPROCESSORS, 1, threads, shared, model=model)
-        arch = _arch_number(str(target.attrs["arch"]))
+        name = str(target.attrs["arch"])
+        arch, is_specific = _arch_number(name), name.endswith("a")
         if arch < min(_MULTIPROCESSORS):
             raise TargetError(f"architecture sm_{arch} is too old; expected sm_70 or newer")
         cluster = _PORTABLE_CLUSTER if arch >= _CLUSTERS_FROM else 1
-        return cls(kind, arch, _multiprocessors(target, arch), 32, threads, shared, cluster)
+        count = _multiprocessors(target, arch)
+        return cls(kind, arch, count, 32, threads, shared, cluster, is_specific=is_specific)
 
     @classmethod
     def named(cls, arch: str, multiprocessors: int) -> GPUInfo:
@@ -169,6 +175,11 @@ class GPUInfo:
     def has_tensor_cores(self) -> bool:
         """Return whether the device multiplies matrices as :mod:`.tensor_core` has it."""
         return self.kind == "cuda" and self.arch >= _TENSOR_CORES_FROM
+
+    @property
+    def has_warpgroup_products(self) -> bool:
+        """Return whether warpgroups multiply matrices as :mod:`.warpgroup` has it."""
+        return self.kind == "cuda" and self.arch == _WARPGROUPS_OF and self.is_specific
 
     def block_threads(self, wanted: int) -> int:
         """Threads of a block: a power of two, as many as wanted if the device has them."""

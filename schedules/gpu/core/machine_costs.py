@@ -30,6 +30,10 @@ class MachineCosts:
         Threads that a multiprocessor runs at once.
     shared_bytes : int
         Shared memory of a multiprocessor that blocks divide among them.
+    opt_in_shared_bytes : int
+        Shared memory of a block of sm_90 that asks for it at the launch.
+    warpgroup_products : float
+        Products of 16 bits that the tensor cores of a multiprocessor of sm_90 add in a cycle.
     issue : float
         Warps that issue in a cycle.
     block_threads : int
@@ -41,6 +45,11 @@ class MachineCosts:
         Cycles of a block outside of its main loop.
     step_latency : float
         Cycles from a load's issue to the barrier after its store into shared memory.
+    epilogue : float
+        Cycles between the last product of a tile and the first of the next in the same block.
+    warp_products : float
+        Products of 16 bits of a multiprocessor in a cycle where warps load them from shared memory,
+        as counted instructions of the main loop allow.
     warp_cycles : float
         Cycles between two instructions of a warp.
     read_cycles : float
@@ -112,11 +121,15 @@ class MachineCosts:
     register_file: int = 65536
     multiprocessor_threads: int = 2048
     shared_bytes: int = 100 * 1024
+    opt_in_shared_bytes: int = 227 * 1024
+    warpgroup_products: float = 2048.0
     issue: float = 4.0
     block_threads: int = 1024
     launch: float = 2000.0
     block_latency: float = 1500.0
     step_latency: float = 400.0
+    epilogue: float = 1500.0
+    warp_products: float = 650.0
     warp_cycles: float = 2.0
     read_cycles: float = 2.0
     l2_bytes: float = 30.0

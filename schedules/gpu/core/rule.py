@@ -95,6 +95,7 @@ def _finished(kernel: tirx.PrimFunc, gpu: GPUInfo, rule: str) -> s_tir.Schedule:
     kernel = keep_nan(kernel)
     if not gpu.has_bfloat16:
         kernel = convert_by_bits(kernel)
-    mod = tvm.IRModule({"main": kernel.with_attr(RULE, rule)})
+    named = kernel if RULE in kernel.attrs else kernel.with_attr(RULE, rule)
+    mod = tvm.IRModule({"main": named})
     # TVM's lowering does the same, but after passes whose time grows with accesses times lets.
     return s_tir.Schedule(s_tir.transform.StmtSimplify()(mod))

@@ -35,7 +35,12 @@ from examples.benchmarks.reduction_cases import Case, Reduction
 ROOT = Path(__file__).resolve().parents[3]
 GPU = ROOT / "examples" / "benchmarks" / "gpu"
 PYTHON = "{}.{}".format(*sys.version_info[:2])
-PACKED = ("small/rows", "small/product float16", "small/attention")
+PACKED = (
+    "small/rows",
+    "small/product float16",
+    "small/product float16 of edges warpgroups",
+    "small/attention",
+)
 SMALL = {case.name: case for case in small_cases()}
 _WITHOUT = """
 import importlib, sys
@@ -90,8 +95,10 @@ def test_cases_are_those_of_the_goals() -> None:
     assert sum(name.startswith("reduction/paper4 ") for name in names) == 4
     assert {case.group for case in timed_cases()} == set(stages.GROUPS) <= {*device_run.STAGES}
     assert {*device_run.NCU_CASES} <= {*names}
+    assert {case.group for case in timed_cases() if case.is_specific} == {"product"}
     kinds = {word for name in SMALL for word in name.partition("/")[2].split()}
     assert {"softmax", "norm", "attention", "pair", "depthwise", "tf32", "float16"} <= kinds
+    assert "warpgroups" in kinds
 
 
 @pytest.mark.quick_cases(12)

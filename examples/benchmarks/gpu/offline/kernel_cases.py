@@ -70,6 +70,8 @@ class KernelCase:
         Options of ``tvm_fusion.compile``.
     reduction : Case, optional
         The same as a case of reductions, whose tolerance is by place.
+    is_specific : bool
+        Whether it is compiled for what only its architecture has: products of warpgroups.
     """
 
     name: str
@@ -82,6 +84,7 @@ class KernelCase:
     tolerance: float = 1e-5
     options: Mapping[str, Any] = field(default_factory=dict)
     reduction: Case | None = None
+    is_specific: bool = False
 
     @property
     def group(self) -> str:
@@ -136,6 +139,11 @@ def product(
         1e-5 if dtype == "float32" and not options else _HALF,
         options,
     )
+
+
+def of_warpgroups(case: KernelCase) -> KernelCase:
+    """A product of 16 bits by warpgroups of sm_90a, beside that of single warps."""
+    return KernelCase(**{**vars(case), "name": f"{case.name} warpgroups", "is_specific": True})
 
 
 def attention(name: str, batch: int, heads: int, tokens: int, width: int) -> KernelCase:
@@ -303,6 +311,7 @@ def small_cases() -> list[KernelCase]:
         softmax("small/softmax of clusters", 4, 60_000),
         layer_norm("small/layer norm", 65, 768),
         product("small/product float16", 129, 136, 72),
+        of_warpgroups(product("small/product float16 of edges", 1000, 1032, 520)),
         product("small/product float32", 65, 130, 70, "float32"),
         product("small/product tf32", 128, 128, 64, "float32", precision="tf32"),
         attention("small/attention", 1, 2, 130, 64),
@@ -326,9 +335,7 @@ def timed_cases() -> list[KernelCase]:
         layer_norm("norm/layer norm 8192x4096", 8192, 4096),
         layer_norm("norm/layer norm 32768x768", 32768, 768),
         layer_norm("norm/layer norm 32768x1024 float16", 32768, 1024, half),
-        product("product/4096x4096x4096", 4096, 4096, 4096),
-        product("product/8192x1024x4096", 8192, 1024, 4096),
-        product("product/512x3072x768", 512, 3072, 768),
+        *(each for case in _large_products() for each in (case, of_warpgroups(case))),
         product("product/16x4096x4096", 16, 4096, 4096),
         product("product/4096x4096x4096 tf32", 4096, 4096, 4096, "float32", precision="tf32"),
         attention("attention/1x16x2048x64", 1, 16, 2048, 64),
@@ -342,6 +349,15 @@ def timed_cases() -> list[KernelCase]:
         pair("convolution/resnet-50 stage 1, batch 64", 64, (64, 64, 256), 56),
         pair("convolution/depthwise 128x56, batch 8", 8, (128, 128, 128), 56, depthwise=True),
         pair("convolution/depthwise 128x56, batch 64", 64, (128, 128, 128), 56, depthwise=True),
+    ]
+
+
+def _large_products() -> list[KernelCase]:
+    """Products of float16 that warpgroups compute faster, as predicted."""
+    return [
+        product("product/4096x4096x4096", 4096, 4096, 4096),
+        product("product/8192x1024x4096", 8192, 1024, 4096),
+        product("product/512x3072x768", 512, 3072, 768),
     ]
 
 

@@ -33,6 +33,8 @@ class PackedModel:
         Largest error relative to the largest magnitude of an output.
     options : mapping
         Options of ``tvm_fusion.compile``.
+    is_specific : bool
+        Whether it is compiled for what only its architecture has: products of warpgroups.
     """
 
     name: str
@@ -40,6 +42,7 @@ class PackedModel:
     sizes: Mapping[str, int] = field(default_factory=dict)
     tolerance: float = 1e-3
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_specific: bool = False
 
     @property
     def group(self) -> str:
@@ -49,7 +52,8 @@ class PackedModel:
     @property
     def file(self) -> str:
         """Name of the model's library."""
-        return f"{self.builder}{self.options.get('precision', '')}.so"
+        specific = "_warpgroups" if self.is_specific else ""
+        return f"{self.builder}{self.options.get('precision', '')}{specific}.so"
 
     def arrays(self, folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The inputs, and the outputs for them."""
@@ -63,6 +67,7 @@ _HALF = {"precision": "fp16"}
 MODELS = (
     PackedModel("model/resnet-50 float16, batch 8", "resnet_50", {"batch": 8}, 2e-2, _HALF),
     PackedModel("model/bert-base float16", "bert_base", {}, 2e-2, _HALF),
+    PackedModel("model/bert-base float16 warpgroups", "bert_base", {}, 2e-2, _HALF, True),
 )
 
 

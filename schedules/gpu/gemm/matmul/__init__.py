@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products on the GPU: tiles on ordinary cores, tensor cores, and few rows.
+"""Matrix products on the GPU: on ordinary cores, on tensor cores, and of few rows.
 
 Imports the pipeline beside it, ``pointwise`` and ``core``; ``attention`` may import it.
-Start with ``matmul.py``, which chooses among the three.
+Start with ``matmul.py``, which chooses among them.
 """

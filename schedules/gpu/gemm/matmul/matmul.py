@@ -22,14 +22,16 @@ from .templates import ROWS, TILES, MatmulTemplate, MatmulWorkload
 from .tensor_core_matmul import tensor_core_function
 from .tensor_core_tile import allows_tf32, choose_tensor_tile
 from .tiled_matmul import write_tiles_kernel
+from .warpgroup_matmul import warpgroup_function
 
 
 class Matmul(TunableGPURule):
     """Matrix products: dense layers, attention, either layout of a factor.
 
     Those of float16, bfloat16, int8 and, where :data:`.tensor_core_tile.TF32` allows it, float32
-    with more than eight rows run on tensor cores where the device has those of sm_80; all others on
-    the ordinary cores, as follows.
+    with more than eight rows run on tensor cores where the device has those of sm_80; those of 16
+    bits by warpgroups where it has those of sm_90a, and they take less time; all others on the
+    ordinary cores, as follows.
 
     A block computes a tile of the result from tiles of the factors in shared memory, of which the
     next ones are loaded while the current ones are multiplied; a thread holds up to 8 x 8 sums, to
@@ -57,9 +59,11 @@ class Matmul(TunableGPURule):
         is_skinny = rows is not None and rows <= MOST_ROWS
         if not matmul.is_plain and not takes_statistics(matmul, gpu):
             return None
-        kernel = None if is_skinny else tensor_core_function(func, matmul, gpu)
-        if kernel is not None or plain is None:
-            return kernel
+        for write in () if is_skinny else (warpgroup_function, tensor_core_function):
+            if (kernel := write(func, matmul, gpu)) is not None:
+                return kernel
+        if plain is None:
+            return None
         return _rows(func, plain, gpu) if is_skinny else _tiles(func, plain, gpu)
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> MatmulWorkload | None:

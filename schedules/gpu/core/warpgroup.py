@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products of warpgroups, and the bulk copies that feed them: the tensor cores of sm_90a.
+
+A warpgroup is 128 threads, which multiply 64 rows by up to 256 columns at once. Both factors lie in
+shared memory, where another thread has copied them to by maps of tensors; the products are
+asynchronous, too. Barriers in shared memory tell each side when a stage is filled, and when it is
+free. The layouts are those of the PTX manual, sections ``wgmma.mma_async`` (canonical layouts with
+a swizzle of 128 bytes) and ``cp.async.bulk.tensor``. A map is encoded by the host for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.branch import when
+from schedules.tir.index_math import i64
+
+from .intrinsics import shuffle_xor, sync
+from .kernel_function import ROLLED
+from .tensor_core import MatrixType
+
+Index = tirx.Expr | int
+Fetch = Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None]
+"""Function that begins to copy a step to a byte of the stages, all bytes of its stage, and has the
+copies tell a barrier."""
+
+WARPGROUP = 128
+"""Threads that multiply together."""
+ROWS = 64
+"""Rows of a product of a warpgroup."""
+DEPTH = 64
+"""Elements of the reduced axis in a stage, of 16 bits: 128 bytes."""
+STEP = 16
+"""Elements of the reduced axis in a product."""
+LINE = 128
+"""Bytes of a line, within which chunks of 16 bytes are swizzled."""
+PATTERN = 8 * LINE
+"""Bytes after which the swizzle repeats, to a multiple of which a factor's tile is aligned."""
+
+_SWIZZLE = 3  # of a map: 128 bytes
+_PROMOTE = 2  # lines of 128 bytes in the second-level cache
+_DESCRIPTOR_SWIZZLE = 1 << 62  # 128 bytes
+_UNIT = 4  # bits of an address that a descriptor leaves out
+
+# Else the compiler moves each descriptor from a vector register before its product.
+_UNIFORM = """
+__forceinline__ __device__ int tvm_fusion_uniform(int value) {
+  return __shfl_sync(0xffffffff, value, 0);
+}
+"""
+
+# Else the compiler reads the sum before the wait for what adds to it.
+_SETTLE = """
+__forceinline__ __device__ void tvm_fusion_settle(float& sum) {
+  asm volatile("" : "+f"(sum) :: "memory");
+}
+"""
+
+
+@dataclass(frozen=True)
+class FactorLayout:
+    """Tile of a factor in shared memory, as products of warpgroups read it.
+
+    A line is 64 elements along the reduced axis, or along the rows if neighbours in memory lie
+    there; then 64 lines are a block, and further rows are in further blocks.
+
+    Parameters
+    ----------
+    rows : int
+        Rows of the left factor's tile, or columns of the right one's: a multiple of 64.
+    rows_first : bool
+        Whether lines lie along the rows.
+    """
+
+    rows: int
+    rows_first: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.rows * LINE
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Elements of a line, and lines, of a copy."""
+        return DEPTH, DEPTH if self.rows_first else self.rows
+
+    @property
+    def boxes(self) -> range:
+        """First row of each copy; its bytes begin where :meth:`place` has the row."""
+        return range(0, self.rows, DEPTH if self.rows_first else self.rows)
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor without the address: the distances of blocks and of eight lines."""
+        block = DEPTH * LINE if self.rows_first else 1 << _UNIT  # unused where there is one block
+        return _DESCRIPTOR_SWIZZLE | PATTERN >> _UNIT << 32 | block >> _UNIT << 16
+
+    def place(self, row: Index, k: int = 0) -> Index:
+        """Byte where a multiple of 64 rows, and of 16 elements of the reduced axis, begin."""
+        return row * LINE + k * (LINE if self.rows_first else 2)
+
+
+@dataclass(frozen=True)
+class BulkSource:
+    """A tensor of which boxes are copied, zeros outside of it.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        The tensor.
+    extents : tuple[tirx.Expr, ...]
+        Extents of its axes, that of neighbours first.
+    strides : tuple[tirx.Expr, ...]
+        Distances of the elements of all axes but the first.
+    box : tuple[int, ...]
+        Extents of what is copied at once.
+    """
+
+    buffer: tirx.Buffer
+    extents: tuple[tirx.Expr, ...]
+    strides: tuple[tirx.Expr, ...]
+    box: tuple[int, ...]
+
+
+class WarpgroupCore:
+    """Emitter of the instructions of one kernel, inside its launch.
+
+    Parameters
+    ----------
+    kind : MatrixType
+        Of the factors, of 16 bits.
+    stages, stage_bytes : int
+        Stages in shared memory, and bytes of each.
+    warpgroups : int
+        Warpgroups that multiply.
+    thread : tirx.Expr
+        The thread; behind those of the warpgroups there are :attr:`producers`.
+    maps : Sequence[tirx.Expr]
+        Results of :meth:`encode`.
+    """
+
+    producers = 32
+    """Threads of a block beside those of the warpgroups; one of them copies."""
+
+    def __init__(
+        self,
+        kind: MatrixType,
+        stages: int,
+        stage_bytes: int,
+        warpgroups: int,
+        thread: tirx.Expr,
+    ):
+        self.type, self.stages, self.stage_bytes = kind, stages, stage_bytes
+        self.threads, self.thread = warpgroups * WARPGROUP, thread
+        size = self.shared_bytes(stages, stage_bytes)
+        shared = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
+        begin = T.cuda.cvta_generic_to_shared(shared.data)
+        self._base = T.bind((begin + _u32(PATTERN - 1)) & _u32(-PATTERN & 0xFFFFFFFF))
+        self._filled = self._base + _u32(stages * stage_bytes)
+        self._free = self._filled + _u32(8 * stages)
+        with when(tirx.EQ(thread, 0)):
+            for stage in range(stages):
+                self._initialize(self._filled + _u32(8 * stage), 1)
+                self._initialize(self._free + _u32(8 * stage), self.threads // 32)
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+        sync()
+
+    @staticmethod
+    def shared_bytes(stages: int, stage_bytes: int) -> int:
+        """Shared memory of a block: stages, their barriers, and what aligns them."""
+        return stages * (stage_bytes + 2 * 8) + PATTERN
+
+    @staticmethod
+    def encode(source: BulkSource) -> tirx.Expr | None:
+        """Emit what the host does before the launch; returns the map."""
+        name = f"{source.buffer.name}_map"
+        found = tirx.Var(name, T.handle("tensormap").ty)
+        T.bind(T.tvm_stack_alloca("tensormap", 1), var=found)
+        strides = [stride * i64(2) for stride in source.strides]  # bytes
+        ones = [1] * len(source.box)
+        arguments = (*source.extents, *strides, *source.box, *ones, 0, _SWIZZLE, _PROMOTE, 0)
+        dtype, rank = str(source.buffer.dtype), len(source.box)
+        T.evaluate(
+            T.call_packed(
+                "runtime.cuTensorMapEncodeTiled", found, dtype, rank, source.buffer.data, *arguments
+            )
+        )
+        return found
+
+    @property
+    def group(self) -> tirx.Expr:
+        """The thread's warpgroup."""
+        return T.cuda.func_call(
+            "tvm_fusion_uniform",
+            (self.thread // WARPGROUP).astype("int32"),
+            source_code=_UNIFORM,
+            return_type="int32",
+        )
+
+    def run(
+        self,
+        tiles: Callable[[], AbstractContextManager[tirx.Expr]],
+        steps: int,
+        fetch: Callable[[tirx.Expr], Fetch],
+        multiply: Callable[[tirx.Expr], None],
+        sums: tirx.Buffer,
+        finish: Callable[[tirx.Expr], None],
+    ) -> None:
+        """Emit the loops of both sides.
+
+        Parameters
+        ----------
+        tiles : Callable
+            Opens the loop over the block's tiles; its value is a tile.
+        steps : int
+            Steps of a tile.
+        fetch : Callable
+            From a tile to a function that copies one of its steps.
+        multiply : Callable
+            Adds the products of the stage at a byte to the sums.
+        sums : tirx.Buffer
+            The sums of a thread.
+        finish : Callable
+            Stores the sums of a tile.
+        """
+        with when(tirx.EQ(self.thread, self.threads)):
+            ring = _Ring(self.stages, 1)
+            expect = T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"]
+            with tiles() as tile:
+                fetch_step = fetch(tile)
+                with T.serial(0, steps, annotations=ROLLED) as step:
+                    ring.wait(self._free)
+                    filled = T.bind(self._filled + ring.stage * _u32(8))
+                    T.evaluate(expect(filled, _u32(self.stage_bytes)))
+                    fetch_step(step, ring.stage * _u32(self.stage_bytes), filled)
+                    ring.advance()
+        with when(self.thread < self.threads):
+            ring = _Ring(self.stages, 0)
+            with tiles() as tile:
+                clear(sums)
+                with T.serial(0, steps, annotations=ROLLED) as step:
+                    ring.wait(self._filled)
+                    T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+                    multiply(ring.stage * _u32(self.stage_bytes))
+                    T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+                    # Only now the products of the step before are done, so that others follow them.
+                    self._wait(1)
+                    self._release(ring.before, step > 0)
+                    ring.advance()
+                self._wait(0)
+                self._release(ring.before, True)
+                for e in range(int(sums.shape[0])):
+                    T.evaluate(T.cuda.func_call("tvm_fusion_settle", sums[e], source_code=_SETTLE))
+                finish(tile)
+
+    def copy(
+        self,
+        handle: tirx.Expr,
+        source: BulkSource,
+        coordinates: Sequence[tirx.Expr],
+        place: tirx.Expr,
+        filled: tirx.Expr,
+    ) -> None:
+        """Begin to copy the box at some coordinates to a byte of the stages, and tell a barrier."""
+        name = (
+            f"cp.async.bulk.tensor.{len(source.box)}d.shared::cluster.global.tile"
+            ".mbarrier::complete_tx::bytes"
+        )
+        where = [each.astype("int32") for each in coordinates]
+        T.evaluate(T.ptx[name](self._base + place, T.address_of(handle), *where, filled))
+
+    def multiply(
+        self,
+        sums: tirx.Buffer,
+        left: tuple[FactorLayout, tirx.Expr],
+        right: tuple[FactorLayout, tirx.Expr],
+    ) -> None:
+        """Add the products of 64 rows from a byte on and of all columns, 64 elements deep."""
+        kind, columns = self.type, right[0].rows
+        shape = f"m{ROWS}n{columns}k{STEP}.f32.{kind.name}.{kind.name}"
+        product = T.ptx[f"wgmma.mma_async.sync.aligned.{shape}"]
+        own = [sums[e] for e in range(int(sums.shape[0]))]
+        begins = [self._descriptor(*factor) for factor in (left, right)]
+        transposed = [int(layout.rows_first) for layout, _ in (left, right)]
+        for k in range(0, DEPTH, STEP):
+            descriptors = [
+                begin + tirx.const(layout.place(0, k) >> _UNIT, "uint64")
+                for begin, (layout, _) in zip(begins, (left, right), strict=True)
+            ]
+            T.evaluate(product(*own, *descriptors, tirx.const(True, "bool"), 1, 1, *transposed))
+
+    def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
+        """The value of the lane whose number differs by ``mask``."""
+        return shuffle_xor(value, mask, 32)
+
+    def _descriptor(self, layout: FactorLayout, place: tirx.Expr) -> tirx.Expr:
+        address = (self._base + place) >> _u32(_UNIT)
+        return T.bind(address.astype("uint64") | tirx.const(layout.descriptor, "uint64"))
+
+    def _wait(self, groups: int) -> None:
+        T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](groups))
+
+    def _release(self, stage: tirx.Expr, condition: tirx.Expr | bool) -> None:
+        """Tell that the warp has read a stage."""
+        with when(tirx.EQ(self.thread % 32, 0), condition):
+            free = self._free + stage * _u32(8)
+            T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](free))
+
+    def _initialize(self, barrier: tirx.Expr, count: int) -> None:
+        T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](barrier, _u32(count)))
+
+
+def clear(sums: tirx.Buffer) -> None:
+    """Emit zeros of all sums."""
+    for e in range(int(sums.shape[0])):
+        T.buffer_store(sums, tirx.const(0, sums.dtype), [e])
+
+
+class _Ring:
+    """Place of one side in the stages, in registers: the next one, the one before, and a parity."""
+
+    def __init__(self, stages: int, parity: int):
+        self._stages = stages
+        self._state = T.alloc_buffer((3,), "uint32", scope="local")
+        for k, value in enumerate((0, 0, parity)):
+            T.buffer_store(self._state, _u32(value), [k])
+
+    @property
+    def stage(self) -> tirx.Expr:
+        return self._state[0]
+
+    @property
+    def before(self) -> tirx.Expr:
+        return self._state[1]
+
+    def wait(self, barriers: tirx.Expr) -> None:
+        """Emit the wait for the stage's barrier."""
+        T.evaluate(T.cuda.mbarrier_wait(barriers + self.stage * _u32(8), self._state[2]))
+
+    def advance(self) -> None:
+        """Emit the step to the following stage; the parity changes behind the last one."""
+        state = self._state
+        T.buffer_store(state, state[0], [1])
+        T.buffer_store(state, state[0] + _u32(1), [0])
+        with when(tirx.EQ(state[0], _u32(self._stages))):
+            T.buffer_store(state, _u32(0), [0])
+            T.buffer_store(state, state[2] ^ _u32(1), [2])
+
+
+def _u32(value: int) -> tirx.Expr:
+    return tirx.const(value, "uint32")

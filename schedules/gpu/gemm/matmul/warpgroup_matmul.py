@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel of a matrix product of warpgroups, for sm_90a.
+
+::
+
+    one thread:
+        for tile of the block, step:
+            wait until the stage is free
+            copy 64 elements of the reduced axis of both factors     # in bulk, zeros past the end
+    each warpgroup:
+        for tile of the block:
+            for step:
+                wait until the stage is filled
+                sums += products of 64 rows and all columns          # asynchronous
+                wait for the products of the step before; free its stage
+            exchange sums so that each lane has eight neighbours; epilogue; store
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.schedule_rule import RULE
+from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.workload.reduce import constant, unravel
+
+from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
+from ...core.machine import GPUInfo
+from ...core.warpgroup import DEPTH, ROWS, STEP, FactorLayout, Fetch, WarpgroupCore
+from ...pointwise.point_kernel import Views
+from .matmul_pattern import MatmulFunction, Operand, divides
+from .tensor_core_matmul import store_products
+from .warpgroup_tile import WarpgroupTile, bulk_source, choose_warpgroup_tile
+
+_BAND = 8  # rows of tiles, of which neighbouring blocks share columns
+
+
+def warpgroup_function(
+    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo
+) -> tirx.PrimFunc | None:
+    """The scheduled function of a product; None if it is better computed otherwise.
+
+    Parameters
+    ----------
+    func, matmul : tirx.PrimFunc, MatmulFunction
+        The function, and the product that it computes.
+    gpu : GPUInfo
+        The device.
+    """
+    tile = choose_warpgroup_tile(matmul, gpu)
+    if tile is None:
+        return None
+    grid = _Grid(matmul, tile)
+    blocks = tirx.min(grid.tiles, i64(gpu.multiprocessors))
+    threads = tile.rows // ROWS * 128 + WarpgroupCore.producers
+
+    def body() -> None:
+        with unless_empty(grid.tiles):
+            factors = [
+                Factor(matmul.left, tile.rows, 0),
+                Factor(matmul.right, tile.columns, FactorLayout(tile.rows, False).nbytes),
+            ]
+            with (
+                T.launch_thread("blockIdx.x", simplified(blocks)) as block,
+                resident_blocks(gpu, 1),
+                T.launch_thread("threadIdx.x", threads) as thread,
+            ):
+                write_block(grid, factors, Views.declare(func, gpu), block, blocks, thread)
+
+    return write_kernels(func, body).with_attr(RULE, "Matmul (warpgroups)")
+
+
+class _Grid:
+    """Tiles of the result in the order in which blocks take them.
+
+    Bands of eight rows of tiles follow each other, each column by column, so that those computed at
+    the same time share rows and columns in the second-level cache.
+    """
+
+    def __init__(self, matmul: MatmulFunction, tile: WarpgroupTile):
+        self.matmul, self.tile = matmul, tile
+        self.down, self.across = ceildiv(matmul.m, tile.rows), ceildiv(matmul.n, tile.columns)
+        self.tiles = simplified(i64(matmul.batches) * self.down * self.across)
+
+    def place(self, number: tirx.Expr) -> tuple[list[tirx.Expr], tirx.Expr, tirx.Expr]:
+        """Place in the batch, first row and first column of a tile."""
+        per_batch = i64(self.down) * self.across
+        *batch, within = unravel(number, [*self.matmul.batch, per_batch], is_natural=True)
+        height, wide = i64(_BAND), i64(self.across) * i64(_BAND)
+        band, rest = tirx.truncdiv(within, wide), tirx.truncmod(within, wide)
+        if not divides(_BAND, self.down):
+            height = T.bind(tirx.min(i64(self.down) - band * height, height))
+        row = T.bind((band * i64(_BAND) + tirx.truncmod(rest, height)) * i64(self.tile.rows))
+        column = T.bind(tirx.truncdiv(rest, height) * i64(self.tile.columns))
+        return [T.bind(each) for each in batch], row, column
+
+
+class Factor:
+    """One factor: where it lies in memory, and its part of each stage.
+
+    Parameters
+    ----------
+    operand : Operand
+        The factor.
+    rows : int
+        Of its tile.
+    begin : int
+        First byte of the tile in a stage.
+    """
+
+    def __init__(self, operand: Operand, rows: int, begin: int):
+        found = bulk_source(operand, rows)
+        assert found is not None, "a factor that is copied is a tensor"
+        self.layout, self.begin = FactorLayout(rows, operand.rows_first), begin
+        self.source, self._axes = found
+        self._map = WarpgroupCore.encode(self.source)
+
+    def fetch(
+        self,
+        core: WarpgroupCore,
+        start: Sequence[tirx.Expr],
+        depth: tirx.Expr,
+        stage: tirx.Expr,
+        filled: tirx.Expr,
+    ) -> None:
+        """Begin to copy the tile at a place of the batch and a first row to a stage."""
+        for row in self.layout.boxes:
+            place = [*start[:-1], start[-1] + i64(row), depth]
+            coordinates = [place[axis] for axis in self._axes]
+            at = stage + tirx.const(self.begin + int(self.layout.place(row)), stage.ty.dtype)
+            core.copy(self._map, self.source, coordinates, at, filled)
+
+
+def write_block(
+    grid: _Grid,
+    factors: Sequence[Factor],
+    views: Views,
+    block: tirx.Expr,
+    blocks: tirx.Expr,
+    thread: tirx.Expr,
+) -> None:
+    """Emit the code of a block, which computes every tile whose number it reaches by ``blocks``."""
+    tile, matmul = grid.tile, grid.matmul
+    left, right = factors
+    core = WarpgroupCore(tile.type, tile.stages, tile.stage_bytes, tile.warpgroups, thread)
+    sums = T.alloc_buffer((tile.sums,), "float32", scope="local")
+    own = T.bind(core.group * int(left.layout.place(ROWS)))
+    turns = T.bind((grid.tiles - i64(1) - block) // blocks + i64(1))
+    steps = -(-int(constant(matmul.k) or 0) // DEPTH)
+
+    def fetch(number: tirx.Expr) -> Fetch:
+        batch, row, column = grid.place(block + number * blocks)
+
+        def fetch_step(step: tirx.Expr, stage: tirx.Expr, filled: tirx.Expr) -> None:
+            depth = i64(step) * i64(DEPTH)
+            left.fetch(core, [*batch, row], depth, stage, filled)
+            right.fetch(core, [*batch, column], depth, stage, filled)
+
+        return fetch_step
+
+    def multiply(stage: tirx.Expr) -> None:
+        dtype = stage.ty.dtype
+        places = stage + own.astype(dtype), stage + tirx.const(right.begin, dtype)
+        core.multiply(sums, (left.layout, places[0]), (right.layout, places[1]))
+
+    def finish(number: tirx.Expr) -> None:
+        batch, row, column = grid.place(block + number * blocks)
+        row = T.bind(row + i64(thread // 32 * STEP))
+        values = [sums[e] for e in range(tile.sums)]
+        exist = divides(tile.rows, matmul.m)
+        place = matmul, views, batch, row, column, values, exist
+        store_products(core, thread % 32, *place)
+
+    core.run(
+        lambda: T.serial(i64(0), turns, annotations=ROLLED), steps, fetch, multiply, sums, finish
+    )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of a matrix product of warpgroups, and their costs beside those of single warps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from schedules.tir.index_math import i64
+from schedules.workload.reduce import constant
+
+from ...core.machine import GPUInfo
+from ...core.machine_costs import COSTS
+from ...core.tensor_core import MATRIX_TYPES, MatrixType
+from ...core.warpgroup import DEPTH, LINE, ROWS, BulkSource, FactorLayout, WarpgroupCore
+from .matmul_pattern import MatmulFunction, Operand
+from .matmul_tile_sizes import assumed_size
+from .tensor_core_tile import (
+    STEP,
+    SharedTile,
+    TensorTile,
+    choose_tensor_tile,
+    copied_read,
+    factor_dtype,
+    is_copied,
+)
+
+_MOST_AXES = 5  # of a map
+_MOST_STAGES = 8
+
+
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """Partition of a tile of the result among warpgroups, one below the other.
+
+    Parameters
+    ----------
+    columns : int
+        Columns, of each warpgroup as of the tile: at most 256.
+    warpgroups : int
+        Warpgroups of a block, of 64 rows each.
+    type : MatrixType
+        Of the factors.
+    """
+
+    columns: int
+    warpgroups: int = 2
+    type: MatrixType = MATRIX_TYPES["float16"]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile."""
+        return self.warpgroups * ROWS
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.columns // 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage of both factors."""
+        return (self.rows + self.columns) * LINE
+
+    @property
+    def stages(self) -> int:
+        """Stages in the shared memory of a multiprocessor."""
+        most = range(_MOST_STAGES, 1, -1)
+        room = COSTS.opt_in_shared_bytes
+        return next(n for n in most if WarpgroupCore.shared_bytes(n, self.stage_bytes) <= room)
+
+    def cycles(self, batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> float:
+        """Predicted cycles of a product, whose blocks compute one tile after the other."""
+        blocks = batches * -(-m // self.rows) * -(-n // self.columns)
+        share, steps = -(-blocks // gpu.multiprocessors), -(-k // DEPTH)
+        products = self.rows * self.columns * DEPTH / COSTS.warpgroup_products
+        step = max(products, self.stage_bytes / COSTS.l2_bytes)
+        # The copies of the following tile go on during the epilogue.
+        return share * (steps * step + COSTS.epilogue) + COSTS.block_latency
+
+
+TILES = (WarpgroupTile(256), WarpgroupTile(128), WarpgroupTile(64))
+
+
+def choose_warpgroup_tile(matmul: MatmulFunction, gpu: GPUInfo) -> WarpgroupTile | None:
+    """The tile of the least predicted time; None if single warps take less, or must compute it.
+
+    Warpgroups take factors of 16 bits that are copied as they lie in memory.
+    """
+    single = choose_tensor_tile(matmul, gpu)
+    if not gpu.has_warpgroup_products or single is None or not matmul.is_plain:
+        return None
+    types = {factor_dtype(operand) for operand in (matmul.left, matmul.right)}
+    [dtype] = types if len(types) == 1 else [None]
+    if dtype is None or any(map(_is_computed, (matmul.left, matmul.right))):
+        return None
+    extents = [assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k)]
+    best = min(TILES, key=lambda tile: tile.cycles(*extents, gpu))
+    if best.cycles(*extents, gpu) > single_cycles(single, *extents, gpu):
+        return None
+    return WarpgroupTile(best.columns, best.warpgroups, MATRIX_TYPES[dtype])
+
+
+def single_cycles(tile: TensorTile, batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> float:
+    """Predicted cycles of a product of single warps, by ``mma.sync``."""
+    blocks = batches * -(-m // tile.rows) * -(-n // tile.columns)
+    share, steps = -(-blocks // gpu.multiprocessors), -(-k // tile.depth)
+    resident = COSTS.register_file // (tile.registers * tile.threads)
+    products = tile.rows * tile.columns * tile.depth / COSTS.warp_products
+    step = max(products, tile.stage_bytes / COSTS.l2_bytes)
+    alone = max(step, COSTS.step_latency / (tile.stages - 1))
+    rounds = -(-share // max(1, resident))
+    return max(share * steps * step, rounds * steps * alone) + rounds * COSTS.block_latency
+
+
+def _is_computed(operand: Operand) -> bool:
+    shared = SharedTile(STEP, 2 * STEP, operand.rows_first, True)
+    return not is_copied(operand, shared) or bulk_source(operand, ROWS) is None
+
+
+def bulk_source(operand: Operand, rows: int) -> tuple[BulkSource, list[int]] | None:
+    """A factor as a tensor of which tiles of some rows are copied; None if it is none.
+
+    Returns
+    -------
+    tuple[BulkSource, list[int]]
+        The tensor, and for each of its axes that of the factor's space.
+    """
+    read, space = copied_read(operand), operand.space
+    linear = None if read is None or read.guards else space.linear(read)
+    if read is None or operand.shift is not None or linear is None or constant(linear[1]) != 0:
+        return None
+    count = len(space.axes)
+    first = count - 2 if operand.rows_first else count - 1
+    second = 2 * count - 3 - first
+    repeated = [k for k in range(count - 2) if constant(linear[0][k]) != 0]
+    axes = [first, second, *reversed(repeated)]
+    if len(axes) > _MOST_AXES or constant(linear[0][first]) != 1:
+        return None
+    extents: list[tirx.Expr] = [i64(space.extents[k]) for k in axes]
+    box = (*FactorLayout(rows, operand.rows_first).box, *(1 for _ in repeated))
+    strides = tuple(linear[0][k] for k in axes[1:])
+    return BulkSource(read.buffer, tuple(extents), strides, box), axes
