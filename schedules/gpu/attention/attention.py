@@ -22,6 +22,8 @@ from ..pointwise.point_kernel import Views
 from .attention_cost import gains
 from .attention_pattern import AttentionFunction, read_attention
 from .attention_tile import choose_attention_tile
+from .decode_attention import write_decode
+from .decode_tile import choose_decode_tile
 from .tensor_core_attention import choose_tensor_attention, write_tensor_attention
 from .tiled_attention import write_attention
 
@@ -31,13 +33,15 @@ _REGISTERS = 255  # that a thread may have; the compiler would spill some to fit
 def is_taken(func: tirx.PrimFunc, gpu: GPUInfo) -> bool:
     """Return whether the rule takes a function, and is likely to gain by it.
 
-    A few queries are left to products of few rows, which read each key once, and 16-bit factors too
-    long for this kernel on tensor cores to products on them.
+    A few queries of another layout are left to products of few rows, which read each key once, and
+    16-bit factors too long for this kernel on tensor cores to products on them.
     """
     attention = read_attention(func)
     rows = None if attention is None else constant(attention.m)
-    if attention is None or (rows is not None and rows <= MOST_ROWS):
+    if attention is None:
         return False
+    if rows is not None and rows <= MOST_ROWS:
+        return choose_decode_tile(attention, gpu) is not None
     tensor = choose_tensor_attention(attention, gpu)
     factors = (attention.query, attention.key, attention.value)
     if tensor is None and gpu.has_tensor_cores and all(map(factor_dtype, factors)):
@@ -55,6 +59,8 @@ class Attention(GPURule):
     else stands element by element between the product and the softmax are computed on the way, as
     are transpositions and reshapes before and behind.
 
+    Of up to eight queries the keys are divided among blocks, and another kernel combines the parts.
+
     Left alone: heads whose tiles do not fit into shared memory.
     """
 
@@ -63,6 +69,9 @@ class Attention(GPURule):
         attention = read_attention(func)
         if attention is None:
             return None
+        few = choose_decode_tile(attention, gpu)
+        if few is not None:
+            return write_decode(func, attention, few, gpu)
         tensor = choose_tensor_attention(attention, gpu)
         if tensor is not None:
             return _kernels(

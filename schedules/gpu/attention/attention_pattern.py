@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm_ffi
@@ -12,7 +12,7 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.block_expressions import Stage, read_stages
-from schedules.tir.expression_walk import loads, op_name
+from schedules.tir.expression_walk import loads, op_name, substitute, uses
 from schedules.tir.index_math import ceildiv, i64, ravel, volume
 from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
@@ -22,6 +22,7 @@ from ..gemm.matmul.matmul_pattern import (
     product_factors,
     read_in_place,
     read_operand,
+    rows_are_neighbours,
 )
 from ..pointwise.element_program import ElementProgram, Read, Step
 from ..pointwise.iteration_domain import IterationSpace, Store
@@ -104,6 +105,56 @@ class AttentionFunction:
         """Number of attentions."""
         return extent_of(volume(self.batch))
 
+    def with_shared_heads(self) -> AttentionFunction:
+        """Return the same with a batch axis of its own for the queries that share keys.
+
+        Grouped queries read the keys of head ``h // heads``, which are linear in two axes.
+        """
+        for axis, extent in enumerate(map(constant, self.batch)):
+            for heads in range((extent or 1) // 2, 1, -1):
+                if extent is not None and extent % heads == 0:
+                    split = self._split(axis, extent // heads, heads)
+                    if split.shares_keys(axis + 1) and not self.shares_keys(axis):
+                        return split
+        return self
+
+    def shares_keys(self, axis: int) -> bool:
+        """Return whether keys and values are the same all along an axis of the batch."""
+        return not any(
+            uses(operand.space.position(read), operand.space.axes[axis])
+            for operand in (self.key, self.value)
+            for read in operand.space.accesses
+        )
+
+    def _split(self, axis: int, outer: int, inner: int) -> AttentionFunction:
+        batch = (*self.batch[:axis], outer, inner, *self.batch[axis + 1 :])
+
+        def split(space: IterationSpace) -> tuple[IterationSpace, dict[tirx.Var, tirx.Expr]]:
+            old, group = space.axes[axis], tirx.Var("group", "int64")
+            axes = (*space.axes[:axis], group, old, *space.axes[axis + 1 :])
+            values = {old: group * i64(inner) + old}
+            return space.with_axes(axes, (*batch, *space.extents[-2:]), values), values
+
+        def of(operand: Operand) -> Operand:
+            space, values = split(operand.space)
+            value, neighbours = substitute(operand.value, values), rows_are_neighbours(space)
+            return replace(operand, space=space, value=value, rows_first=neighbours)
+
+        space, values = split(self.logit.space)
+        value, visible = (
+            substitute(each, values) for each in (self.logit.value, self.logit.visible)
+        )
+        epilogue, _ = split(self.results.epilogue)
+        return replace(
+            self,
+            query=of(self.query),
+            key=of(self.key),
+            value=of(self.value),
+            batch=batch,
+            logit=replace(self.logit, space=space, value=value, visible=visible),
+            results=replace(self.results, epilogue=epilogue),
+        )
+
 
 def read_attention(func: tirx.PrimFunc) -> AttentionFunction | None:
     """Read the attention of a function; None if it is none.
@@ -127,7 +178,9 @@ def read_attention(func: tirx.PrimFunc) -> AttentionFunction | None:
         argument = _softmax_argument(weight, result, stages[:place], reduced)
         if argument is not None:
             found = _Reader(func, scores, result, before, argument).read(value, stages[place + 1 :])
-            return found if found is not None and _reads_inputs(func, found) else None
+            if found is None or not _reads_inputs(func, found):
+                return None
+            return found.with_shared_heads()
     return None
 
 

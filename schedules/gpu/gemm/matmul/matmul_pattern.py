@@ -408,7 +408,7 @@ def read_operand(
     is_window = len(reduced) > 1 and any(space.linear(access) is None for access in space.accesses)
     # Of data with channels last they lie along the channels; else neighbouring pixels' windows
     # begin beside each other.
-    rows_first = not _channels_are_chunks(space) if is_window else _rows_are_neighbours(space)
+    rows_first = not _channels_are_chunks(space) if is_window else rows_are_neighbours(space)
     return Operand(space, value, rows_first)
 
 
@@ -421,7 +421,7 @@ def _channels_are_chunks(space: IterationSpace) -> bool:
     )
 
 
-def _rows_are_neighbours(space: IterationSpace) -> bool:
+def rows_are_neighbours(space: IterationSpace) -> bool:
     """Return whether the widest read moves by one element along the rows."""
     for access in space.accesses:
         linear = space.linear(access)
