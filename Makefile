@@ -33,7 +33,7 @@ demo: $(VENV)/.stamp-check ## compile MobileNet-V2, check it and race it
 	$(BIN)/python examples/demo.py $(if $(THREADS),--threads $(THREADS))
 
 test: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run the quick tests; TEST_ARGS="-k clip" for some
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(if $(CI),--durations=40) $(TEST_ARGS)
 
 test-all: $(VENV)/.stamp-test $(VENV)/.stamp-pytorch-cpu ## run all tests, with more examples of each property
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --hypothesis-profile thorough $(TEST_ARGS)

@@ -8,7 +8,6 @@ import inspect
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 # TVM reads this once, at its first parallel kernel; later it cannot be changed.
@@ -37,20 +36,10 @@ if _name := os.environ.get("TVM_FUSION_TEST_CPU"):
     _paths = [str(Path(__file__).with_name("renamed_cpu")), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))  # of processes that it starts
 
-_getmodule = inspect.getmodule
-
-
-def _module_of(thing: object, filename: str | None = None) -> ModuleType | None:
-    """``inspect.getmodule``, which finds no module of Python's frozen files, but searches all.
-
-    TVM's parser asks for those of the whole stack at each function.
-    """
-    if filename is not None and filename.startswith("<frozen "):
-        return None
-    return _getmodule(thing, filename)
-
-
-inspect.getmodule = _module_of
+# TVM's parser asks at each function for the modules of the whole stack, and for those of Python's
+# frozen files, which have no path, Python would search all modules every time.
+for _name in ("runpy", "importlib._bootstrap", "importlib._bootstrap_external"):
+    inspect.modulesbyfile[f"<frozen {_name}>"] = _name  # type: ignore[attr-defined]
 
 # Examples of a property; where each is compiled, a share of them. --hypothesis-profile chooses.
 for profile, examples in (("quick", 20), ("thorough", 100)):

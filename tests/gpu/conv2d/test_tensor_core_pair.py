@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -155,7 +156,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases("depthwise_strided-bfloat16")
+@pytest.mark.quick_cases("depthwise-float16")
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -270,6 +271,14 @@ PAIRS = {
     "mobilenet_2": ((depthwise(96), dense(96, 24)), (8, 56, 56), False),
     "mobilenet_4": ((depthwise(384), dense(384, 64)), (8, 14, 14), False),
 }
+
+
+def test_a_depthwise_layer_is_summed_in_float32() -> None:
+    layers, size, _ = PAIRS["mobilenet_4"]
+    target = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
+    text = scheduled(function(kernel_of(layers, size)), target).script()
+    adds = r"(\w+) = T.alloc_local\(\(1,\)(.*)\)\n\s*\1\[0\] = \w+\[0\] \+ "
+    assert {dtype for _, dtype in re.findall(adds, text)} == {""}  # of float32
 
 
 PRODUCTS = {"float16": "HMMA.16816.F32", "bfloat16": "HMMA.16816.F32.BF16"}
