@@ -98,9 +98,14 @@ def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
         func = func.with_body(tvm_ffi.structural_map(func.body, (ir.Call, _for_vectors)))
     if not is_expensive(func.body):
         return func
-    return share_values(
-        func, lambda value: tvm_ffi.structural_map(keep_digits(value), (ir.Call, _expand))
-    )
+    return share_values(func, _vectorized)
+
+
+def _vectorized(value: ir.Expr) -> ir.Expr:
+    # Most values of an unrolled kernel are products and sums, and rewriting takes longer than this.
+    if not is_expensive(value):
+        return value
+    return tvm_ffi.structural_map(keep_digits(value), (ir.Call, _expand))
 
 
 def _for_vectors(call: ir.Call) -> ir.Expr:

@@ -485,6 +485,10 @@ _files: dict[Path, list[tuple[int, int]]] = {}
 """Files that were loaded from each path."""
 
 
+_copies: dict[tuple[int, ...], tvm_ffi.Module] = {}
+"""Libraries that were loaded from copies; like any other one, the system keeps them for ever."""
+
+
 def _own_name(path: Path) -> str:
     """A name of a file that no other one had: the system gives each name one library for ever."""
     about = path.stat()
@@ -503,7 +507,8 @@ def load_library(path: Path, place: tuple[int, int] = (0, 0)) -> tvm_ffi.Module:
         The file.
     place : tuple of int
         Where the library begins and ends. The system loads one at the beginning of the file from
-        there, any other one from a copy.
+        there, any other one from a copy in memory, which all models of the file in this process
+        share.
 
     Raises
     ------
@@ -514,14 +519,24 @@ def load_library(path: Path, place: tuple[int, int] = (0, 0)) -> tvm_ffi.Module:
     try:
         if begin == 0:
             return get_function("ffi.Module.load_from_file.so")(_own_name(path), "so")
-        with path.open("rb") as file, tempfile.TemporaryDirectory() as folder:
-            file.seek(begin)
-            copy = Path(folder) / path.name
-            copy.write_bytes(file.read(end - begin))
-            return load_library(copy)
+        with path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            key = about.st_dev, about.st_ino, about.st_mtime_ns, begin
+            if key not in _copies:
+                file.seek(begin)
+                _copies[key] = _loaded_from_memory(path.name, file.read(end - begin))
+            return _copies[key]
     except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ArtifactError(f"cannot load {str(path)!r}: {reason}") from error
+
+
+def _loaded_from_memory(name: str, library: bytes) -> tvm_ffi.Module:
+    """Load a library from a file without a folder, which ends with this process."""
+    with open(os.memfd_create(name), "wb") as file:
+        file.write(library)
+        file.flush()
+        return load_library(Path(f"/proc/self/fd/{file.fileno()}"))
 
 
 def _unpickled(data: bytes, threads: int) -> CompiledModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,32 @@ def test_the_numbers_are_right_before_and_after_saving(model: CompiledModel, sav
     for one in (model, again, pickle.loads(pickle.dumps(again))):
         np.testing.assert_allclose(one(x), want, rtol=1e-4, atol=1e-5)
         assert set(one.targets) == set(TARGETS) and one.targets[0] in ("x86-64", "x86-64-v4")
+
+
+def test_loads_of_a_file_share_the_code_and_write_no_other_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    net = GraphBuilder("small", (2, 3), 5)
+    small = net.model({"y": (net.op("Exp", net.input), [2, 3])})
+    saved, again = tmp_path / "model.so", tmp_path / "again.so"
+    tvm_fusion.compile(small, ["x86-64", "x86-64-v2"], threads=1).save(saved)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    x = np.random.default_rng(4).standard_normal((2, 3), dtype=np.float32)
+    before = memory_files()
+    for count in (1, 2):
+        model = tvm_fusion.load(saved, threads=1)
+        assert model.targets[0] == "x86-64-v2", "the library at the beginning is not copied"
+        np.testing.assert_allclose(model(x), np.exp(x), rtol=1e-6)
+        assert len(memory_files() - before) == 1, count
+    model.save(again)
+    np.testing.assert_array_equal(tvm_fusion.load(again, threads=1)(x), model(x))
+    assert len(memory_files() - before) == 2
+
+
+def memory_files() -> set[str]:
+    """Inodes of the files in memory that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "/memfd:" in line}
 
 
 @pytest.mark.parametrize(

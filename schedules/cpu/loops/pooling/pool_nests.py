@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tvm import s_tir
@@ -18,6 +19,9 @@ from ...nests.fused_consumers import Tiled, follow_or_copy
 from ...nests.loop_transforms import finish, parallel_outer, tile_size, unroll
 from ...nests.overlapping_tails import Tails
 from ...nests.truncated_tails import TAIL
+
+_UNROLLED = 16
+"""Elements of a window that are unrolled, at most, unless one row has more."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,10 @@ def pool_in_lanes(
         tails.add(block, place, tile)
         tails.add(output, place, tile)
     cuts = tile_cuts(cut_points(sch, block, window.slide), extents[0], pixels)
-    for vector, around in ((lane, [*reduced, pixel]), _last_two(sch.get_loops(output))):
+    for vector, around in (
+        (lane, [*_short(facts, reduced), pixel]),
+        _last_two(sch.get_loops(output)),
+    ):
         sch.vectorize(vector)
         unroll(sch, around)
     if threads:
@@ -109,6 +116,15 @@ def pool_in_lanes(
 
 def _all(facts: BlockFacts, kind: str) -> list[int]:
     return [k for k, other in enumerate(facts.kinds) if other == kind]
+
+
+def _short(facts: BlockFacts, reduced: list[LoopRV]) -> list[LoopRV]:
+    """The innermost loops of a window that are worth a copy of the code for each iteration."""
+    extents = [facts.extents[k] or _UNROLLED for k in _all(facts, "R")]
+    first = len(extents) - 1
+    while first and math.prod(extents[first - 1 :]) <= _UNROLLED:
+        first -= 1
+    return reduced[first:]
 
 
 def _last_two(loops: list[LoopRV]) -> tuple[LoopRV, list[LoopRV]]:
@@ -161,7 +177,7 @@ def pool_in_rows(
     cuts = [] if padding is not None else cut_points(sch, block, window.vector)
     if _stride(facts, window) == 1:
         sch.vectorize(lane)
-    unroll(sch, reduced)
+    unroll(sch, _short(facts, reduced))
     sch.vectorize(sch.get_loops(output)[-1])
     plane = len(_all(facts, "S")) - len(sliding_axes(facts))
     outside = outer
