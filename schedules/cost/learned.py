@@ -71,6 +71,8 @@ class LearnedKernel:
     of_new_machines : int
         Features, the first ones, by which trees correct the law on machines that they were not
         taught; 0 if they do as on those that they were.
+    harness_share : float
+        Of the harness, which launches longer than it hold, too, beside the law's time.
     """
 
     name: str
@@ -82,6 +84,7 @@ class LearnedKernel:
     law: Callable[[Sizes, Limits, int, np.ndarray], np.ndarray] | None = None
     start: tuple[float, ...] = ()
     of_new_machines: int = 0
+    harness_share: float = 0.9
 
     def unhindered(
         self, sizes: Sizes, machine: Limits, width: int, constants: np.ndarray
@@ -334,7 +337,7 @@ def predict_learned(kernel: LearnedKernel, call: KernelCall, machine: Machine) -
     beyond = () if is_inside else ("size",)
     if name.endswith("unseen"):
         beyond = ("machine", *beyond)
-    floor = machine.get("launch_floor", 0.0)
+    floor = machine.launch_floor
     return _answer(kernel, model, name, call, bounds, sizes, beyond, floor, model.interval)
 
 
@@ -388,7 +391,7 @@ def predict_jointly(
             spread = seen.machines[machine.name]
         return low**spread, high**spread
 
-    floor = machine.get("launch_floor", 0.0)
+    floor = machine.launch_floor
     return _answer(kernel, model, name, call, bounds, sizes, tuple(beyond), floor, ends)
 
 

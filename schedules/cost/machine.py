@@ -25,6 +25,7 @@ from .json_file import read_json
 KINDS = ("cpu", "gpu")
 PORT_BYTES = 64
 """Bytes a cycle from the second-level cache to a multiprocessor of a GPU."""
+_USUAL_LAUNCH = 2e-6
 _FOLDER = Path(__file__).with_name("machines")
 _MAX_FILE_BYTES = 4 << 20
 
@@ -122,6 +123,11 @@ class Machine:
         if figure in self.figures or (self.kind == "gpu" and "float" in dtype):
             return self[figure]
         return self["peak_flops.float32"] * (0.5 if dtype.endswith("64") else 1.0)
+
+    @property
+    def launch_floor(self) -> float:
+        """Seconds of an empty kernel; of a GPU without that figure what profilers report."""
+        return self.get("launch_floor", _USUAL_LAUNCH if self.kind == "gpu" else 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """The machine as its file holds it."""

@@ -58,7 +58,7 @@ def predict(call: KernelCall, machine: Machine) -> Prediction:
 
 def _by_roofline(call: KernelCall, machine: Machine) -> Prediction:
     seconds, bound = roofline(call, machine)
-    floor = machine.get("launch_floor", 0.0)
+    floor = machine.launch_floor
     if floor > seconds:
         bound = "latency"
     least = max(seconds, floor)

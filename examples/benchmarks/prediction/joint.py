@@ -60,8 +60,8 @@ DOUBTED: dict[str, Any] = {**PARAMETERS, "rounds": 200, "eta": 0.12}
 
 FAR_PARAMETERS: dict[str, Any] = {"rounds": 100, "max_depth": 5, "eta": 0.08, "min_child_weight": 4}
 LAW_ROWS = 12_000
-LAW_LATENCY = 0.9
-"""Share of the harness that longer launches hold, too, of kernels that a law stands for."""
+TRUST = 0.5
+"""Share of what trees correct in a law that counts on a machine of another family."""
 DOUBTED_ROWS = 40_000
 """About so many rows teach a model that is trained to be doubted."""
 BINS = 6
@@ -204,7 +204,7 @@ def with_harness(
     harness = np.where(own, bounds.floor, bases[0][group])
     latency = np.where(own, bounds.floor / 2, bases[1][group])
     if is_law:
-        latency = LAW_LATENCY * harness
+        latency = kernel.harness_share * harness
     return lambda alone: np.maximum(harness, latency + alone)
 
 
@@ -250,10 +250,12 @@ def boosted(rows: Rows, taught: np.ndarray, chosen: dict[str, Any]) -> xgboost.B
     return xgboost.train(parameters, matrix, rounds)
 
 
-def predicted(trees: xgboost.Booster, rows: Rows, which: np.ndarray) -> np.ndarray:
-    """Seconds of the rows of a mask."""
+def predicted(
+    trees: xgboost.Booster, rows: Rows, which: np.ndarray, trust: float = 1.0
+) -> np.ndarray:
+    """Seconds of the rows of a mask, of whose correction a share counts."""
     found = trees.predict(xgboost.DMatrix(rows.features[which]))
-    return rows.base[which] * np.exp(found)
+    return rows.base[which] * np.exp(trust * found)
 
 
 def factors(
@@ -408,6 +410,7 @@ def split_groups(
     group: np.ndarray,
     left_out: str,
     teach: Callable[[np.ndarray], tuple[xgboost.Booster, Rows]],
+    trust: float = 1.0,
 ) -> Split:
     """Each group as predicted by a model that was taught by the others.
 
@@ -421,6 +424,8 @@ def split_groups(
         What groups are.
     teach : Callable
         Trees taught by the rows of a mask, and how a model without the others sees all rows.
+    trust : float
+        Share of what they correct that counts.
     """
     found = np.zeros(len(rows.seconds))
     near, base = found.copy(), found.copy()
@@ -428,7 +433,7 @@ def split_groups(
     for name in np.unique(group):
         out = group == name
         trees, seen = teach(~out & sample)
-        found[out], base[out] = predicted(trees, seen, out), seen.base[out]
+        found[out], base[out] = predicted(trees, seen, out, trust), seen.base[out]
         known = np.unique(rows.figures[~out], axis=0)
         near[out] = cKDTree(known).query(rows.figures[out])[0]
     every = np.ones(len(found), bool)
@@ -547,7 +552,11 @@ def train_joint(kernel: str, folder: Path) -> JointModel | None:
     rows = rows_of(learned, sweeps, bases)
     trees = boosted(rows, ~rows.held, PARAMETERS)
     teacher = Teacher(learned, sweeps, bases, rows)
-    splits = [split_sizes(rows, trees), split_groups(rows, rows.family, "machines", teacher)]
+    trust = TRUST if learned.of_new_machines else 1.0
+    splits = [
+        split_sizes(rows, trees),
+        split_groups(rows, rows.family, "machines", teacher, trust),
+    ]
     if len(sweeps) > 1:
         near = lambda taught: (boosted(rows, taught, DOUBTED), rows)  # noqa: E731
         splits.append(split_groups(rows, rows.dtype, "harnesses", near))

@@ -33,8 +33,8 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
 from examples.benchmarks.prediction.fit_streaming import fit_streaming  # noqa: E402
 from examples.benchmarks.prediction.joint import KERNELS as JOINT_KERNELS  # noqa: E402
 from examples.benchmarks.prediction.joint import (  # noqa: E402
-    LAW_LATENCY,
     SIZE_ENDS,
+    TRUST,
     envelope,
     factors,
     fit_law,
@@ -198,8 +198,9 @@ def fit(kernel: LearnedKernel, sweep: Sweep) -> dict[str, np.ndarray]:
     seen = [floors[at] for at, name in enumerate(names) if (small & (sweep.machine == name)).any()]
     least = np.array([np.median(seen)])
     own = floors[index]
-    law = fit_law(kernel, lambda alone: np.maximum(own, LAW_LATENCY * own + alone), sweep)
-    return ONE_LEAF | {"law": law} | _frame(kernel, sweep, least, LAW_LATENCY * least)
+    share = kernel.harness_share
+    law = fit_law(kernel, lambda alone: np.maximum(own, share * own + alone), sweep)
+    return ONE_LEAF | {"law": law} | _frame(kernel, sweep, least, share * least)
 
 
 def _frame(
@@ -350,7 +351,8 @@ def write_joint(kernel: str, folder: Path) -> None:
     trees = ONE_LEAF if model.far is None else arrays_of(model.far)
     far |= {"law": model.law}
     if len(model.law):
-        far |= {"latency": LAW_LATENCY * model.harness}
+        far |= {"latency": learned.harness_share * model.harness}
+        trees |= {name: TRUST * trees[name] for name in ("scale", "base")}
     _save_arrays(f"{kernel}-far", trees | frame | far)
     _save(f"{kernel}-joint", arrays_of(model.trees) | near | frame, model.report)
 

@@ -119,6 +119,7 @@ ATTENTION = LearnedKernel(
     _law,
     2 * (2.0, 1.2, 0.7, 1.2, 300.0, 2.0, 1.0),
     _OF_NEW_MACHINES,
+    1.1,
 )
 
 

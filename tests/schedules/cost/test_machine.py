@@ -89,3 +89,9 @@ def test_a_gpu_has_no_peak_of_a_float_without_a_figure():
     machine = machine_from_json({**toy(**{"peak_flops.float32": 1e12}), "kind": "gpu"})
     with pytest.raises(PredictionError, match="no figure 'peak_flops.float64'"):
         machine.peak_flops("float64")
+
+
+def test_the_least_launch_of_a_gpu_that_nobody_timed():
+    assert machine_from_json(toy(clock=1e9)).launch_floor == 2e-6
+    assert machine_from_json(toy(launch_floor=5e-6)).launch_floor == 5e-6
+    assert machine_from_json({**toy(clock=1e9), "kind": "cpu"}).launch_floor == 0

@@ -10,7 +10,7 @@ due, as ``Tensor.reshape`` makes one. Parts of the graph on constants are parame
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -108,13 +108,24 @@ def lower_to_ranks(mod: tvm.IRModule, kind: str = "gpu", ranks: int = 1) -> Eage
     )
     main = tidy(simplify(tidy(mod), EAGER_RULES))["main"]
     walk = _Eager(main, kind, ranks)
+    if walk.cached:
+        walk = _Eager(main, kind, ranks, walk.cached)
     return EagerRun(walk.ops, walk.weight_bytes, walk.activation_bytes)
 
 
 class _Eager:
     """Walks over the bindings of ``main``."""
 
-    def __init__(self, main: relax.Function, kind: str, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        main: relax.Function,
+        kind: str,
+        ranks: int = 1,
+        cached: Collection[relax.Var] = (),
+    ) -> None:
+        self.cached: set[relax.Var] = set()
+        """Inputs that a step appends to, such as keys: each rank has its own part of them."""
+        self._params = set(main.params)
         self.ops: list[LoweredOp] = []
         self.weight_bytes = self.activation_bytes = 0.0
         self._kind, self._ranks, self._shared = kind, ranks, False
@@ -130,20 +141,33 @@ class _Eager:
             operand for value in self._bindings.values() for operand in operands(value)
         )
         for param in main.params:
-            self._values[param] = _fresh(param.ty)
+            value = _fresh(param.ty)
+            self._values[param] = replace(value, split=True) if param in cached else value
         last = {
             self._root(operand): number
             for number, value in enumerate(self._bindings.values())
             for operand in operands(value)
         }
-        alive = {param: self._held(self._values[param]) for param in main.params}
+        ends: dict[int, list[relax.Expr]] = {}
+        for root, number in last.items():
+            ends.setdefault(number, []).append(root)
+        alive = {param: self._held(self._values[param]) for param in main.params if param in last}
+        held = sum(self._held(self._values[param]) for param in main.params)
         for number, (var, value) in enumerate(self._bindings.items()):
             self._values[var] = self._visit(var, value)
-            alive.setdefault(self._root(var), self._held(self._values[var]))
-            self.activation_bytes = max(self.activation_bytes, sum(alive.values()))
-            alive = {each: size for each, size in alive.items() if last.get(each, 0) > number}
+            root = self._root(var)
+            if root not in alive:
+                alive[root] = self._held(self._values[var])
+                held += alive[root]
+            self.activation_bytes = max(self.activation_bytes, held)
+            for each in ends.get(number, ()) if root in last else (*ends.get(number, ()), root):
+                held -= alive.pop(each, 0.0)
         result = main.body.body
-        for field in result.fields if isinstance(result, relax.Tuple) else [result]:
+        result = self._bindings.get(result, result)
+        for field in result.fields if isinstance(result, relax.Tuple) else [main.body.body]:
+            made = self._bindings.get(field)
+            if op_name(made) == "relax.concat" and self.cached.intersection(operands(made)):
+                continue  # the next step of this rank reads it
             value = self._value(field)
             for part in value if isinstance(value, tuple) else (value,):
                 self._whole(part)
@@ -177,6 +201,8 @@ class _Eager:
             whole = self._values[value.tuple_value]
             return whole[value.index] if isinstance(whole, tuple) else whole
         args = [self._value(arg) for arg in _tensors(value)]
+        if name == "relax.concat" and any(arg.split for arg in args):
+            self.cached |= self._params.intersection(_tensors(value))
         if isinstance(var.ty, relax.TensorType) and all(arg.constant for arg in args):
             return replace(_fresh(var.ty), constant=True)
         if not isinstance(var.ty, relax.TensorType | relax.TupleType):
@@ -186,7 +212,7 @@ class _Eager:
     def _call(self, var: relax.Var, call: relax.Call, name: str, args: list[_Value]) -> Any:
         out = _fresh(var.ty)
         first = out[0] if isinstance(out, tuple) else out
-        if any(self._is_whole(arg, first) for arg in args) and name in ELEMENTWISE:
+        if name in ELEMENTWISE and any(self._is_whole(arg, first) for arg in args):
             args = [self._whole(arg) for arg in args]
         self._shared = any(arg.split for arg in args)
         handler: Callable[..., Any] | None = _HANDLERS.get(name)

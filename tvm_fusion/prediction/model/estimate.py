@@ -41,6 +41,6 @@ def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction
     # What the library's kernel takes beyond its roofline is, for a small kernel, a constant.
     beyond = max(0.0, taken - library.roofline_seconds)
     scaled = least * taken / library.roofline_seconds if library.roofline_seconds else beyond
-    seconds = max(machine.get("launch_floor", 0.0), least, min(scaled, least + beyond))
+    seconds = max(machine.launch_floor, least, min(scaled, least + beyond))
     model = f"estimate, as {like.op} by {library.model}"
     return Prediction(seconds, LOW * seconds, HIGH * seconds, bound, least, model, False)

@@ -224,7 +224,7 @@ def _assemble(
     by_call = {key: _predict(kernel, machine, cluster) for key, kernel in alike.items()}
     predictions = [by_call[kernel.call, kernel.like] for kernel in kernels]
     rows = tuple(
-        _row(position, kernel, found, machine.get("launch_floor", 0.0))
+        _row(position, kernel, found, machine.launch_floor)
         for position, (kernel, found) in enumerate(zip(kernels, predictions, strict=True))
     )
     known, notes = host_costs(machine, engine)

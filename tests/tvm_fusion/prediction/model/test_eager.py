@@ -237,3 +237,32 @@ def test_heads_of_an_attention_are_shared_out():
     assert heads[0] and heads[1] == [count // 4 for count in heads[0]]
     reduces = [op.name for op in shared.ops if op.name.startswith("c10d")]
     assert reduces.count("c10d::all_reduce") == 2
+
+
+def test_keys_that_a_step_appends_to_stay_on_their_rank():
+    """Two sequences of 4 heads of 8 elements, 15 keys and a new one, on 1 and on 4 ranks."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["q"]),
+        helper.make_node("Reshape", ["q", "heads"], ["r"]),
+        helper.make_node("Transpose", ["r"], ["k"], perm=[0, 2, 1, 3]),
+        helper.make_node("Concat", ["past", "k"], ["present"], axis=2),
+        helper.make_node("Transpose", ["present"], ["t"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["k", "t"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"], axis=-1),
+        helper.make_node("MatMul", ["p", "present"], ["y"]),
+    ]
+    inputs = {"x": [2, 1, 32], "past": [2, 4, 15, 8]}
+    outputs = {"y": [2, 4, 1, 8], "present": [2, 4, 16, 8]}
+    constants = {"w": 2 * ones(32, 32), "heads": np.array([2, 1, 4, 8])}
+    alone, shared = (on_ranks(ranks, nodes, inputs, outputs, constants) for ranks in (1, 4))
+    (gather,) = (op for op in shared.ops if op.name.startswith("c10d"))
+    assert gather.kernels[0].call.read_bytes == 4 * 2 * 4 * 8  # y, and nothing of the keys
+    copies = [
+        next(
+            op.kernels[0].call for op in run.ops if op.kernels and op.kernels[0].call.op == "concat"
+        )
+        for run in (alone, shared)
+    ]
+    assert [copy.written_bytes for copy in copies] == [4 * 2 * 4 * 16 * 8, 4 * 2 * 16 * 8]
+    # x, past and present are held at once, of the keys a quarter on a rank.
+    assert alone.activation_bytes >= 4 * (64 + 2 * 4 * 31 * 8) > 3.5 * shared.activation_bytes
