@@ -39,7 +39,7 @@ if _name := os.environ.get("TVM_FUSION_TEST_CPU"):
 # TVM's parser asks at each function for the modules of the whole stack, and for those of Python's
 # frozen files, which have no path, Python would search all modules every time.
 for _name in ("runpy", "importlib._bootstrap", "importlib._bootstrap_external"):
-    inspect.modulesbyfile[f"<frozen {_name}>"] = _name  # type: ignore[attr-defined]
+    inspect.modulesbyfile[f"<frozen {_name}>"] = _name
 
 # Examples of a property; where each is compiled, a share of them. --hypothesis-profile chooses.
 for profile, examples in (("quick", 20), ("thorough", 100)):
