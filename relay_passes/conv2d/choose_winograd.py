@@ -11,14 +11,22 @@ from tvm.ir import GenericConst, IRModule, Op
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.winograd_knobs import takes_winograd
+from schedules.cpu.cost.winograd_knobs import takes_bytes, takes_winograd
 from schedules.tuning.records import Records
-from schedules.workload.conv2d import Conv2DKernel
-from schedules.workload.winograd_matrices import transform_weight
+from schedules.workload.conv2d import WORDS, Conv2DKernel
+from schedules.workload.winograd_matrices import (
+    TAPS,
+    WHOLE_FACTOR,
+    WHOLE_TILE,
+    transform_weight,
+    transform_words,
+)
 
+from ..core.expressions import op_name
 from ..core.pass_target import pass_target
 from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
+from ..op.quantized_conv2d import MOST_PRODUCTS, QUANTIZED_CONV2D, read_quantized
 from ..op.winograd_conv2d import winograd_conv2d
 from .fusion_report import RECORDED_LAYERS, Entry
 from .winograd_decision import check_mode, decide_winograd, recorded_tile
@@ -42,6 +50,8 @@ class ChooseWinograd:
             layout="NCHW8c", in_channels=64, out_channels=64,
         )
 
+    Convolutions of bytes that are multiplied in 16 bits (AVX2) get such weights of int16 and the
+    attribute ``winograd=2``; their numbers stay the same, to the bit.
     Left alone: weights that are not constants, symbolic heights and widths, data in NCHW or in
     other blocks than the target's vectors, fused pairs, and layers that
     :func:`relay_passes.conv2d.winograd_decision.decide_winograd` rejects.
@@ -106,6 +116,9 @@ class _Rewriter(relax.PyExprMutator):
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         """Replace one call, or leave it."""
+        if op_name(call) == QUANTIZED_CONV2D.name:
+            changed = self._of_bytes(call)
+            return super().visit_call_(call) if changed is None else changed
         if not isinstance(call.op, Op) or call.op.name != CONV2D.name:
             return super().visit_call_(call)
         kernel = read_kernel(call, CONV2D)
@@ -142,6 +155,29 @@ class _Rewriter(relax.PyExprMutator):
         if decision is None or not (decision.pays or self.winograd == "always"):
             return None
         return decision.tile
+
+    def _of_bytes(self, call: relax.Call) -> relax.Call | None:
+        """A convolution of bytes by tiles of 2x2, which are exact; None where it stays."""
+        kernel, weight = read_quantized(call), call.args[1]
+        cpu, (layer,) = CPUInfo.from_target(self.target), kernel.layers
+        size, products = (kernel.height, kernel.width), layer.in_channels * TAPS**2
+        has_form = isinstance(weight, GenericConst) and kernel.data_layout == kernel.out_layout
+        if not (has_form and kernel.out_layout != "NCHW" and takes_bytes(kernel, cpu)):
+            return None
+        if None in size or kernel.winograd or products > MOST_PRODUCTS // WHOLE_FACTOR:
+            return None
+        batch, sizes = kernel.batch or 1, [WHOLE_TILE]
+        (words,) = kernel.in_words().layers
+        decision = decide_winograd(words, batch, *map(int, size), "float32", self.target, sizes)
+        if decision is None or not (decision.pays or self.winograd == "always"):
+            return None
+        if (weight, WHOLE_TILE) not in self.points:
+            points = transform_words(weight.value.numpy(), WORDS["int16"])
+            self.points[weight, WHOLE_TILE] = relax.const(points)
+        operands = [self.visit_expr(argument) for argument in call.args]
+        operands[1] = self.points[weight, WHOLE_TILE]
+        attrs = {key: value for key, value in call.attrs.items() if key != "limited"}
+        return relax.Call(call.op, operands, attrs | {"winograd": WHOLE_TILE})
 
     def _transformed(self, weight: GenericConst, tile: int) -> relax.Expr:
         if (weight, tile) not in self.points:

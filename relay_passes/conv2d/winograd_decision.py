@@ -11,6 +11,7 @@ out the traffic of the data and the output, the same for both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm.target import Target
@@ -70,7 +71,13 @@ def recorded_tile(kernel: Conv2DKernel, target: Target, records: Records) -> Rec
 
 
 def decide_winograd(
-    layer: ConvLayer, batch: int, height: int, width: int, dtype: str, target: Target
+    layer: ConvLayer,
+    batch: int,
+    height: int,
+    width: int,
+    dtype: str,
+    target: Target,
+    sizes: Sequence[int] = TILE_SIZES,
 ) -> WinogradDecision | None:
     """Predict the best tile size of a packed layer with constant weights.
 
@@ -84,6 +91,8 @@ def decide_winograd(
         Element type.
     target : Target
         The machine.
+    sizes : Sequence[int]
+        Heights and widths of tiles to choose from.
 
     Returns
     -------
@@ -99,7 +108,7 @@ def decide_winograd(
     lanes, out_size = cpu.lanes(dtype), layer.output_size(height, width)
     plans = {
         tile: best_plan(WinogradShape.of(layer, batch, out_size, tile, lanes, dtype), cpu)
-        for tile in TILE_SIZES
+        for tile in sizes
     }
     tile, plan = min(plans.items(), key=lambda item: item[1].cycles)
     direct = direct_cycles(layer, batch, out_size, cpu, dtype)

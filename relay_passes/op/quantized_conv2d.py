@@ -40,6 +40,7 @@ from schedules.workload.conv2d import (
     ConvLayer,
 )
 from schedules.workload.reduce import constant
+from schedules.workload.winograd_matrices import TAPS, WHOLE_FACTOR, WHOLE_TILE
 
 from .conv_call import Known, checked_attrs, legalize_kernel
 from .conv_checks import check_layer, check_sizes
@@ -85,6 +86,7 @@ def quantized_conv2d(
     addition: ByteAddition | None = None,
     limited: bool = False,
     rounding: ByteRounding | None = None,
+    winograd: int = 0,
 ) -> relax.Call:
     """Convolve, scale, add the bias, activate, and add a residual.
 
@@ -110,6 +112,8 @@ def quantized_conv2d(
         packed weight.
     rounding : ByteRounding | None
         How ``data`` is rounded to bytes, if it is of float32.
+    winograd : int
+        2 for packed int16 weights that are transformed for tiles of 2x2 outputs, times four.
 
     Returns
     -------
@@ -145,6 +149,8 @@ def quantized_conv2d(
         attrs["limited"] = True
     if rounding is not None:
         attrs["rounding"] = list(map(float, astuple(rounding)))
+    if winograd:
+        attrs["winograd"] = int(winograd)
     call = relax.Call(QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_type(call)
@@ -194,7 +200,12 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
         addition=addition,
         limited=_read_limited(call),
         rounding=rounding,
+        winograd=_winograd_of(call),
     )
+
+
+def _winograd_of(call: relax.Call) -> int:
+    return int(call.attrs["winograd"]) if "winograd" in call.attrs.keys() else 0
 
 
 def _read_limited(call: relax.Call) -> bool:
@@ -219,7 +230,9 @@ def _read_rounding(call: relax.Call) -> ByteRounding | None:
 
 
 def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
-    weight = constant_shape(call.args[1], "weight", _NAME)
+    weight, tile = constant_shape(call.args[1], "weight", _NAME), _winograd_of(call)
+    if tile:
+        return _read_transformed(call, weight, tile, (data_lanes, lanes))
     if len(weight) != (7 if lanes else 4):
         raise OpError(f"{_NAME}: weight has rank {len(weight)}; expected {7 if lanes else 4}")
     attrs = {"groups": 1} | dict(call.attrs.items())
@@ -243,12 +256,42 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
         word = WORDS[str(call.args[1].ty.dtype)]
         expected = (out_blocks, -(-own // step), *layer.kernel, step // word, lanes, word)
         numbers = (out_blocks, lanes)
-    shapes = {"weight": expected, "bias": numbers, "scale": numbers}
+    _check_shapes(call, expected, numbers)
+    check_products(layer, _NAME)
+    return layer
+
+
+def _read_transformed(
+    call: relax.Call, weight: tuple[int, ...], tile: int, blocks: tuple[int, int]
+) -> ConvLayer:
+    """The layer of a call by Winograd's algorithm."""
+    given, lanes = {"groups": 1} | dict(call.attrs.items()), blocks[1]
+    is_packed = lanes == blocks[0] > 0 and "rounding" not in given
+    if tile != WHOLE_TILE or str(call.args[1].ty.dtype) != "int16" or not is_packed:
+        raise OpError(
+            f"{_NAME}: winograd is {tile} with weights of {call.args[1].ty.dtype}; expected "
+            f"{WHOLE_TILE}, int16, and data in the blocks of the output"
+        )
+    channels = int(given["in_channels"]), int(given["out_channels"])
+    layer = ConvLayer.from_attrs(given, *channels, (TAPS, TAPS))
+    check_layer(layer, "", _NAME)
+    if not layer.suits_winograd:
+        raise OpError(f"{_NAME}: {layer} by Winograd's algorithm; expected stride 1 and one group")
+    in_blocks, out_blocks = (-(-count // lanes) for count in channels)
+    word = WORDS["int16"]
+    points = (tile + TAPS - 1) ** 2
+    _check_shapes(
+        call, (points, out_blocks, in_blocks, lanes // word, lanes, word), (out_blocks, lanes)
+    )
+    check_products(layer, _NAME, MOST_PRODUCTS // WHOLE_FACTOR)
+    return layer
+
+
+def _check_shapes(call: relax.Call, weight: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+    shapes = {"weight": weight, "bias": numbers, "scale": numbers}
     for argument, (name, shape) in zip(call.args[1:4], shapes.items(), strict=True):
         if constant_shape(argument, name, _NAME) != shape:
             raise OpError(f"{_NAME}: {name} has shape {argument.ty.shape}; expected {shape}")
-    check_products(layer, _NAME)
-    return layer
 
 
 def fits_pairs(weights: np.ndarray) -> bool:
@@ -282,13 +325,13 @@ def check_operands(
             )
 
 
-def check_products(layer: ConvLayer, op: str) -> None:
+def check_products(layer: ConvLayer, op: str, most: int = MOST_PRODUCTS) -> None:
     """Check that an int32 holds each sum of a layer; else OpError."""
     own = layer.in_channels // layer.groups
-    if own * prod(layer.kernel) > MOST_PRODUCTS:
+    if own * prod(layer.kernel) > most:
         raise OpError(
             f"{op}: {layer} has {own} x {prod(layer.kernel)} products a sum; "
-            f"expected at most {MOST_PRODUCTS}"
+            f"expected at most {most}"
         )
 
 
@@ -302,7 +345,8 @@ def _compute(
     data, weight, bias, scale = operands
     layer, out_dtype = kernel.layers[0], str(kernel.out_dtype)
     added = residual, kernel.addition
-    return compute(data, weight, bias, scale, layer, out_dtype, *added, kernel.rounding)
+    how = *added, kernel.rounding, kernel.winograd
+    return compute(data, weight, bias, scale, layer, out_dtype, *how)
 
 
 def legalize(

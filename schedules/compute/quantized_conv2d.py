@@ -9,7 +9,8 @@ weight     ``[O, I, kh, kw]``      ``[B(O), ceil(I / d), kh, kw, d / w, x, w]``,
                                    group, and ``d`` x or with groups ``gcd(I, x)``, or
                                    ``[B(O), ceil(I / 4), kh, kw, 4 / w, x, w]``: words of input
                                    channels, output lanes, the ``w`` channels of a word: 4 of
-                                   int8 or 2 of int16; int8 in NCHW
+                                   int8 or 2 of int16; int8 in NCHW; or those of
+                                   :mod:`.winograd_conv2d`
 bias       ``[O]``                 ``[B(O), x]``, float32
 scale      ``[O]``                 ``[B(O), x]``, float32
 ========== ======================= ======================================================
@@ -34,6 +35,7 @@ from .conv2d import (
     taps,
 )
 from .pack import pack
+from .winograd_conv2d import winograd_sums
 
 
 def quantized_conv2d(
@@ -46,6 +48,7 @@ def quantized_conv2d(
     residual: te.Tensor | None = None,
     addition: ByteAddition | None = None,
     rounding: ByteRounding | None = None,
+    winograd: int = 0,
 ) -> te.Tensor:
     """One convolution: ``act(conv(data, weight) * scale + bias)``, with sums of int32.
 
@@ -63,6 +66,8 @@ def quantized_conv2d(
         What is done with them after the activation.
     rounding : ByteRounding | None
         How floats of the data become bytes, if they are not yet.
+    winograd : int
+        Height and width of a tile of Winograd's algorithm, for which the weights are transformed.
 
     Returns
     -------
@@ -72,7 +77,13 @@ def quantized_conv2d(
     added = None if residual is None or addition is None else (residual, addition)
     if rounding is not None:
         data, layer = _rounded(data, layer, rounding, packed=len(weight.shape) == 7)
-    return _layer(data, weight, bias, scale, layer, out_dtype, "1", added)
+    if winograd:
+        wide = te.compute(data.shape, lambda *index: data(*index).astype("int32"), name="wide")
+        sums = winograd_sums(wide, weight, layer, winograd)
+        scaled = te.compute(scale.shape, lambda *index: scale(*index) * 0.25, name="quarter")
+        return _finish(sums, scaled, bias, layer, out_dtype, "1", added)
+    sums = _sums(data, weight, layer, "1")
+    return _finish(sums, scale, bias, layer, out_dtype, "1", added)
 
 
 def fused_quantized_conv2d(
@@ -91,8 +102,8 @@ def fused_quantized_conv2d(
 
     Parameters are those of :func:`quantized_conv2d`, numbered by layer.
     """
-    mid = _layer(data, weight1, bias1, scale1, layer1, "uint8", "1")
-    return _layer(mid, weight2, bias2, scale2, layer2, out_dtype, "2")
+    mid = _finish(_sums(data, weight1, layer1, "1"), scale1, bias1, layer1, "uint8", "1")
+    return _finish(_sums(mid, weight2, layer2, "2"), scale2, bias2, layer2, out_dtype, "2")
 
 
 def _rounded(
@@ -110,16 +121,7 @@ def _rounded(
     return (pack(image, WORD_BYTES) if packed else image), layer
 
 
-def _layer(
-    data: te.Tensor,
-    weight: te.Tensor,
-    bias: te.Tensor,
-    scale: te.Tensor,
-    layer: ConvLayer,
-    out_dtype: str,
-    suffix: str,
-    added: tuple[te.Tensor, ByteAddition] | None = None,
-) -> te.Tensor:
+def _sums(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: str) -> te.Tensor:
     image = padded(data, layer, suffix)
     packed = len(data.shape) == 5
     kh, kw = taps(layer)
@@ -151,10 +153,20 @@ def _layer(
         left, right = (factor.astype("int32") for factor in factors)
         return te.sum(left * right, axis=[ic, kh, kw])
 
-    conv = te.compute(shape, product, name=f"conv{suffix}")
+    return te.compute(shape, product, name=f"conv{suffix}")
 
+
+def _finish(
+    conv: te.Tensor,
+    scale: te.Tensor,
+    bias: te.Tensor,
+    layer: ConvLayer,
+    out_dtype: str,
+    suffix: str,
+    added: tuple[te.Tensor, ByteAddition] | None = None,
+) -> te.Tensor:
     def finish(*index: tirx.Var) -> tirx.Expr:
-        channel = (index[1], index[4]) if packed else (index[1],)
+        channel = (index[1], *index[4:])
         value = conv(*index).astype("float32") * scale(*channel) + bias(*channel)
         activation = layer.activation
         if added is not None:
@@ -163,4 +175,4 @@ def _layer(
             activation = addition.activation
         return finished(value, activation, "float32", out_dtype)
 
-    return te.compute(shape, finish, name=f"layer{suffix}")
+    return te.compute(conv.shape, finish, name=f"layer{suffix}")

@@ -8,6 +8,9 @@ With ``m x m`` outputs a tile, ``p = (m + 2)**2`` points, ``x`` lanes and ``B(C)
     V[point, ...] = BT d B                 d: a tile of (m + 2) x (m + 2) inputs
     M[point, ...] = sum over the input channels of weight[point, ...] * V[point, ...]
     out           = act(AT M A + bias [+ residual])
+
+Of bytes, weights are those times four, in words of ``w`` input channels ``[p, B(O), B(I), x / w, x,
+w]``, and all is int32.
 """
 
 from __future__ import annotations
@@ -46,6 +49,19 @@ def winograd_conv2d(
     te.Tensor
         The activated output.
     """
+    conv = winograd_sums(data, weight, layer, size)
+
+    def finish(*index: tirx.Var) -> tirx.Expr:
+        value = conv(*index) + bias(index[1], index[4])
+        if residual is not None:
+            value = value + residual(*index)
+        return activate(value, layer.activation, data.dtype)
+
+    return te.compute(conv.shape, finish, name="layer1")
+
+
+def winograd_sums(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, size: int) -> te.Tensor:
+    """``AT M A`` of float32, or of numbers of int32 by weights in words."""
     top, left, bottom, right = layer.padding
     height = data.shape[2] + top + bottom - TAPS + 1
     width = data.shape[3] + left + right - TAPS + 1
@@ -55,7 +71,7 @@ def winograd_conv2d(
     count = size + TAPS - 1
     r, c = te.reduce_axis((0, count), name="r"), te.reduce_axis((0, count), name="c")
     shape = [data.shape[0], weight.shape[1], height, width, weight.shape[4]]
-    conv = te.compute(
+    return te.compute(
         shape,
         lambda n, ob, h, w, lane: te.sum(
             _entry(inverse, h % size, r, data.dtype)
@@ -65,14 +81,6 @@ def winograd_conv2d(
         ),
         name="inverse",
     )
-
-    def finish(*index: tirx.Var) -> tirx.Expr:
-        value = conv(*index) + bias(index[1], index[4])
-        if residual is not None:
-            value = value + residual(*index)
-        return activate(value, layer.activation, data.dtype)
-
-    return te.compute(shape, finish, name="layer1")
 
 
 def _transform_data(
@@ -107,13 +115,20 @@ def _transform_data(
 
 def _multiply(values: te.Tensor, weight: te.Tensor) -> te.Tensor:
     """M: one matrix product for each point."""
+    batch, points, _, rows, columns, lanes = values.shape
     block = te.reduce_axis((0, weight.shape[2]), name="icb")
-    lane = te.reduce_axis((0, weight.shape[3]), name="ici")
-    batch, points, _, rows, columns, _ = values.shape
+    lane = te.reduce_axis((0, lanes), name="ici")
+
+    def factor(point: tirx.Var, ob: tirx.Var, oi: tirx.Var) -> tirx.Expr:
+        if len(weight.shape) == 5:
+            return weight(point, ob, block, lane, oi)
+        word = weight.shape[5]
+        return weight(point, ob, block, lane // word, oi, lane % word).astype(values.dtype)
+
     return te.compute(
         [batch, points, weight.shape[1], rows, columns, weight.shape[4]],
         lambda n, point, ob, tr, tc, oi: te.sum(
-            values(n, point, block, tr, tc, lane) * weight(point, ob, block, lane, oi),
+            values(n, point, block, tr, tc, lane) * factor(point, ob, oi),
             axis=[block, lane],
         ),
         name="multiply",

@@ -21,6 +21,8 @@ from numpy.polynomial import polynomial
 
 TAPS = 3
 TILE_SIZES = (2, 4)
+WHOLE_TILE, WHOLE_FACTOR = 2, 4
+"""Tiles for which data stays whole, and the factor by which weights become so."""
 _AT_ONCE = 1 << 14
 _MAGNITUDES = {2: (1.0,), 4: (0.75, 1.5)}
 
@@ -85,3 +87,25 @@ def transform_weight(weight: np.ndarray, size: int) -> np.ndarray:
         some = slice(start, start + _AT_ONCE)
         points[:, some] = both @ taps[:, some].astype("float64")
     return points.reshape(-1, *weight.shape[:2], *weight.shape[4:])
+
+
+def transform_words(weight: np.ndarray, word: int) -> np.ndarray:
+    """``4 G g GT`` of integers, for tiles of 2x2.
+
+    Parameters
+    ----------
+    weight : np.ndarray
+        Packed in words, ``[B(O), B(I), 3, 3, x / w, x, w]`` of int8 or int16.
+    word : int
+        Input channels of a word of the result.
+
+    Returns
+    -------
+    np.ndarray
+        ``[16, B(O), B(I), x / word, x, word]`` of int16: at most 9 * 128.
+    """
+    lanes = weight.shape[5]
+    plain = np.moveaxis(weight, 6, 5).reshape(*weight.shape[:4], lanes, lanes)
+    points = np.rint(WHOLE_FACTOR * transform_weight(plain.astype("float64"), WHOLE_TILE))
+    words = points.reshape(*points.shape[:3], lanes // word, word, lanes)
+    return np.ascontiguousarray(np.moveaxis(words, 4, 5), "int16")

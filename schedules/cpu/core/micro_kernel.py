@@ -670,7 +670,7 @@ def _multiply_add(
     """Add to ``total`` products of floats, or those of the channels of a word in each lane."""
     if ops.dots:
         return add_half_products(total, vector, factor)
-    if ops.scale is None:
+    if ops.dtype != "int32":
         return total + _floats(factor) * _floats(vector)
     return add_word_products(total, factor, vector, ops.lanes, ops.word, ops.limited)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from schedules.workload.conv2d import ITEM_BYTES, ConvLayer
+from schedules.workload.conv2d import ITEM_BYTES, WORDS, Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TAPS
 
 from ..core.machine import CPUInfo
@@ -40,6 +40,15 @@ def takes_winograd(layer: ConvLayer, size: tuple[int, int], dtype: str, cpu: CPU
     if not layer.suits_winograd or dtype != "float32":
         return False
     return layer.in_channels >= cpu.lanes(dtype) and min(layer.output_size(*size)) >= 1
+
+
+def takes_bytes(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether a convolution of bytes is one that AVX2 multiplies in 16 bits; True of floats.
+
+    Where words of four bytes are multiplied, 16 bits take four times as many instructions.
+    """
+    in_pairs = cpu.word_channels == WORDS["int16"] and kernel.lanes == cpu.lanes("int32")
+    return in_pairs or not kernel.is_quantized
 
 
 @dataclass(frozen=True)

@@ -193,3 +193,48 @@ def test_refusals():
         ChooseWinograd("some")
     with pytest.raises(OpError, match="ChooseWinograd: no target; pass target=, or run it inside"):
         ChooseWinograd()(single())
+
+
+def of_bytes(size: int, channels: int, word: int, **attrs) -> tvm.IRModule:
+    """A packed 3x3 convolution of bytes by weights in words of two or of four bytes."""
+    blocks, kind = channels // 8, "int8" if word == 4 else "int16"
+    x = relax.Var("x", relax.TensorType((1, blocks, size, size, 8), "uint8"))
+    shape = blocks, blocks, 3, 3, 8 // word, 8, word
+    weight = relax.const(RNG.integers(-64, 64, shape).astype(kind))
+    numbers = relax.const(np.ones((blocks, 8), "float32"))
+    given = {"padding": (1, 1, 1, 1), "limited": word == 4} | attrs
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            call = op.quantized_conv2d(
+                *(x, weight, numbers, numbers), data_layout="NCHW8c", in_channels=channels,
+                out_channels=channels, **given,
+            )  # fmt: skip
+            gv = builder.emit_output(call)
+        builder.emit_func_output(gv)
+    return builder.get()
+
+
+@pytest.mark.parametrize("word", [2, 4])
+def test_convolutions_of_bytes_that_are_multiplied_in_16_bits(word):
+    before = of_bytes(14, 256, word)
+    once = ChooseWinograd("auto", TARGET)(before)
+    [binding] = once["main"].body.blocks[0].bindings[:1]
+    attrs, weight = dict(binding.value.attrs.items()), binding.value.args[1]
+    assert int(attrs["winograd"]) == 2 and "limited" not in attrs
+    assert (str(weight.ty.dtype), weight.value.shape) == ("int16", (16, 32, 32, 4, 8, 2))
+    tvm.ir.assert_structural_equal(ChooseWinograd("auto", TARGET)(once), once)
+
+
+VNNI = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
+
+
+@pytest.mark.parametrize(
+    ("mod", "winograd", "target"),
+    [(of_bytes(14, 64, 2), "never", TARGET), (of_bytes(14, 64, 2), "always", VNNI),
+     (of_bytes(14, 64, 2, strides=(2, 2)), "always", TARGET), (of_bytes(2, 8, 2), "auto", TARGET),
+     (of_bytes(3, 1832, 2), "always", TARGET)],
+    ids=["never", "words of four", "strides", "small", "sums of more than 32 bits"],
+)  # fmt: skip
+def test_convolutions_of_bytes_that_stay(mod, winograd, target):
+    tvm.ir.assert_structural_equal(ChooseWinograd(winograd, target)(mod), mod)

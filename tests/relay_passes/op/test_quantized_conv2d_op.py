@@ -153,6 +153,25 @@ def test_limited_weights_are_packed():
         quantized_conv2d(*operands(), limited=True)
 
 
+def test_weights_of_winograds_algorithm():
+    """Their shapes, and what the algorithm does not compute."""
+    data = var("x", (1, 2, 6, 6, 8), "uint8")
+    numbers = [var(name, (1, 8), "float32") for name in "bs"]
+    weight = var("w", (16, 1, 2, 4, 8, 2), "int16")
+    given = {"data_layout": "NCHW8c", "in_channels": 16, "out_channels": 5, "winograd": 2}
+    call = quantized_conv2d(data, weight, *numbers, **given)
+    tvm.ir.assert_structural_equal(type_of(call), relax.TensorType((1, 1, 4, 4, 8), "float32"))
+    assert read_quantized(call).winograd == 2
+    for wrong, attrs, text in (
+        (weight, {"winograd": 4}, "winograd is 4 .*; expected 2, int16"),
+        (var("w", (16, 1, 2, 4, 8, 2), "int8"), {}, "with weights of int8; expected 2, int16"),
+        (weight, {"strides": (2, 2)}, "expected stride 1 and one group"),
+        (var("w", (16, 2, 2, 4, 8, 2), "int16"), {}, r"weight has shape .*; expected \(16, 1, 2"),
+    ):
+        with pytest.raises(OpError, match=text):
+            quantized_conv2d(data, wrong, *numbers, **given | attrs)
+
+
 def test_numbers_in_nchw_and_by_the_pipeline():
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (1, 3, 6, 6)).astype("uint8")

@@ -20,6 +20,7 @@ from schedules.workload.conv2d import (
     ConvLayer,
     to_json,
 )
+from schedules.workload.winograd_matrices import transform_words
 
 WORD_FORMS = ((2, False), (4, True), (4, False))
 """Channels of a word, and whether weights are limited: two forms for AVX2, and that of VNNI."""
@@ -53,6 +54,7 @@ class QuantizedCase:
     limited: bool = False
     rounding: ByteRounding | None = None
     inner: int | None = None
+    winograd: int = 0
 
     @property
     def data_lanes(self) -> int:
@@ -79,7 +81,7 @@ class QuantizedCase:
         sizes = self.batch, self.height, self.width
         adds = self.addition is not None
         types = {"out_dtype": self.out_dtype, "word": self.word, "addition": self.addition}
-        types |= {"limited": self.limited, "rounding": self.rounding}
+        types |= {"limited": self.limited, "rounding": self.rounding, "winograd": self.winograd}
         return Conv2DKernel((self.layer,), *sizes, adds, "uint8", *layouts, **types)
 
     def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
@@ -99,6 +101,9 @@ class QuantizedCase:
             "bias": ((out_blocks, lanes), "float32"),
             "scale": ((out_blocks, lanes), "float32"),
         }
+        if self.winograd:
+            words = lanes // self.word, lanes, self.word
+            shapes["weight"] = (16, out_blocks, blocks, *words), self.weight_dtype
         if self.rounding is not None:
             floats = images, layer.in_channels, self.height, self.width
             shapes["data"] = floats, "float32"
@@ -113,6 +118,7 @@ class QuantizedCase:
             *inputs[4:],
             addition=self.addition,
             rounding=self.rounding,
+            winograd=self.winograd,
         )
         func = te.create_prim_func([*inputs, output])
         return func.with_attr("tvm_fusion.workload", to_json(self.kernel))
@@ -159,7 +165,8 @@ class QuantizedCase:
     def _pack_weight(self, weight: Array) -> Array:
         words = pack(pack(weight, self.step, axis=1), self.lanes, axis=0)
         shape = *words.shape[:4], self.step // self.word, self.word, self.lanes
-        return np.moveaxis(words.reshape(shape), 5, 6)
+        packed = np.moveaxis(words.reshape(shape), 5, 6)
+        return transform_words(packed, self.word) if self.winograd else packed
 
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
         """Run into a poisoned output; return its true channels in NCHW."""
@@ -201,6 +208,25 @@ def _end(value: Array, activation: Activation) -> Array:
     if activation.kind == "round_clip":
         return np.clip(np.rint(value), activation.low, activation.high)
     return np.maximum(value, 0) if activation.kind == "relu" else value
+
+
+@st.composite
+def winograd_cases(draw) -> QuantizedCase:
+    """A 3x3 layer of bytes by tiles of 2x2, as AVX2 multiplies it."""
+    padding, ends = draw(st.tuples(*[st.integers(0, 3)] * 4)), draw(st.sampled_from(ENDS))
+    channels = draw(st.sampled_from(CHANNELS)), draw(st.sampled_from(CHANNELS))
+    size = draw(st.tuples(*[st.integers(3, 14)] * 2))
+    rounds = ends.kind == "round_clip"
+    return QuantizedCase(
+        ConvLayer(*channels, (3, 3), padding=padding, activation=ends),
+        draw(st.integers(1, 2)),
+        *size,
+        lanes=8,
+        out_dtype="uint8" if rounds and draw(st.booleans()) else "float32",
+        word=2,
+        addition=draw(st.sampled_from((None, *ADDITIONS))) if rounds else None,
+        winograd=2,
+    )
 
 
 @st.composite

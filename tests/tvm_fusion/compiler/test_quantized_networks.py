@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
+import tvm
 from onnx_reference import run_onnx
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -66,6 +67,12 @@ def quantized(model: onnx.ModelProto, folder, form: QuantFormat, kind: QuantType
     return onnx.load(made)
 
 
+def workloads(mod: tvm.IRModule) -> list[str]:
+    """The convolutions of a compiled module, as JSON."""
+    name, functions = "tvm_fusion.workload", mod.functions.values()
+    return [str(func.attrs[name]) for func in functions if func.attrs and name in func.attrs]
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [QuantType.QUInt8, QuantType.QInt8], ids=str)
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)
@@ -104,9 +111,21 @@ def test_layers_with_groups_multiply_bytes(width, groups, kind, tmp_path):
     for target in (VNNI, AVX2):
         mod = pipeline.optimize(import_onnx(model).mod, target, Options())
         assert "nn.conv2d" not in str(mod["main"])
-        workloads = [str(func.attrs["tvm_fusion.workload"]) for func in mod.functions.values()
-                     if func.attrs and "tvm_fusion.workload" in func.attrs]  # fmt: skip
-        assert len(workloads) == 3 and all('"uint8"' in each for each in workloads)
+        found = workloads(mod)
+        assert len(found) == 3 and all('"uint8"' in each for each in found)
+
+
+def test_winograds_algorithm_gives_the_same_bits(tmp_path):
+    model = quantized(dense_block(1, 15, 32), tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    x = next(iter(Images(model).get_next().values()))
+    found = [
+        tvm_fusion.compile(model, threads=2, records="none", winograd=winograd)(x)
+        for winograd in ("always", "never")
+    ]
+    np.testing.assert_array_equal(*found)
+    for target, is_taken in ((VNNI, False), (AVX2, True)):
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options(winograd="always"))
+        assert any('"winograd": 2' in each for each in workloads(mod)) == is_taken
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from ...cost.winograd_knobs import (
     WinogradKnobs,
     WinogradShape,
     best_plan,
+    takes_bytes,
     winograd_cycles,
     winograd_space,
 )
@@ -64,8 +65,9 @@ class WinogradConv2D(PackedRule):
     template = WINOGRAD
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
-        """Return the convolution."""
-        return packed_kernel(func, layers=1, winograd=True)
+        """Return the convolution; None for one of bytes in other words than the CPU has."""
+        kernel, cpu = packed_kernel(func, layers=1, winograd=True), CPUInfo.from_target(target)
+        return None if kernel is not None and not takes_bytes(kernel, cpu) else kernel
 
 
 def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> WinogradKnobs:
@@ -74,7 +76,8 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> WinogradKnobs:
 
 
 def _shape(kernel: Conv2DKernel) -> WinogradShape:
-    """Extents of a kernel; a symbolic batch counts as one."""
+    """Extents of a kernel; a symbolic batch counts as one, and a word as an element."""
+    kernel = kernel.in_words()
     layer = kernel.layers[0]
     out_size = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
     return WinogradShape.of(

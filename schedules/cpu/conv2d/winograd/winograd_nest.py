@@ -11,6 +11,9 @@
 The intermediates of the three steps stay in buffers of the task, point by point:
 ``[points, blocks, tiles, lanes]``. Tiles that reach over the border of the image read zeros and
 store only what exists; the last group repeats its last tile.
+
+Bytes are transformed in 16 bits, in tiles of 2x2, and multiplied in words of two channels; weights
+are four times the transformed ones, so that all are whole, and sums in 32 bits are exact.
 """
 
 from __future__ import annotations
@@ -19,16 +22,24 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tvm import s_tir, tirx
+from tvm import DataType, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.compute.conv2d import activate
+from schedules.compute.conv2d import activate, add_bytes
 from schedules.tir.branch import when
-from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TAPS
 
 from ...core.kernel_builder import STACK_BYTES, KernelBuilder
-from ...core.micro_kernel import FeatureMap, Index, LayerOperands, ReducedBlocks, loop
+from ...core.micro_kernel import (
+    FeatureMap,
+    Index,
+    LayerOperands,
+    ReducedBlocks,
+    loop,
+    packed_bytes,
+    word_functions,
+)
 from ...core.prefetch import MOST_LINES, line_elements, prefetch
 from ...core.tiles import split_evenly
 from ...cost.winograd_knobs import WinogradKnobs
@@ -63,12 +74,12 @@ class _Points:
     lanes: int
 
     @classmethod
-    def allocate(cls, points: int, blocks: int, group: int, kernel: Conv2DKernel) -> _Points:
+    def allocate(cls, points: int, blocks: int, group: int, lanes: int, dtype: str) -> _Points:
         """A buffer whose planes are an odd number of cache lines, to spread over the cache sets."""
-        line = line_elements(kernel.dtype)
-        plane = (-(-blocks * group * kernel.lanes // line) | 1) * line
-        buffer = T.sblock_alloc_buffer((points * plane,), kernel.dtype)
-        return cls(buffer, plane, group, kernel.lanes)
+        line = line_elements(dtype)
+        plane = (-(-blocks * group * lanes // line) | 1) * line
+        buffer = T.sblock_alloc_buffer((points * plane,), dtype)
+        return cls(buffer, plane, group, lanes)
 
     def at(self, point: Index, block: Index, tile: Index) -> Index:
         """Offset of the first lane of a tile."""
@@ -99,15 +110,15 @@ class _Half:
     lanes: int
 
     @classmethod
-    def allocate(cls, rows: int, columns: int, kernel: Conv2DKernel) -> _Half:
+    def allocate(cls, rows: int, columns: int, lanes: int, dtype: str) -> _Half:
         """As few buffers of at most ``STACK_BYTES`` as hold all columns."""
-        column_bytes = rows * kernel.lanes * ITEM_BYTES[kernel.dtype]
+        column_bytes = rows * lanes * DataType(dtype).bits // 8
         pieces, first = [], 0
         for width in split_evenly(columns, max(1, STACK_BYTES // column_bytes)):
-            buffer = T.sblock_alloc_buffer((width * rows * kernel.lanes,), kernel.dtype)
+            buffer = T.sblock_alloc_buffer((width * rows * lanes,), dtype)
             pieces.append((buffer, first, width))
             first += width
-        return cls(tuple(pieces), kernel.lanes)
+        return cls(tuple(pieces), lanes)
 
     def row(self, row: Index) -> Iterator[tuple[tirx.Buffer, Index]]:
         """Buffer and offset of each vector of a row."""
@@ -144,6 +155,11 @@ class _TaskNest:
         self.residual = builder.feature_map(-2, 0) if kernel.residual else None
         self.blocks = [int(builder.buffers[position].shape[1]) for position in (0, -2, -1)]
         self.weight, self.bias = builder.flat[1:3]
+        self.scale, self.lanes, self.each = None, kernel.lanes, 1
+        self.transformed = self.sums = kernel.dtype
+        if kernel.is_quantized:
+            self.weight, self.scale, self.each = builder.words(1), builder.flat[3], kernel.word
+            self.transformed, self.sums = "int16", "int32"
         self.size, self.count = kernel.winograd, kernel.winograd + TAPS - 1
         self.out_blocks, self.in_blocks = (int(extent) for extent in builder.buffers[1].shape[1:3])
         self.rows, self.columns = (
@@ -161,8 +177,9 @@ class _TaskNest:
                 T.writes()
                 first_tile = tirx.floormod(index, groups) * self.knobs.group
                 first_block = tirx.floordiv(index, groups) * blocks
-                data = _Points.allocate(points, self.in_blocks, self.knobs.group, self.kernel)
-                products = _Points.allocate(points, blocks, self.knobs.group, self.kernel)
+                group, words = self.knobs.group, self.lanes // self.each
+                data = _Points.allocate(points, self.in_blocks, group, words, self.sums)
+                products = _Points.allocate(points, blocks, group, self.lanes, self.sums)
                 self._transform_data(first_tile, (first_block, blocks), data)
                 with loop(0, points) as point:
                     self._multiply(point, first_block, blocks, data, products)
@@ -177,10 +194,11 @@ class _TaskNest:
         )
 
     def _load(self, buffer: tirx.Buffer, offset: Index) -> tirx.Expr:
-        return T.bind(buffer[T.ramp(offset, 1, self.kernel.lanes)])
+        return T.bind(buffer[T.ramp(offset, 1, self.lanes)])
 
     def _store(self, buffer: tirx.Buffer, offset: Index, value: tirx.Expr) -> None:
-        T.buffer_store(buffer, value, [T.ramp(offset, 1, self.kernel.lanes)])
+        lanes = DataType(str(value.ty.dtype)).lanes
+        T.buffer_store(buffer, value, [T.ramp(offset, 1, lanes)])
 
     def _transform_data(self, first_tile: Index, span: tuple[Index, int], data: _Points) -> None:
         """Rows first, then the columns of that.
@@ -190,7 +208,7 @@ class _TaskNest:
         row above or below the image is a branch.
         """
         count, classes = self.count, self._column_classes()
-        half = _Half.allocate(count, count, self.kernel)
+        half = _Half.allocate(count, count, self.lanes, self.transformed)
         with loop(0, self.in_blocks) as block, loop(0, self.knobs.group) as tile:
             self._prefetch_weights(block * self.knobs.group + tile, *span)
             place = self._place(tirx.min(first_tile + tile, self.tiles - 1))
@@ -202,12 +220,14 @@ class _TaskNest:
             for c, column in half.columns(count):
                 values = [self._load(*at) for at in column]
                 for r, value in enumerate(transform_data(self.size, values)):
+                    if self.each > 1:
+                        value = T.reinterpret(f"int32x{data.lanes}", value)
                     self._store(data.buffer, data.at(r * count + c, block, tile), value)
 
     def _prefetch_weights(self, step: Index, first_block: Index, blocks: int) -> None:
         """Prefetch some squares of the weights, in the order in which the products read them."""
-        lanes, line = self.kernel.lanes, line_elements(self.kernel.dtype)
-        square, a_point = lanes * lanes, blocks * self.in_blocks
+        line = line_elements(self.sums)
+        square, a_point = self.lanes**2 // self.each, blocks * self.in_blocks
         most = self.count**2 * blocks // self.knobs.group
         count = min(MOST_LINES * line // square, most)
         for k in range(count):
@@ -222,8 +242,8 @@ class _TaskNest:
         self, plane: Index, place: _TilePlace, inside: Sequence[bool], half: _Half
     ) -> None:
         """Transform the rows of one tile, of whose columns those ``inside`` exist."""
-        lanes, count, padding = self.kernel.lanes, self.count, self.layer.padding
-        zero = T.broadcast(tirx.const(0, self.kernel.dtype), lanes)
+        lanes, count, padding = self.lanes, self.count, self.layer.padding
+        zero = T.broadcast(tirx.const(0, self.transformed), lanes)
         first_row, first_column = (
             start * self.size - before
             for start, before in zip((place.row, place.column), padding, strict=False)
@@ -234,7 +254,7 @@ class _TaskNest:
                 with T.Then():
                     start = plane + row * self.source.row_stride + first_column * lanes
                     pixels = [
-                        self._load(self.source.buffer, start + c * lanes) if exists else zero
+                        self._pixel(start + c * lanes) if exists else zero
                         for c, exists in enumerate(inside)
                     ]
                     values = transform_data(self.size, pixels)
@@ -243,6 +263,10 @@ class _TaskNest:
                 with T.Else():
                     for at in half.row(r):
                         self._store(*at, zero)
+
+    def _pixel(self, offset: Index) -> tirx.Expr:
+        value = self._load(self.source.buffer, offset)
+        return T.Cast(f"{self.transformed}x{self.lanes}", value) if self.each > 1 else value
 
     def _column_classes(self) -> list[tuple[int, int, Sequence[bool]]]:
         """Ranges ``[first, stop)`` of columns of tiles with the same existing columns of pixels."""
@@ -260,7 +284,8 @@ class _TaskNest:
         self, point: Index, first_block: Index, blocks: int, data: _Points, products: _Points
     ) -> None:
         """The product at one point is a 1x1 convolution of one row of tiles."""
-        layer = ConvLayer(self.layer.in_channels, self.layer.out_channels, (1, 1))
+        channels = -(-self.layer.in_channels // self.each)
+        layer = ConvLayer(channels, self.layer.out_channels, (1, 1))
         start = point * self.out_blocks + first_block
         ops = LayerOperands(
             layer=layer,
@@ -269,10 +294,11 @@ class _TaskNest:
             weight=self.weight,
             bias=None,
             residual=None,
-            lanes=self.kernel.lanes,
+            lanes=self.lanes,
             in_blocks=self.in_blocks,
             out_blocks=blocks,
-            dtype=self.kernel.dtype,
+            dtype=self.sums,
+            word=self.kernel.word,
         )
         turns = weight_turns(ops, self.knobs.pixels)
         for block, size in for_each_block_tile(block_runs(ops, self.knobs.blocks), None):
@@ -294,14 +320,17 @@ class _TaskNest:
         self, first_tile: Index, span: tuple[Index, int], products: _Points
     ) -> None:
         """Rows first, then the columns of that, with the layer's epilogue."""
-        lanes, count = self.kernel.lanes, self.count
-        half = _Half.allocate(count, self.size, self.kernel)
+        lanes, count = self.lanes, self.count
+        half = _Half.allocate(count, self.size, lanes, self.sums)
         with loop(0, span[1]) as b, loop(0, self.knobs.group) as t:
             block, tile = span[0] + b, first_tile + t
             whole = isinstance(self.tiles, int) and self.tiles % self.knobs.group == 0
             with when(True if whole else tile < self.tiles):
                 place = self._place(tile)
-                bias = self._load(self.bias, block * lanes)
+                bias, scale = self._load(self.bias, block * lanes), None
+                if self.scale is not None:  # weights are four times as large
+                    quarter = T.broadcast(tirx.const(0.25, "float32"), lanes)
+                    scale = T.bind(self._load(self.scale, block * lanes) * quarter)
                 with loop(0, count) as r:
                     row = [
                         self._load(products.buffer, products.at(r * count + c, b, t))
@@ -320,7 +349,7 @@ class _TaskNest:
                     with when(self.output.width % self.size == 0 or column < self.output.width):
                         start = plane + column * lanes
                         also = start if added is plane else added + column * lanes
-                        self._finish(start, also, place.row * self.size, values, bias)
+                        self._finish(start, also, place.row * self.size, values, (bias, scale))
 
     def _finish(
         self,
@@ -328,22 +357,37 @@ class _TaskNest:
         added: Index,
         first_row: Index,
         values: Sequence[tirx.Expr],
-        bias: tirx.Expr,
+        ends: tuple[tirx.Expr, tirx.Expr | None],
     ) -> None:
         """Write one column of an output tile.
 
-        ``column`` is the begin of the image's column, ``added`` that of the residual's.
+        ``column`` is the begin of the image's column, ``added`` that of the residual's; ``ends``
+        are the bias and the factor of sums of bytes.
         """
+        bias, scale = ends
         for r, value in enumerate(transform_inverse(self.size, values)):
             row = first_row + r
             with when(self.output.height % self.size == 0 or row < self.output.height):
                 offset = column + row * self.output.row_stride
+                if scale is not None:
+                    value = T.Cast(f"float32x{self.lanes}", value) * scale
                 value = value + bias
+                other = None
                 if self.residual is not None:
-                    other = added + row * self.residual.row_stride
-                    value = value + self._load(self.residual.buffer, other)
-                value = activate(value, self.layer.activation, self.kernel.dtype)
-                self._store(self.output.buffer, offset, value)
+                    place = added + row * self.residual.row_stride
+                    other = self._load(self.residual.buffer, place)
+                self._store(self.output.buffer, offset, self._ended(value, other))
+
+    def _ended(self, value: tirx.Expr, other: tirx.Expr | None) -> tirx.Expr:
+        """A complete sum with the residual ``other``, activated."""
+        activation, addition = self.layer.activation, self.kernel.addition
+        if other is not None and addition is None:
+            value = value + other
+        elif other is not None:
+            value, activation = add_bytes(value, activation, other, addition), addition.activation
+        if self.kernel.out_dtype == "uint8":
+            return packed_bytes([value], activation)
+        return activate(value, activation, str(self.bias.dtype))
 
 
 def _plane(image: FeatureMap, blocks: int, place: _TilePlace, block: Index) -> Index:
@@ -356,6 +400,6 @@ def winograd_template(
 ) -> s_tir.Schedule:
     """Write the loop nest of the module's docstring."""
     builder = KernelBuilder(func)
-    with builder.body():
+    with builder.body(), word_functions(kernel.is_quantized):
         _TaskNest(builder, kernel, knobs).build()
     return builder.schedule()

@@ -17,19 +17,22 @@ from cpu.quantized_cases import (
     WORD_FORMS,
     QuantizedCase,
     quantized_cases,
+    winograd_cases,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
 from tvm.target import Target, codegen
 
-from relay_passes.op.quantized_conv2d import fits_pairs
+from relay_passes.op.quantized_conv2d import MOST_PRODUCTS, fits_pairs
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
+from schedules.cpu.conv2d.winograd.winograd_conv2d import WinogradConv2D
 from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
+from schedules.workload.winograd_matrices import transform_words
 
 HAS_VNNI = CPUInfo.from_target(TARGET).word_channels == 4
 HAS_AVX2 = "avx2" in codegen.llvm_get_cpu_features(TARGET)
@@ -65,7 +68,37 @@ def test_numbers_with_any_knobs(case, knobs, seed):
     case.check(compile_function(func), seed)
 
 
-@given(quantized_cases(), SEED)
+@pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
+@given(winograd_cases(), SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_by_winograds_algorithm(case, seed):
+    found = WinogradConv2D().apply(case.build(), AVX2, False)
+    case.check(compile_function(found.mod["main"]), seed)
+
+
+@pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
+@pytest.mark.parametrize("weight", [-128, 127])
+def test_the_largest_sums_by_winograds_algorithm(weight):
+    channels = MOST_PRODUCTS // 4 // 9 // 8 * 8
+    case = QuantizedCase(ConvLayer(channels, 8, (3, 3)), 1, 4, 4, 8, word=2, winograd=2)
+    packed, _ = case.arguments(0)
+    words = np.full((1, channels // 8, 3, 3, 4, 8, 2), weight, "int16")
+    packed[:4] = np.full_like(packed[0], 255), transform_words(words, 2), 0 * packed[2], packed[3]
+    packed[3][:] = 2.0**-12
+    found = WinogradConv2D().apply(case.build(), AVX2, False)
+    expected = np.float32(channels * 9 * 255 * weight) * np.float32(2.0**-12)
+    np.testing.assert_array_equal(case.run(compile_function(found.mod["main"]), packed), expected)
+
+
+@pytest.mark.parametrize("cpu", ["znver4", "x86-64"])
+def test_cpus_that_multiply_other_words_leave_winograds_algorithm_of_bytes(cpu):
+    case = QuantizedCase(ConvLayer(16, 16, (3, 3)), lanes=8, word=2, winograd=2)
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})
+    assert WinogradConv2D().apply(case.build(), target, False) is None
+    assert Conv2D().apply(case.build(), target, False) is None
+
+
+@given(st.one_of(quantized_cases(), winograd_cases()), SEED)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_of_the_definition(case, seed):
     plain = case.build().without_attr("tvm_fusion.workload")
