@@ -8,6 +8,7 @@ waits for the other, is told by :func:`check_protocol` from the CUDA text.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -31,7 +32,14 @@ class EmulatedWarpgroupCore:
     producers = 0
 
     def __init__(
-        self, kind: MatrixType, stages: int, stage_bytes: int, warpgroups: int, thread: tirx.Expr
+        self,
+        kind: MatrixType,
+        stages: int,
+        stage_bytes: int,
+        warpgroups: int,
+        thread: tirx.Expr,
+        cluster: int,
+        rank: tirx.Expr,
     ):
         assert stages >= 2
         self.threads, self.thread = warpgroups * warpgroup.WARPGROUP, thread
@@ -42,9 +50,13 @@ class EmulatedWarpgroupCore:
     def encode(source: BulkSource) -> None:
         assert len(source.extents) == len(source.box) == len(source.strides) + 1
 
-    @property
-    def group(self) -> tirx.Expr:
-        return self.thread // warpgroup.WARPGROUP
+    @staticmethod
+    def launch_cluster(size: int) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def shares(self, layout: FactorLayout) -> range:
+        """All of them: what other blocks would copy is copied here, too."""
+        return range(layout.parts)
 
     def run(
         self,
@@ -73,6 +85,7 @@ class EmulatedWarpgroupCore:
         coordinates: Sequence[tirx.Expr],
         place: tirx.Expr,
         filled: tirx.Expr,
+        to_all: bool,
     ) -> None:
         width, lines = source.box[:2]
         assert width * 2 == warpgroup.LINE and lines <= 256 and set(source.box[2:]) <= {1}
@@ -139,14 +152,15 @@ def emulate_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warpgroup_tile, "single_cycles", lambda *_: float("inf"))
 
 
-def check_protocol(kernel: str) -> None:
-    """Check the waits and arrivals of both sides in the text of a kernel.
+def check_protocol(kernel: str, cluster: int) -> None:
+    """Check the waits and arrivals of both sides in the text of a kernel of clusters of a size.
 
     Raises
     ------
     AssertionError
         If a copy begins without its stage being free, or bytes being expected; if products begin
-        before the stage is filled, or its stage is freed, or sums are used, before they are done.
+        before the stage is filled, or its stage is freed, or sums are used, before they are done;
+        if blocks of a cluster do not wait for each other at both ends.
     """
     words = {
         "wait": r"mbarrier_wait\w*\(",
@@ -156,9 +170,10 @@ def check_protocol(kernel: str) -> None:
         "multiply": r"wgmma_\w+_mma_async\w*\(",
         "commit": r"wgmma_commit_group\w*\(",
         "done": r"wgmma_wait_group\w*\(",
-        "free": r"mbarrier_arrive_nocount\w*\(",
+        "free": r"(mbarrier_arrive_nocount\w*|tvm_fusion_arrive)\(",
         "settle": r"tvm_fusion_settle\(",
         "store": r"shfl_xor",
+        "meet": r"tvm_fusion_cluster_wait\(",
     }
     found: list[str] = []
     for line in kernel.splitlines():
@@ -166,4 +181,6 @@ def check_protocol(kernel: str) -> None:
     unique = [word for k, word in enumerate(found) if k == 0 or found[k - 1] != word]
     copies = ["wait", "expect", "copy"]
     main = ["wait", "fence", "multiply", "commit", "done", "free"]
-    assert unique == [*copies, *main, "done", "free", "settle", "store"], unique
+    ends = ["meet"] * (cluster > 1)
+    expected = [*ends, *copies, *main, "done", "free", "settle", "store", *ends]
+    assert unique == expected, unique

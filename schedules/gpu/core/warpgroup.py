@@ -4,15 +4,17 @@
 A warpgroup is 128 threads, which multiply 64 rows by up to 256 columns at once. Both factors lie in
 shared memory, where another thread has copied them to by maps of tensors; the products are
 asynchronous, too. Barriers in shared memory tell each side when a stage is filled, and when it is
-free. The layouts are those of the PTX manual, sections ``wgmma.mma_async`` (canonical layouts with
+free. Blocks of a cluster may each copy a part of a factor that all of them multiply by, to all at
+once. The layouts are those of the PTX manual, sections ``wgmma.mma_async`` (canonical layouts with
 a swizzle of 128 bytes) and ``cp.async.bulk.tensor``. A map is encoded by the host for each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -20,11 +22,12 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
+from . import cluster_intrinsics
 from .intrinsics import shuffle_xor, sync
 from .kernel_function import ROLLED
 from .tensor_core import MatrixType
 
-Index = tirx.Expr | int
+Index: TypeAlias = "tirx.Expr | int"
 Fetch = Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None]
 """Function that begins to copy a step to a byte of the stages, all bytes of its stage, and has the
 copies tell a barrier."""
@@ -47,17 +50,20 @@ _PROMOTE = 2  # lines of 128 bytes in the second-level cache
 _DESCRIPTOR_SWIZZLE = 1 << 62  # 128 bytes
 _UNIT = 4  # bits of an address that a descriptor leaves out
 
-# Else the compiler moves each descriptor from a vector register before its product.
-_UNIFORM = """
-__forceinline__ __device__ int tvm_fusion_uniform(int value) {
-  return __shfl_sync(0xffffffff, value, 0);
-}
-"""
-
 # Else the compiler reads the sum before the wait for what adds to it.
 _SETTLE = """
 __forceinline__ __device__ void tvm_fusion_settle(float& sum) {
   asm volatile("" : "+f"(sum) :: "memory");
+}
+"""
+
+# Not of the scope of the cluster, which would wait for all memory in each step: the other block
+# reads nothing that this thread has written, and its copies only follow products that are done.
+_ARRIVE = """
+__forceinline__ __device__ void tvm_fusion_arrive(unsigned int barrier, int rank) {
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+               " mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+               :: "r"(barrier), "r"(rank) : "memory");
 }
 """
 
@@ -75,25 +81,24 @@ class FactorLayout:
         Rows of the left factor's tile, or columns of the right one's: a multiple of 64.
     rows_first : bool
         Whether lines lie along the rows.
+    parts : int
+        Equal parts of the rows, each copied by one block of a cluster to all of them.
     """
 
     rows: int
     rows_first: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.rows * LINE
+    parts: int = 1
 
     @property
     def box(self) -> tuple[int, int]:
         """Elements of a line, and lines, of a copy."""
-        return DEPTH, DEPTH if self.rows_first else self.rows
+        return DEPTH, DEPTH if self.rows_first else self.rows // self.parts
 
     @property
     def boxes(self) -> range:
-        """First row of each copy; its bytes begin where :meth:`place` has the row."""
-        return range(0, self.rows, DEPTH if self.rows_first else self.rows)
+        """First row of each copy of a part; its bytes begin where :meth:`place` has the row."""
+        rows = self.rows // self.parts
+        return range(0, rows, DEPTH if self.rows_first else rows)
 
     @property
     def descriptor(self) -> int:
@@ -102,7 +107,7 @@ class FactorLayout:
         return _DESCRIPTOR_SWIZZLE | PATTERN >> _UNIT << 32 | block >> _UNIT << 16
 
     def place(self, row: Index, k: int = 0) -> Index:
-        """Byte where a multiple of 64 rows, and of 16 elements of the reduced axis, begin."""
+        """Byte where a part or a multiple of 64 rows, and 16 elements of the other axis, begin."""
         return row * LINE + k * (LINE if self.rows_first else 2)
 
 
@@ -141,8 +146,10 @@ class WarpgroupCore:
         Warpgroups that multiply.
     thread : tirx.Expr
         The thread; behind those of the warpgroups there are :attr:`producers`.
-    maps : Sequence[tirx.Expr]
-        Results of :meth:`encode`.
+    cluster : int
+        Blocks that share copies.
+    rank : tirx.Expr
+        Number of the block among them.
     """
 
     producers = 32
@@ -155,8 +162,11 @@ class WarpgroupCore:
         stage_bytes: int,
         warpgroups: int,
         thread: tirx.Expr,
+        cluster: int,
+        rank: tirx.Expr,
     ):
         self.type, self.stages, self.stage_bytes = kind, stages, stage_bytes
+        self.cluster, self.rank = cluster, rank
         self.threads, self.thread = warpgroups * WARPGROUP, thread
         size = self.shared_bytes(stages, stage_bytes)
         shared = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
@@ -167,9 +177,22 @@ class WarpgroupCore:
         with when(tirx.EQ(thread, 0)):
             for stage in range(stages):
                 self._initialize(self._filled + _u32(8 * stage), 1)
-                self._initialize(self._free + _u32(8 * stage), self.threads // 32)
+                self._initialize(self._free + _u32(8 * stage), cluster * self.threads // 32)
             T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
-        sync()
+        self._meet()
+
+    def _meet(self) -> None:
+        """Emit a barrier of the cluster, or of the block that is alone."""
+        if self.cluster == 1:
+            sync()
+        else:
+            cluster_intrinsics.arrive()
+            cluster_intrinsics.wait()
+
+    @staticmethod
+    def launch_cluster(size: int) -> AbstractContextManager[object]:
+        """Launch so many neighbouring blocks together, to be opened inside the launch of blocks."""
+        return nullcontext() if size == 1 else T.launch_thread("clusterCtaIdx.x", size)
 
     @staticmethod
     def shared_bytes(stages: int, stage_bytes: int) -> int:
@@ -192,16 +215,6 @@ class WarpgroupCore:
             )
         )
         return found
-
-    @property
-    def group(self) -> tirx.Expr:
-        """The thread's warpgroup."""
-        return T.cuda.func_call(
-            "tvm_fusion_uniform",
-            (self.thread // WARPGROUP).astype("int32"),
-            source_code=_UNIFORM,
-            return_type="int32",
-        )
 
     def run(
         self,
@@ -258,6 +271,12 @@ class WarpgroupCore:
                 for e in range(int(sums.shape[0])):
                     T.evaluate(T.cuda.func_call("tvm_fusion_settle", sums[e], source_code=_SETTLE))
                 finish(tile)
+        if self.cluster > 1:  # else a block could end while another one still tells its barriers
+            self._meet()
+
+    def shares(self, layout: FactorLayout) -> Sequence[Index]:
+        """The parts of a factor that the block copies."""
+        return [0] if layout.parts == 1 else [self.rank]
 
     def copy(
         self,
@@ -266,14 +285,21 @@ class WarpgroupCore:
         coordinates: Sequence[tirx.Expr],
         place: tirx.Expr,
         filled: tirx.Expr,
+        to_all: bool,
     ) -> None:
-        """Begin to copy the box at some coordinates to a byte of the stages, and tell a barrier."""
+        """Begin to copy the box at some coordinates to a byte of the stages, and tell a barrier.
+
+        ``to_all`` copies it to the same byte, and tells the same barrier, in each block of the
+        cluster.
+        """
         name = (
             f"cp.async.bulk.tensor.{len(source.box)}d.shared::cluster.global.tile"
             ".mbarrier::complete_tx::bytes"
         )
         where = [each.astype("int32") for each in coordinates]
-        T.evaluate(T.ptx[name](self._base + place, T.address_of(handle), *where, filled))
+        mask = [tirx.const((1 << self.cluster) - 1, "uint16")] if to_all else []
+        copy = T.ptx[f"{name}.multicast::cluster" if to_all else name]
+        T.evaluate(copy(self._base + place, T.address_of(handle), *where, filled, *mask))
 
     def multiply(
         self,
@@ -290,7 +316,7 @@ class WarpgroupCore:
         transposed = [int(layout.rows_first) for layout, _ in (left, right)]
         for k in range(0, DEPTH, STEP):
             descriptors = [
-                begin + tirx.const(layout.place(0, k) >> _UNIT, "uint64")
+                begin + tirx.const(layout.place(0, k) // (1 << _UNIT), "uint64")
                 for begin, (layout, _) in zip(begins, (left, right), strict=True)
             ]
             T.evaluate(product(*own, *descriptors, tirx.const(True, "bool"), 1, 1, *transposed))
@@ -307,10 +333,14 @@ class WarpgroupCore:
         T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](groups))
 
     def _release(self, stage: tirx.Expr, condition: tirx.Expr | bool) -> None:
-        """Tell that the warp has read a stage."""
-        with when(tirx.EQ(self.thread % 32, 0), condition):
-            free = self._free + stage * _u32(8)
-            T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](free))
+        """Tell that the warp has read a stage, each block that copies to it."""
+        lane, free = self.thread % 32, self._free + stage * _u32(8)
+        with when(lane < self.cluster, condition):
+            if self.cluster == 1:
+                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](free))
+            else:
+                rank = lane.astype("int32")
+                T.evaluate(T.cuda.func_call("tvm_fusion_arrive", free, rank, source_code=_ARRIVE))
 
     def _initialize(self, barrier: tirx.Expr, count: int) -> None:
         T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](barrier, _u32(count)))
@@ -341,7 +371,8 @@ class _Ring:
 
     def wait(self, barriers: tirx.Expr) -> None:
         """Emit the wait for the stage's barrier."""
-        T.evaluate(T.cuda.mbarrier_wait(barriers + self.stage * _u32(8), self._state[2]))
+        barrier = barriers + self.stage * _u32(8)
+        T.evaluate(T.cuda.mbarrier_wait(barrier, self._state[2]))
 
     def advance(self) -> None:
         """Emit the step to the following stage; the parity changes behind the last one."""

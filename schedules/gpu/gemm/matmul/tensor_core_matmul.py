@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -424,8 +424,15 @@ class ThreadPart:
         return value if kind.register == kind.sums else T.reinterpret(kind.sums, value)
 
 
+class Exchanging(Protocol):
+    """Instructions by which lanes of a warp exchange values."""
+
+    def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
+        """The value of the lane whose number differs by ``mask``."""
+
+
 def store_products(
-    core: TensorCore,
+    core: Exchanging,
     lane: tirx.Expr,
     product: Product,
     views: Views,
@@ -441,7 +448,7 @@ def store_products(
 
     Parameters
     ----------
-    core, lane : TensorCore, tirx.Expr
+    core, lane : Exchanging, tirx.Expr
         The instructions, and the lane that runs them.
     product, views, batch : Product, Views, Sequence[tirx.Expr]
         What is stored.
@@ -471,7 +478,7 @@ def store_products(
 
 
 def _finish_moments(
-    core: TensorCore,
+    core: Exchanging,
     lane: tirx.Expr,
     matmul: Product,
     views: Views,
@@ -493,7 +500,7 @@ def _finish_moments(
 
 
 def row_vectors(
-    core: TensorCore, lane: tirx.Expr, sums: Sequence[tirx.Expr], half: int
+    core: Exchanging, lane: tirx.Expr, sums: Sequence[tirx.Expr], half: int
 ) -> Iterator[tuple[int, list[tirx.Expr]]]:
     """Emit the exchanges for the upper or lower eight of 16 rows, four products at a time.
 
@@ -505,7 +512,7 @@ def row_vectors(
         yield group, _neighbours(core, lane, found)
 
 
-def _neighbours(core: TensorCore, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
+def _neighbours(core: Exchanging, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:
     """Transpose pairs among four lanes, so that lane ``t`` has all columns of product ``t``."""
     dtype = str(found[0].ty.dtype)
     held = T.alloc_buffer((2 * QUAD,), dtype, scope="local")

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from tvm import tirx
@@ -29,7 +30,7 @@ from schedules.workload.reduce import constant, unravel
 
 from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
 from ...core.machine import GPUInfo
-from ...core.warpgroup import DEPTH, ROWS, STEP, FactorLayout, Fetch, WarpgroupCore
+from ...core.warpgroup import DEPTH, LINE, ROWS, WARPGROUP, FactorLayout, Fetch, WarpgroupCore
 from ...pointwise.point_kernel import Views
 from .matmul_pattern import MatmulFunction, Operand, divides
 from .tensor_core_matmul import store_products
@@ -54,17 +55,18 @@ def warpgroup_function(
     if tile is None:
         return None
     grid = _Grid(matmul, tile)
-    blocks = tirx.min(grid.tiles, i64(gpu.multiprocessors))
-    threads = tile.rows // ROWS * 128 + WarpgroupCore.producers
+    blocks = simplified(tirx.min(grid.tiles, i64(gpu.multiprocessors // tile.cluster)))
+    threads = tile.warpgroups * WARPGROUP + WarpgroupCore.producers
 
     def body() -> None:
         with unless_empty(grid.tiles):
             factors = [
                 Factor(matmul.left, tile.rows, 0),
-                Factor(matmul.right, tile.columns, FactorLayout(tile.rows, False).nbytes),
+                Factor(matmul.right, tile.columns, tile.rows * LINE, tile.cluster),
             ]
             with (
-                T.launch_thread("blockIdx.x", simplified(blocks)) as block,
+                T.launch_thread("blockIdx.x", blocks * i64(tile.cluster)) as block,
+                WarpgroupCore.launch_cluster(tile.cluster),
                 resident_blocks(gpu, 1),
                 T.launch_thread("threadIdx.x", threads) as thread,
             ):
@@ -74,7 +76,7 @@ def warpgroup_function(
 
 
 class _Grid:
-    """Tiles of the result in the order in which blocks take them.
+    """Tiles of the result in the order in which blocks take them, those of a cluster as one.
 
     Bands of eight rows of tiles follow each other, each column by column, so that those computed at
     the same time share rows and columns in the second-level cache.
@@ -82,7 +84,8 @@ class _Grid:
 
     def __init__(self, matmul: MatmulFunction, tile: WarpgroupTile):
         self.matmul, self.tile = matmul, tile
-        self.down, self.across = ceildiv(matmul.m, tile.rows), ceildiv(matmul.n, tile.columns)
+        self.rows = tile.cluster * tile.rows
+        self.down, self.across = ceildiv(matmul.m, self.rows), ceildiv(matmul.n, tile.columns)
         self.tiles = simplified(i64(matmul.batches) * self.down * self.across)
 
     def place(self, number: tirx.Expr) -> tuple[list[tirx.Expr], tirx.Expr, tirx.Expr]:
@@ -93,7 +96,7 @@ class _Grid:
         band, rest = tirx.truncdiv(within, wide), tirx.truncmod(within, wide)
         if not divides(_BAND, self.down):
             height = T.bind(tirx.min(i64(self.down) - band * height, height))
-        row = T.bind((band * i64(_BAND) + tirx.truncmod(rest, height)) * i64(self.tile.rows))
+        row = T.bind((band * i64(_BAND) + tirx.truncmod(rest, height)) * i64(self.rows))
         column = T.bind(tirx.truncdiv(rest, height) * i64(self.tile.columns))
         return [T.bind(each) for each in batch], row, column
 
@@ -109,12 +112,14 @@ class Factor:
         Of its tile.
     begin : int
         First byte of the tile in a stage.
+    parts : int
+        As of :class:`.warpgroup.FactorLayout`.
     """
 
-    def __init__(self, operand: Operand, rows: int, begin: int):
-        found = bulk_source(operand, rows)
+    def __init__(self, operand: Operand, rows: int, begin: int, parts: int = 1):
+        self.layout, self.begin = FactorLayout(rows, operand.rows_first, parts), begin
+        found = bulk_source(operand, self.layout)
         assert found is not None, "a factor that is copied is a tensor"
-        self.layout, self.begin = FactorLayout(rows, operand.rows_first), begin
         self.source, self._axes = found
         self._map = WarpgroupCore.encode(self.source)
 
@@ -127,11 +132,13 @@ class Factor:
         filled: tirx.Expr,
     ) -> None:
         """Begin to copy the tile at a place of the batch and a first row to a stage."""
-        for row in self.layout.boxes:
-            place = [*start[:-1], start[-1] + i64(row), depth]
+        layout, dtype = self.layout, stage.ty.dtype
+        for part, first in itertools.product(core.shares(layout), layout.boxes):
+            row = i64(part) * i64(layout.rows // layout.parts) + i64(first)
+            place = [*start[:-1], start[-1] + row, depth]
             coordinates = [place[axis] for axis in self._axes]
-            at = stage + tirx.const(self.begin + int(self.layout.place(row)), stage.ty.dtype)
-            core.copy(self._map, self.source, coordinates, at, filled)
+            at = stage + tirx.const(self.begin, dtype) + i64(layout.place(row)).astype(dtype)
+            core.copy(self._map, self.source, coordinates, at, filled, layout.parts > 1)
 
 
 def write_block(
@@ -142,17 +149,23 @@ def write_block(
     blocks: tirx.Expr,
     thread: tirx.Expr,
 ) -> None:
-    """Emit the code of a block, which computes every tile whose number it reaches by ``blocks``."""
+    """Emit the code of a block; its cluster computes every tile that it reaches by ``blocks``."""
     tile, matmul = grid.tile, grid.matmul
     left, right = factors
-    core = WarpgroupCore(tile.type, tile.stages, tile.stage_bytes, tile.warpgroups, thread)
+    cluster, rank = T.bind(block // i64(tile.cluster)), T.bind(block % i64(tile.cluster))
+    where = thread, tile.cluster, rank
+    core = WarpgroupCore(tile.type, tile.stages, tile.stage_bytes, tile.warpgroups, *where)
     sums = T.alloc_buffer((tile.sums,), "float32", scope="local")
-    own = T.bind(core.group * int(left.layout.place(ROWS)))
-    turns = T.bind((grid.tiles - i64(1) - block) // blocks + i64(1))
+    own = T.bind(thread // WARPGROUP * int(left.layout.place(ROWS)))
+    turns = T.bind((grid.tiles - i64(1) - cluster) // blocks + i64(1))
     steps = -(-int(constant(matmul.k) or 0) // DEPTH)
 
+    def place(number: tirx.Expr) -> tuple[list[tirx.Expr], tirx.Expr, tirx.Expr]:
+        batch, row, column = grid.place(cluster + number * blocks)
+        return batch, row + rank * i64(tile.rows), column
+
     def fetch(number: tirx.Expr) -> Fetch:
-        batch, row, column = grid.place(block + number * blocks)
+        batch, row, column = place(number)
 
         def fetch_step(step: tirx.Expr, stage: tirx.Expr, filled: tirx.Expr) -> None:
             depth = i64(step) * i64(DEPTH)
@@ -167,12 +180,10 @@ def write_block(
         core.multiply(sums, (left.layout, places[0]), (right.layout, places[1]))
 
     def finish(number: tirx.Expr) -> None:
-        batch, row, column = grid.place(block + number * blocks)
-        row = T.bind(row + i64(thread // 32 * STEP))
-        values = [sums[e] for e in range(tile.sums)]
-        exist = divides(tile.rows, matmul.m)
-        place = matmul, views, batch, row, column, values, exist
-        store_products(core, thread % 32, *place)
+        batch, row, column = place(number)
+        row = T.bind(row + i64(thread // 32 * (ROWS // 4)))
+        values, exist = [sums[e] for e in range(tile.sums)], divides(grid.rows, matmul.m)
+        store_products(core, thread % 32, matmul, views, batch, row, column, values, exist)
 
     core.run(
         lambda: T.serial(i64(0), turns, annotations=ROLLED), steps, fetch, multiply, sums, finish

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 
@@ -38,6 +38,8 @@ class WarpgroupTile:
     ----------
     columns : int
         Columns, of each warpgroup as of the tile: at most 256.
+    cluster : int
+        Blocks with tiles below each other that share the copies of the right factor.
     warpgroups : int
         Warpgroups of a block, of 64 rows each.
     type : MatrixType
@@ -45,6 +47,7 @@ class WarpgroupTile:
     """
 
     columns: int
+    cluster: int = 1
     warpgroups: int = 2
     type: MatrixType = MATRIX_TYPES["float16"]
 
@@ -72,15 +75,22 @@ class WarpgroupTile:
 
     def cycles(self, batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> float:
         """Predicted cycles of a product, whose blocks compute one tile after the other."""
-        blocks = batches * -(-m // self.rows) * -(-n // self.columns)
-        share, steps = -(-blocks // gpu.multiprocessors), -(-k // DEPTH)
+        clusters = batches * -(-m // (self.cluster * self.rows)) * -(-n // self.columns)
+        share, steps = -(-clusters // (gpu.multiprocessors // self.cluster)), -(-k // DEPTH)
         products = self.rows * self.columns * DEPTH / COSTS.warpgroup_products
-        step = max(products, self.stage_bytes / COSTS.l2_bytes)
+        copied = (self.rows + self.columns / self.cluster) * LINE
+        step = max(products, copied / COSTS.l2_bytes)
         # The copies of the following tile go on during the epilogue.
         return share * (steps * step + COSTS.epilogue) + COSTS.block_latency
 
 
-TILES = (WarpgroupTile(256), WarpgroupTile(128), WarpgroupTile(64))
+TILES = (
+    WarpgroupTile(256, 2),
+    WarpgroupTile(256),
+    WarpgroupTile(128, 2),
+    WarpgroupTile(128),
+    WarpgroupTile(64),
+)
 
 
 def choose_warpgroup_tile(matmul: MatmulFunction, gpu: GPUInfo) -> WarpgroupTile | None:
@@ -93,13 +103,15 @@ def choose_warpgroup_tile(matmul: MatmulFunction, gpu: GPUInfo) -> WarpgroupTile
         return None
     types = {factor_dtype(operand) for operand in (matmul.left, matmul.right)}
     [dtype] = types if len(types) == 1 else [None]
-    if dtype is None or any(map(_is_computed, (matmul.left, matmul.right))):
+    if dtype is None or not all(map(_lies_in_memory, (matmul.left, matmul.right))):
         return None
-    extents = [assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k)]
-    best = min(TILES, key=lambda tile: tile.cycles(*extents, gpu))
+    batches, m, n, k = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k))
+    extents = batches, m, n, k
+    fitting = [tile for tile in TILES if tile.cluster <= gpu.multiprocessors]
+    best = min(fitting, key=lambda tile: tile.cycles(*extents, gpu))
     if best.cycles(*extents, gpu) > single_cycles(single, *extents, gpu):
         return None
-    return WarpgroupTile(best.columns, best.warpgroups, MATRIX_TYPES[dtype])
+    return replace(best, type=MATRIX_TYPES[dtype])
 
 
 def single_cycles(tile: TensorTile, batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> float:
@@ -109,18 +121,19 @@ def single_cycles(tile: TensorTile, batches: int, m: int, n: int, k: int, gpu: G
     resident = COSTS.register_file // (tile.registers * tile.threads)
     products = tile.rows * tile.columns * tile.depth / COSTS.warp_products
     step = max(products, tile.stage_bytes / COSTS.l2_bytes)
-    alone = max(step, COSTS.step_latency / (tile.stages - 1))
+    alone = max(step, COSTS.step_latency / max(1, tile.stages - 1))
     rounds = -(-share // max(1, resident))
     return max(share * steps * step, rounds * steps * alone) + rounds * COSTS.block_latency
 
 
-def _is_computed(operand: Operand) -> bool:
+def _lies_in_memory(operand: Operand) -> bool:
     shared = SharedTile(STEP, 2 * STEP, operand.rows_first, True)
-    return not is_copied(operand, shared) or bulk_source(operand, ROWS) is None
+    layout = FactorLayout(ROWS, operand.rows_first)
+    return is_copied(operand, shared) and bulk_source(operand, layout) is not None
 
 
-def bulk_source(operand: Operand, rows: int) -> tuple[BulkSource, list[int]] | None:
-    """A factor as a tensor of which tiles of some rows are copied; None if it is none.
+def bulk_source(operand: Operand, layout: FactorLayout) -> tuple[BulkSource, list[int]] | None:
+    """A factor as a tensor of which tiles are copied; None if it is none.
 
     Returns
     -------
@@ -139,6 +152,6 @@ def bulk_source(operand: Operand, rows: int) -> tuple[BulkSource, list[int]] | N
     if len(axes) > _MOST_AXES or constant(linear[0][first]) != 1:
         return None
     extents: list[tirx.Expr] = [i64(space.extents[k]) for k in axes]
-    box = (*FactorLayout(rows, operand.rows_first).box, *(1 for _ in repeated))
+    box = (*layout.box, *(1 for _ in repeated))
     strides = tuple(linear[0][k] for k in axes[1:])
     return BulkSource(read.buffer, tuple(extents), strides, box), axes

@@ -78,6 +78,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         ("n", "n", WarpgroupTile(128)),
         ("n", "t", WarpgroupTile(64)),
+        ("n", "n", WarpgroupTile(128, 2)),
+        pytest.param("t", "t", WarpgroupTile(128, 2), marks=pytest.mark.slow),
         ("t", "n", WarpgroupTile(64)),
         pytest.param("t", "t", WarpgroupTile(256), marks=pytest.mark.slow),
     ],
@@ -86,7 +88,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_numbers(left: str, right: str, tile: WarpgroupTile, emulated: pytest.MonkeyPatch) -> None:
     """Edges of tiles along all three axes, and blocks with several tiles."""
     emulated.setattr(warpgroup_tile, "TILES", (tile,))
-    m, n, k = tile.rows + 8, tile.columns + 8, 104
+    m, n, k = 2 * tile.cluster * tile.rows - 120, tile.columns + 8, 104
     x, w = values((k, m) if left == "t" else (m, k), (n, k) if right == "t" else (k, n))
     func = Matmul().apply(product(left, right, m, n, k), OPENCL, False).mod["main"]
     assert func.attrs[RULE] == "Matmul (warpgroups)"
@@ -124,7 +126,7 @@ CASES: dict[str, tuple[Build, list[tuple[tuple[int, ...], str]], int]] = {
     "epilogue": (
         biased,
         [((1001, 1000), F16), ((1000, 1024), F16), ((1024,), F32), ((1001, 1024), F32)],
-        64,
+        128,
     ),
 }
 
@@ -144,19 +146,27 @@ def test_machine_code(name: str) -> None:
     main = min((each for each in loops(code) if count(each, "HGMMA")), key=len)
     assert count(names, products) == count(main, products) == count(main, "HGMMA") == 4
     assert len(main) <= 80 and count(main, "WARPGROUP.DEPBAR") == 1
-    assert not count(main, "LDSM") and not count(main, "BAR") and not count(names, "HMMA")
-    copies = 2 if name == "large_nt" else 1 + columns // 64
-    assert count(names, "UTMALDG") == copies
+    for slow in ("LDSM", "BAR", "MEMBAR", "STL", "LDL"):
+        assert not count(main, slow)
+    shared = 1 if name == "large_nt" else columns // 2 // 64  # half of the right factor
+    assert count(names, "UTMALDG.2D.MULTICAST") == shared
+    assert count(names, "UTMALDG") == 1 + shared and not count(names, "HMMA")
     assert count(names, "STG.E") == count(names, "STG.E.128") > 0
 
 
-def test_each_side_waits_for_the_other() -> None:
+@pytest.mark.parametrize("tile", [WarpgroupTile(64), WarpgroupTile(128, 2)], ids=str)
+def test_each_side_waits_for_the_other(
+    tile: WarpgroupTile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warpgroup_tile, "TILES", (tile,))
     [func] = scheduled(op.matmul, *[((1024, 1024), F16)] * 2, target=HOPPER).values()
     source = cuda_source(func, "sm_90a")
-    check_protocol(source[source.rindex('extern "C"') :])
-    for broken in (r"tvm_builtin_cuda_mbarrier_wait\w*\(", r"tvm_fusion_settle\("):
+    kernel = source[source.rindex('extern "C"') :]
+    check_protocol(kernel, tile.cluster)
+    broken = ["tvm_builtin_cuda_mbarrier_wait", "tvm_fusion_settle"]
+    for name in broken + ["tvm_fusion_cluster_wait"] * (tile.cluster > 1):
         with pytest.raises(AssertionError):
-            check_protocol(re.sub(broken, "nothing(", source[source.rindex('extern "C"') :]))
+            check_protocol(re.sub(rf"{name}\w*\(", "nothing(", kernel), tile.cluster)
 
 
 def rule_of(build: Build, *types: tuple[tuple[int, ...], str], target: Target = HOPPER) -> str:
