@@ -75,7 +75,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.quick_cases("index", "traces", "prediction", "targets")
+@pytest.mark.quick_cases(
+    *("index", "guide", "passes", "operators", "distributed", "devices"),
+    *("traces", "prediction", "targets"),
+)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.stem == "pytorch":
@@ -83,7 +86,7 @@ def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     run_page(page, folder, monkeypatch)
 
 
-@pytest.mark.quick_cases("index", "traces", "prediction", "api", "cli", "benchmarks")
+@pytest.mark.quick_cases("index", "guide", "traces", "prediction", "api", "cli", "benchmarks")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_run(page: Path, folder: Path, capfd: Any) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
