@@ -14,7 +14,7 @@ from .scenario import Scenario
 from .timeline.execution_graph import ExecutionGraph
 from .timeline.ranks import Timeline
 from .traces.chakra import link, read_execution_trace
-from .traces.gloo_groups import name_groups
+from .traces.gloo import name_groups
 from .traces.json_stream import json_items
 from .traces.kineto import KinetoTrace, read_kineto
 from .traces.overheads import Overheads, ProfilerCost, measure_overheads

@@ -75,7 +75,7 @@ DOUBTED: dict[str, Any] = {"rounds": 150, "eta": 0.12}
 SMALL = 1e5
 """Elements of rows that every machine's host hides."""
 
-ONE_LEAF = {
+ONE_LEAF: dict[str, np.ndarray] = {
     "sizes": np.ones(1, np.int32),
     "split": np.full(1, LEAF, np.uint8),
     "bin": np.zeros(0, np.uint8),

@@ -9,7 +9,8 @@ from typing import Any
 
 from schedules.cost import registry
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.gpu_kernels import has_latencies
+from schedules.cost.kernels.gpu_kernels import HIGH, LOW, REDUCE, has_latencies
+from schedules.cost.kernels.roofline import roofline
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction
 
@@ -28,7 +29,6 @@ from ..timeline.execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, 
 from ..timeline.ranks import simulate
 from .compiled import lower_to_cpu_kernels, lower_to_gpu_kernels
 from .eager import lower_to_ranks
-from .estimate import estimate
 from .lowered import PRECISIONS, LoweredKernel, LoweredOp, bytes_share, in_precision
 
 ENGINES = ("tvm_fusion", "pytorch")
@@ -319,3 +319,37 @@ def _graph(ops: Sequence[LoweredOp], seconds: Sequence[float], machine: Machine)
     if stream != HOST:
         steps.append(Op("synchronize", (Wait(),), gap=0.0))
     return ExecutionGraph(tuple(steps), name=machine.name)
+
+
+def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction:
+    """Estimate the time of one of our GPU kernels, which have not been measured.
+
+    Reductions in one pass have a model of their own, :mod:`schedules.cost.kernels.gpu_kernels`.
+    Any other kernel is assumed to reach the share of its roofline that the library's kernel for
+    the same operator and sizes reaches of its own.
+
+    Parameters
+    ----------
+    call : KernelCall
+        Its own FLOPs and bytes.
+    like : KernelCall
+        The library's kernel.
+    machine : Machine
+        The GPU.
+
+    Raises
+    ------
+    PredictionError
+        If the machine lacks a figure.
+    """
+    if call.op == REDUCE and has_latencies(machine):
+        return registry.predict(call, machine)
+    library = registry.predict(like, machine)
+    least, bound = roofline(call, machine)
+    taken = library.device_seconds
+    # What the library's kernel takes beyond its roofline is, for a small kernel, a constant.
+    beyond = max(0.0, taken - library.roofline_seconds)
+    scaled = least * taken / library.roofline_seconds if library.roofline_seconds else beyond
+    seconds = max(machine.launch_floor, least, min(scaled, least + beyond))
+    model = f"estimate, as {like.op} by {library.model}"
+    return Prediction(seconds, LOW * seconds, HIGH * seconds, bound, least, model, False)

@@ -11,9 +11,8 @@ from schedules.cost import registry
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.cpu_library import family, terms
 from schedules.cost.machine import Figure, load_machine
-from tvm_fusion.prediction.calibrate.calibration import all_cases
+from tvm_fusion.prediction.calibrate.calibration import all_cases, library_figures
 from tvm_fusion.prediction.calibrate.library_cases import LibraryCase, library_cases
-from tvm_fusion.prediction.calibrate.library_fit import library_figures
 from tvm_fusion.prediction.host import host_costs
 from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Kernel, Launch, Op
 from tvm_fusion.prediction.what_if import change

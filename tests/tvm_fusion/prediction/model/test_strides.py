@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_fusion.prediction.model.strides import contiguous, is_contiguous, view
+from tvm_fusion.prediction.model.eager import contiguous, is_contiguous, view
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6])
 
