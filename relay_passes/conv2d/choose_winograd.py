@@ -160,15 +160,18 @@ class _Rewriter(relax.PyExprMutator):
         """A convolution of bytes by tiles of 2x2, which are exact; None where it stays."""
         kernel, weight = read_quantized(call), call.args[1]
         cpu, (layer,) = CPUInfo.from_target(self.target), kernel.layers
-        size, products = (kernel.height, kernel.width), layer.in_channels * TAPS**2
+        height, width, products = kernel.height, kernel.width, layer.in_channels * TAPS**2
         has_form = isinstance(weight, GenericConst) and kernel.data_layout == kernel.out_layout
         if not (has_form and kernel.out_layout != "NCHW" and takes_bytes(kernel, cpu)):
             return None
-        if None in size or kernel.winograd or products > MOST_PRODUCTS // WHOLE_FACTOR:
+        if height is None or width is None or kernel.winograd:
+            return None
+        if products > MOST_PRODUCTS // WHOLE_FACTOR:
             return None
         batch, sizes = kernel.batch or 1, [WHOLE_TILE]
         (words,) = kernel.in_words().layers
-        decision = decide_winograd(words, batch, *map(int, size), "float32", self.target, sizes)
+        size = batch, height, width
+        decision = decide_winograd(words, *size, "float32", self.target, sizes)
         if decision is None or not (decision.pays or self.winograd == "always"):
             return None
         if (weight, WHOLE_TILE) not in self.points:

@@ -213,7 +213,9 @@ class _Rewriter(PyExprMutator):
         if isinstance(value, relax.Var):
             inner = self._before_rounding(value, is_only_use)
             return operand if inner.same_as(value) else inner
-        if op_name(value) != "relax.astype" or value.args[0] not in self.products:
+        if value is None or op_name(value) != "relax.astype":
+            return operand
+        if value.args[0] not in self.products:
             return operand
         return value.args[0] if is_only_use or self._stays_wide(operand.ty) else operand
 

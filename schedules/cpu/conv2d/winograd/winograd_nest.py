@@ -381,10 +381,10 @@ class _TaskNest:
     def _ended(self, value: tirx.Expr, other: tirx.Expr | None) -> tirx.Expr:
         """A complete sum with the residual ``other``, activated."""
         activation, addition = self.layer.activation, self.kernel.addition
-        if other is not None and addition is None:
-            value = value + other
-        elif other is not None:
+        if other is not None and addition is not None:
             value, activation = add_bytes(value, activation, other, addition), addition.activation
+        elif other is not None:
+            value = value + other
         if self.kernel.out_dtype == "uint8":
             return packed_bytes([value], activation)
         return activate(value, activation, str(self.bias.dtype))

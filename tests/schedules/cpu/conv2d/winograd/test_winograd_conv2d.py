@@ -285,8 +285,8 @@ def test_tiles_prefetch_the_next_weights_of_their_task(first_block, monkeypatch)
     builder = KernelBuilder(function(case, 4))
     with builder.body():
         nest = winograd_nest._TaskNest(builder, workload(case, 4), knobs)
-        data = winograd_nest._Points.allocate(36, 2, 4, nest.kernel)
-        products = winograd_nest._Points.allocate(36, 3, 4, nest.kernel)
+        data = winograd_nest._Points.allocate(36, 2, 4, nest.lanes, nest.sums)
+        products = winograd_nest._Points.allocate(36, 3, 4, nest.lanes, nest.sums)
         for point in range(36):
             nest._multiply(point, first_block, 3, data, products)
     blocks = [int(block) for block, _ in tiles]
