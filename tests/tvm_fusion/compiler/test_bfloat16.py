@@ -132,23 +132,25 @@ def test_numbers_by_loops_in_place_of_tile_registers(model: onnx.ModelProto) -> 
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
 
 
-def test_blocks_of_tensors_around_a_depthwise_layer_by_loops_in_place_of_tile_registers():
+@pytest.mark.parametrize("width", [1, 4], ids=["depthwise", "groups of four"])
+def test_blocks_of_tensors_around_groups_by_loops_in_place_of_tile_registers(width: int) -> None:
     random = np.random.default_rng(8)
-    shapes = {"a": (24, 3, 3, 3), "b": (144, 24, 1, 1), "c": (144, 1, 3, 3), "d": (24, 144, 1, 1)}
+    shapes = {"a": (24, 3, 3, 3), "b": (144, 24, 1, 1), "d": (24, 144, 1, 1)}
+    shapes["c"] = (144, width, 3, 3)
     weights = {
         name: random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))
         for name, shape in shapes.items()
     }
     model = model_of(
-        """g (float[2,3,18,22] x) => (float[2,24,9,11] y) {
+        f"""g (float[2,3,18,22] x) => (float[2,24,9,11] y) {{
             s = Conv<strides = [2, 2], pads = [1, 1, 1, 1]>(x, a)
             t = Conv(s, b)
             u = Relu(t)
-            v = Conv<pads = [1, 1, 1, 1], group = 144>(u, c)
+            v = Conv<pads = [1, 1, 1, 1], group = {144 // width}>(u, c)
             w = Relu(v)
             z = Conv(w, d)
             y = Add(z, s)
-        }""",
+        }}""",
         **weights,
     )
     target = resolve("native", 1)
