@@ -321,7 +321,7 @@ def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
 def in_vectors(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKernel:
     """The convolution as the nest computes it: that of words, or in blocks of single vectors."""
     (layer,), lanes = kernel.layers, cpu.lanes(kernel.sums or kernel.dtype)
-    width = layer.group_lanes(kernel.lanes) if kernel.lanes > 1 else 0
+    width = 0 if kernel.has_words or kernel.lanes == 1 else layer.group_lanes(kernel.lanes)
     if not width or kernel.lanes % lanes or layer.group_lanes(lanes) != width:
         return kernel.in_words()
     layout = f"NCHW{lanes}c"

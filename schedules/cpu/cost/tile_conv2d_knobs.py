@@ -186,8 +186,9 @@ def fastest_blocks(
 
 
 def _is_depthwise(kernel: Conv2DKernel) -> bool:
-    """Return whether a kernel has groups that blocks of any vectors hold."""
-    return len(kernel.layers) == 1 and kernel.layers[0].group_lanes(TILE_WORDS) > 0
+    """Return whether a kernel multiplies floats in groups that blocks of any vectors hold."""
+    is_single = len(kernel.layers) == 1 and not kernel.is_quantized
+    return is_single and kernel.layers[0].group_lanes(TILE_WORDS) > 0
 
 
 def _packed(kernel: Conv2DKernel, blocks: ChannelBlocks, word: int) -> Conv2DKernel:

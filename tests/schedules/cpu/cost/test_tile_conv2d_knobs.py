@@ -73,6 +73,8 @@ def test_networks_that_tiles_compute_in_part_keep_their_blocks():
     other = replace(kernel_of(grouped, 28, "bfloat16"), word=1)
     assert fastest_blocks([bytes_, floats], CPU) is None
     assert fastest_blocks([floats, other], CPU) is None
+    fours = kernel_of(ConvLayer(64, 64, (3, 3), groups=16), 28, "uint8")
+    assert fastest_blocks([bytes_, fours], CPU) is None
     assert fastest_blocks([replace(bytes_, dtype="float32")], CPU) is None
     assert fastest_blocks([bytes_], replace(CPU, tiles=frozenset({"bfloat16"}))) is None
     assert fastest_blocks([], CPU) is None
