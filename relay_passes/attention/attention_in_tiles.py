@@ -16,7 +16,7 @@ from schedules.cpu.loops.matmul.tile_attention import AttentionShape, tile_atten
 
 from ..core.constants import array_of
 from ..core.expressions import Value, op_name
-from ..core.graph import Graph, function_graphs
+from ..core.graph import Graph, Rule, function_graphs
 from ..core.pass_target import pass_target
 
 _HALF, _FLOAT = "bfloat16", "float32"
@@ -59,7 +59,8 @@ class AttentionInTiles:
         if _HALF not in cpu.tiles:
             return mod
         fusion = _Fusion(mod, cpu)
-        rules = {_MATMUL: [fusion.rule], _CAST: [fusion.rule], _TURN: [_turn_once]}
+        found: list[Rule] = [fusion.rule]
+        rules: dict[str, list[Rule]] = {_MATMUL: found, _CAST: found, _TURN: [_turn_once]}
         rewritten = {
             name: graph.to_function() for name, graph in function_graphs(mod) if graph.sweep(rules)
         }
@@ -188,8 +189,9 @@ def _shape_of(scores: _Scores, product: relax.Call, dtype: str) -> AttentionShap
         fits = all(each in (1, whole) for each, whole in zip(mask, extents, strict=False))
         if len(mask) != 4 or not fits or str(scores.mask.ty.dtype) != _FLOAT:
             return None
-    sizes = query[2], key[3], query[3], value[3]
-    return AttentionShape(*query[:2], *sizes, scale=scores.scale, mask=mask, out_dtype=dtype)
+    (batch, heads, rows, depth), keys, columns = query, key[3], value[3]
+    sizes = batch, heads, rows, keys, depth, columns
+    return AttentionShape(*sizes, scores.scale, mask, dtype)
 
 
 def _in_rows(graph: Graph, factor: relax.Expr, axes: Sequence[int]) -> relax.Expr:

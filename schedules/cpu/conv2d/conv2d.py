@@ -337,9 +337,14 @@ def _by_vectors(ops: LayerOperands, lanes: int) -> LayerOperands:
     def cut(image: FeatureMap) -> FeatureMap:
         return replace(image, lanes=lanes, pixel_stride=image.step, parts=parts)
 
-    images = {"source": cut(ops.source), "output": cut(ops.output)}
-    residual = None if ops.residual is None else cut(ops.residual)
-    return replace(ops, **images, residual=residual, lanes=lanes, out_blocks=parts * ops.out_blocks)
+    return replace(
+        ops,
+        source=cut(ops.source),
+        output=cut(ops.output),
+        residual=None if ops.residual is None else cut(ops.residual),
+        lanes=lanes,
+        out_blocks=parts * ops.out_blocks,
+    )
 
 
 def conv2d_template(
