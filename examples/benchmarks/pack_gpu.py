@@ -57,7 +57,7 @@ MEASURING = ("tvm_fusion", "schedules", "examples")
 """Packages whose modules go along: what loads and measures, and what that imports."""
 MOST_BYTES = 40_000_000
 MACHINES = ("h100", "h200")
-_OPSET = 20
+_OPSET = 23
 _QUICK = 1  # preset of xz: repeated weights shrink to nothing by any
 _LIBRARIES = ("libtvm_runtime.so", "libtvm_runtime_extra.so", "libtvm_runtime_cuda.so")
 _NOT_FFI = ("include", "3rdparty", "share", "src", "cython", "__pycache__", "testing", "stub")
@@ -86,7 +86,7 @@ def onnx_model(case: KernelCase) -> onnx.ModelProto:
     weights = [numpy_helper.from_array(array, name) for name, array in case.weights().items()]
     graph = helper.make_graph(nodes, "case", info(case.inputs), info(case.outputs), weights)
     opsets = [helper.make_opsetid("", _OPSET)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def _onnx_type(dtype: str) -> int:

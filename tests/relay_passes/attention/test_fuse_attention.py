@@ -159,7 +159,6 @@ UNTOUCHED: dict[str, Callable[[], tuple[IRModule, Target]]] = {
     "CPU": lambda: (layer(), CPU),
     "another axis": lambda: (layer(axis=2), GPU),
     "scores with another reader": lambda: (layer(keep="scores"), GPU),
-    "few queries": lambda: (layer(tokens=4), GPU),
     "long heads": lambda: (layer(widths=(1200, 1200, 1200)), GPU),
     "float64": lambda: (layer(dtype="float64"), GPU),
 }

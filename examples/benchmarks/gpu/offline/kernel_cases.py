@@ -172,6 +172,52 @@ def attention(name: str, batch: int, heads: int, tokens: int, width: int) -> Ker
     )
 
 
+def decoding(
+    name: str, batch: int, heads: int, shared: int, keys: int, width: int = 128
+) -> KernelCase:
+    """A decoder's step in float16: one query a head, of which ``shared`` have the same keys."""
+    groups, past = heads // shared, ("float16", (batch, heads // shared, keys, width))
+    query = ("float16", (batch, heads, 1, width))
+    nodes: list[Node] = []
+    for each in "kv":
+        nodes += [
+            ("Unsqueeze", [each, "two"], [f"{each}1"], {}),
+            ("Expand", [f"{each}1", "repeated"], [f"{each}2"], {}),
+            ("Reshape", [f"{each}2", "all"], [f"{each}3"], {}),
+        ]
+    nodes += [
+        ("Transpose", ["k3"], ["turned"], {"perm": [0, 1, 3, 2]}),
+        ("MatMul", ["q", "turned"], ["scores"], {}),
+        ("Mul", ["scores", "scale"], ["scaled"], {}),
+        ("Softmax", ["scaled"], ["shares"], {"axis": -1}),
+        ("MatMul", ["shares", "v3"], ["y"], {}),
+    ]
+
+    def expression(torch: Any, q: Any, k: Any, v: Any, **_: Any) -> Any:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, enable_gqa=shared > 1)
+
+    def weights() -> dict[str, NDArray[Any]]:
+        shape = np.array([batch, groups, shared, keys, width])
+        return {
+            "two": np.array([2]),
+            "repeated": shape,
+            "all": np.array([batch, heads, keys, width]),
+            "scale": np.array(width**-0.5, "float16"),
+        }
+
+    return KernelCase(
+        name,
+        nodes,
+        {"q": query, "k": past, "v": past},
+        {"y": query},
+        expression,
+        weights,
+        4.0 * batch * heads * keys * width,
+        _HALF,
+    )
+
+
 def pair(
     name: str,
     batch: int,
@@ -245,6 +291,45 @@ def layer_norm(name: str, rows: int, columns: int, dtype: str = "float32") -> Ke
     )
 
 
+def rms_norm(name: str, rows: int, columns: int, dtype: str = "float32") -> KernelCase:
+    """Sum with a residual, which is stored, and RMS norm of each row of it with gain."""
+    kind = (dtype, (rows, columns))
+
+    def expression(torch: Any, x: Any, residual: Any, gain: Any) -> tuple[Any, ...]:
+        total = x + residual
+        return torch.nn.functional.rms_norm(total, (columns,), gain, 1e-5), total
+
+    return KernelCase(
+        name,
+        [
+            ("Add", ["x", "residual"], ["z"], {}),
+            ("RMSNormalization", ["z", "gain"], ["y"], {"axis": -1, "epsilon": 1e-5}),
+        ],
+        {"x": kind, "residual": kind},
+        {"y": kind, "z": kind},
+        expression,
+        lambda: {"gain": weight(columns, dtype=dtype, scale=1.0)},
+        tolerance=2e-5 if dtype == "float32" else _HALF,
+    )
+
+
+def cross_entropy(name: str, rows: int, classes: int, dtype: str = "float32") -> KernelCase:
+    """Mean cross entropy of the softmax of each row, with the class in the middle."""
+
+    def expression(torch: Any, x: Any, target: Any) -> Any:
+        return torch.nn.functional.cross_entropy(x, target)
+
+    return KernelCase(
+        name,
+        [("SoftmaxCrossEntropyLoss", ["x", "target"], ["y"], {"reduction": "mean"})],
+        {"x": (dtype, (rows, classes))},
+        {"y": (dtype, ())},
+        expression,
+        lambda: {"target": np.arange(rows) * 7919 % classes},
+        tolerance=1e-5 if dtype == "float32" else _HALF,
+    )
+
+
 def reduction(case: Case) -> KernelCase:
     """A case of reductions."""
     work = planned(case)
@@ -314,7 +399,10 @@ def small_cases() -> list[KernelCase]:
         of_warpgroups(product("small/product float16 of edges", 1000, 1032, 520)),
         product("small/product float32", 65, 130, 70, "float32"),
         product("small/product tf32", 128, 128, 64, "float32", precision="tf32"),
+        rms_norm("small/rms norm", 65, 768),
+        cross_entropy("small/cross entropy", 33, 5003),
         attention("small/attention", 1, 2, 130, 64),
+        decoding("small/decoding", 1, 8, 4, 1030),
         pair("small/pair", 2, (32, 32, 64), 14),
         pair("small/pair depthwise", 2, (64, 64, 64), 14, depthwise=True),
     ]
@@ -335,6 +423,9 @@ def timed_cases() -> list[KernelCase]:
         layer_norm("norm/layer norm 8192x4096", 8192, 4096),
         layer_norm("norm/layer norm 32768x768", 32768, 768),
         layer_norm("norm/layer norm 32768x1024 float16", 32768, 1024, half),
+        rms_norm("norm/rms norm 8192x4096 float16", 8192, 4096, half),
+        cross_entropy("norm/cross entropy 4096x32000", 4096, 32000),
+        cross_entropy("norm/cross entropy 4096x128256 float16", 4096, 128256, half),
         *(each for case in _large_products() for each in (case, of_warpgroups(case))),
         product("product/16x4096x4096", 16, 4096, 4096),
         product("product/4096x4096x4096 tf32", 4096, 4096, 4096, "float32", precision="tf32"),
@@ -342,6 +433,9 @@ def timed_cases() -> list[KernelCase]:
         attention("attention/8x16x2048x64", 8, 16, 2048, 64),
         attention("attention/8x12x128x64", 8, 12, 128, 64),
         attention("attention/4x16x2048x128", 4, 16, 2048, 128),
+        decoding("attention/decoding 1x32 of 8, 32768 keys", 1, 32, 4, 32768),
+        decoding("attention/decoding 16x32 of 8, 4096 keys", 16, 32, 4, 4096),
+        decoding("attention/decoding 8x32, 4096 keys", 8, 32, 1, 4096),
         pair("convolution/resnet-50 stage 1, batch 8", 8, (64, 64, 256), 56),
         pair("convolution/resnet-50 stage 2, batch 8", 8, (128, 128, 512), 28),
         pair("convolution/resnet-50 stage 3, batch 8", 8, (256, 256, 1024), 14),

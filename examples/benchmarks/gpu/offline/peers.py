@@ -27,7 +27,7 @@ def peers_of(case: KernelCase) -> list[Engine]:
     found.append(ByExpression("torch.compile", compiled=True))
     if case.reduction is not None:
         found.append(CubOfReduction())
-    if case.group == "norm":
+    if {node[0] for node in case.nodes} <= {"Softmax", "LayerNormalization"}:
         found += [QuACK(), TritonRows()]
     return found
 

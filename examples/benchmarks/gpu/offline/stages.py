@@ -31,7 +31,7 @@ from ..reference import as_torch, deviation
 from .kernel_cases import KernelCase, small_cases, timed_cases
 from .loaded import Loaded
 from .model_cases import GROUP, MODELS, PackedModel, TorchModel
-from .peers import LATER, peers_of
+from .peers import LATER, on_device, peers_of
 
 PLAN = Plan(samples=20, warmup_seconds=0.01, repeats=5)
 MODEL_SETS = 4
@@ -106,8 +106,8 @@ def judge_kernel(
         return deviation(case.reduction, inputs, outputs)
     torch = module("torch")
     weights = {
-        name: torch.from_numpy(array).to(inputs[0].device, torch.float64)
-        for name, array in case.weights().items()
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in on_device(case, torch, inputs[0].device).items()
     }
     expected = case.run(torch, [tensor.double() for tensor in inputs], weights)
     return largest_error(outputs, expected) / case.tolerance, case.tolerance

@@ -95,9 +95,14 @@ def _choose_sisters(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool) -> 
 
 
 def prefers_chain(group: GroupWorkload, gpu: GPUInfo) -> bool:
-    """Return whether rows are short enough for a block, or many enough, to stay a chain."""
+    """Return whether a chain that can be one stage stays a chain.
+
+    Its rows are short enough for a block, or many enough, and threads keep them in registers: else
+    each stage would read them again.
+    """
     outputs, reduced = constant(group.outputs), constant(group.reduced)
-    return chain_fits(outputs, reduced, sum(group.row_inputs) or 1, gpu, group.form)
+    fits = chain_fits(outputs, reduced, sum(group.row_inputs) or 1, gpu, group.form)
+    return fits and (reduced is None or choose_chain(group, gpu).kept > 0)
 
 
 def _staged(group: ReduceGroup, config: ReduceConfig) -> ReduceGroup:

@@ -19,7 +19,7 @@ from tvm.sym import Analyzer
 
 from schedules.compute.coalesced_reduce import ATTRIBUTE, SHAPE_ATTRIBUTE
 from schedules.tir.expression_walk import loads, nodes, substitute, uses
-from schedules.tir.index_math import i64, ravel, simplified
+from schedules.tir.index_math import as_type, i64, ravel, simplified
 from schedules.workload.reduce import (
     CanonicalLoops,
     Extent,
@@ -76,6 +76,7 @@ class _GroupReader:
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
     epilogues: list[tuple[int, Epilogue]] = field(default_factory=list)
     stored: list[tirx.Buffer] = field(default_factory=list)
+    _read_indices: dict[tirx.Var, tirx.Expr] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.outputs, self.reduced = self._extents(self.first)
@@ -211,6 +212,8 @@ class _GroupReader:
     def _inline(self, expression: tirx.Expr) -> tirx.Expr:
         """Replace reads of tensors of the group; the expression depends on ``m`` and ``n``."""
         inlined = self._expand(expression)
+        while any(uses(inlined, var) for var in self._read_indices):
+            inlined = substitute(inlined, self._read_indices)
         computed = {*self.results, *self.definitions, *self.lifted, *self.combined}
         for load in loads(inlined):
             if load.source in computed or load.source not in self.func.params:
@@ -226,11 +229,22 @@ class _GroupReader:
                 return self.results[source] if is_here else load
             if source in self.definitions:
                 definition = self.definitions[source]
-                indices = dict(zip(definition.variables, load.indices, strict=False))
+                places = map(self._inside, load.indices, definition.shape)
+                indices = dict(zip(definition.variables, places, strict=False))
                 return self._expand(substitute(definition.value, indices))
             return load
 
         return tvm_ffi.structural_map(expression, (ir.TensorLoad, replace))
+
+    def _inside(self, index: tirx.Expr, extent: Extent) -> tirx.Expr:
+        """An index, or where it is read from memory a variable that is known to be inside."""
+        if not loads(index):
+            return index
+        dtype = str(index.ty.dtype)
+        var, zero = tirx.Var("inside", dtype), tirx.const(0, dtype)
+        self.analyzer.bind(var, Range.from_min_extent(zero, as_type(extent, dtype)))
+        self._read_indices[var] = index
+        return var
 
     def _function(self, value: tirx.Expr):
         m_var, n_var = self.m, self.n
