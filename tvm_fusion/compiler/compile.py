@@ -168,7 +168,8 @@ def compile(
         ``reproducible``. If one of several targets is a GPU, or they come with ``machine`` or
         ``ranks``.
     InvalidInputError
-        If ``threads`` is not possible, or ``outputs`` are not names of results. With ``check``, if
+        If ``threads`` is not possible, an option that is True or False is neither, or ``outputs``
+        are not names of results. With ``check``, if
         sizes of inputs are not known, or an output is none that the model declares.
     TuningError
         If there are no such records.
@@ -192,6 +193,9 @@ def compile(
         "machine": machine,
         "outputs": outputs,
     }
+    for name, value in (("check", check), ("fast_math", fast_math), ("cuda_graph", cuda_graph)):
+        if not isinstance(value, bool):
+            raise InvalidInputError(f"{name} is {value!r:.60}; expected True or False")
     if ranks is not None:
         if check:
             raise InvalidInputError("check=True has no effect with ranks: leave it out")

@@ -57,7 +57,7 @@ def cache_folder(wish: bool | str | os.PathLike[str] | None) -> Path | None:
         wish = text == "1" if text in ("", "0", "1") else text
     if isinstance(wish, bool):
         return user_cache() / "models" if wish else None
-    if not isinstance(wish, str | os.PathLike):
+    if not isinstance(wish, str | os.PathLike) or wish == "":  # which would be this folder
         raise InvalidInputError(f"cache is {wish!r:.60}; expected True, False, a folder or None")
     return Path(wish)
 

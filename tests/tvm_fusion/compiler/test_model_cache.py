@@ -175,7 +175,7 @@ def test_numbers_are_checked_also_of_what_was_found(
     assert len(checked) == 1
 
 
-@pytest.mark.parametrize("cache", [7, [], b"x"])
+@pytest.mark.parametrize("cache", [7, [], b"x", ""])
 def test_what_is_no_folder(cache: Any) -> None:
     with pytest.raises(
         InvalidInputError, match=r"cache is .*; expected True, False, a folder or None"

@@ -26,7 +26,13 @@ from tvm_fusion.onnx.frontend import import_onnx
 PARAMETERS = [np.abs(normal(4, seed=i)) for i in range(4)]
 
 REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
-    ("Dropout", [np.array(0.5, np.float32), np.array(True)], {}, 13, "it is in training mode"),
+    (
+        "Dropout",
+        [np.array(0.5, np.float32), np.array(True)],
+        {},
+        13,
+        "it is in training mode, and drops numbers at random; export the model after",
+    ),
     (
         "Resize",
         [None, None, int64(2, 4, 5, 3)],

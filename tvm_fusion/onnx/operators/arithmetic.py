@@ -365,7 +365,9 @@ def expand_clip(expansion: Expansion) -> None:
 def _dropout_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     mode = facts.constant(node.input[2]) if len(node.input) > 2 else None
     asked = len(node.input) > 2 and node.input[2] and (mode is None or mode.any())
-    return "it is in training mode" if asked else None
+    if not asked:
+        return None
+    return "it is in training mode, and drops numbers at random; export the model after .eval()"
 
 
 OPERATORS = (
