@@ -72,7 +72,7 @@ class ModelFile(click.Path):
         """Read standard input, or check that the file is there."""
         if value != "-":
             return super().convert(value, param, ctx)
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(prefix="standard-input-")  # errors name it
         ctx.call_on_close(folder.cleanup)
         path = Path(folder.name) / "model"
         path.write_bytes(sys.stdin.buffer.read())

@@ -241,6 +241,12 @@ def test_every_model_may_come_from_standard_input(
         assert not Path(shown["model"]).exists(), "the copy of standard input is left"
 
 
+def test_errors_name_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"no model")))
+    code, _, err = run("inspect", "-")
+    assert code == 1 and re.search(r"standard-input-\w+/model' is not a compiled model", err)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
