@@ -72,7 +72,7 @@ def rules(device: str) -> str:
 
 def cpus(arch: str) -> str:
     """The CPUs of an architecture that LLVM compiles for."""
-    from tvm_fusion.compiler.targets.target_names import known_cpus
+    from tvm_fusion.compiler.targets.target import known_cpus
 
     return " ".join(f"`{name}`" for name in sorted(known_cpus(arch)))
 

@@ -20,7 +20,7 @@ from tvm import s_tir, te, tirx
 from tvm.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from schedules.distribute.separate import Piece, separate_at  # noqa: E402
+from schedules.distribute.localize import Piece, separate_at  # noqa: E402
 from tvm_fusion import distributed  # noqa: E402
 from tvm_fusion.distributed import run_ranks  # noqa: E402
 from tvm_fusion.distributed.local_program import Ranks  # noqa: E402

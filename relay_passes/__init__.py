@@ -22,30 +22,21 @@ from .conv2d.multiply_bfloat16 import MultiplyBfloat16
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.compile_exchanges import CompileExchanges
-from .distribute.distribute_rows import DistributeRows
+from .distribute.distribute_rows import DistributeRows, SeparatePairs
 from .distribute.exchange_in_place import ExchangeInPlace
-from .distribute.separate_pairs import SeparatePairs
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .layout.pad_columns import PadColumns
 from .matmul.multiply_narrow import MultiplyNarrow
 from .matmul.narrow_weights import NarrowWeights
 from .norm.fuse_layer_norm import FuseLayerNorm
-from .program.allow_tf32 import AllowTF32
-from .program.annotate_gathers import AnnotateGathers
-from .program.apply_rules import ApplyRules
-from .program.capture_graphs import CaptureGraphs
 from .program.check_alignment import CheckAlignment
-from .program.drop_pragma_scopes import DropPragmaScopes
-from .program.half_precision import HalfPrecision
-from .program.legalize_calls import LegalizeCalls
 from .program.lift_outputs import LiftOutputs
-from .program.lift_weights import LiftWeights
-from .program.mark_constants import MarkConstants
+from .program.lowering import ApplyRules, HalfPrecision, LegalizeCalls
+from .program.marks import AllowTF32, AnnotateGathers, DropPragmaScopes, MarkConstants
 from .program.name_sizes import NameSizes
-from .program.pack_weights import PackWeights
-from .program.share_kernels import ShareKernels
-from .program.shorten_names import ShortenNames
+from .program.share_kernels import ShareKernels, ShortenNames
+from .program.weights import CaptureGraphs, LiftWeights, PackWeights
 from .program.widen_sums import WidenSums
 from .reduction.coalesce_reduction import CoalesceReduction
 from .reduction.configure_reductions import ConfigureReductions

@@ -19,8 +19,7 @@ from rich.table import Table
 
 from tvm_fusion.bench.race import Arena, EngineSpec, Progress
 from tvm_fusion.bench.race_result import TOLERANCE, Plan
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.machine.host_info import host_info

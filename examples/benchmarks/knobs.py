@@ -45,8 +45,7 @@ from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.cpu.cost.cost_model import estimate
 from schedules.cpu.cost.fused_conv2d_knobs import FusedConv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.machine.host_info import host_info

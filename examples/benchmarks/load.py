@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion.bench.race import EngineSpec, Plan, available_peers
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

@@ -29,8 +29,7 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.cpu.cost.cost_model import default_conv2d_knobs
 from schedules.workload.conv2d import Conv2DKernel
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

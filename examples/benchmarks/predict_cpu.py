@@ -23,8 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.machine.host_info import host_info
 from tvm_fusion.prediction.machines import find_machine

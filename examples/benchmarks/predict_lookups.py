@@ -39,7 +39,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.prediction.data import errors  # noqa: E402
-from schedules.cost.kernels.cpu_lookups import (  # noqa: E402
+from schedules.cost.kernels.embedding import (  # noqa: E402
     RANGES,
     base_seconds,
     features,

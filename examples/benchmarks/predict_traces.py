@@ -25,8 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.prediction.api import TracedRun, load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Curve
 from tvm_fusion.prediction.timeline.path import active_seconds

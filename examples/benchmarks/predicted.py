@@ -32,10 +32,9 @@ from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import MeasuredCPU
 from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
 from schedules.workload.conv2d import Conv2DKernel
+from tvm_fusion.bench.kernel_work import useful_share
 from tvm_fusion.bench.profiler import kernel_costs
-from tvm_fusion.bench.shortfall import useful_share
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.onnx.frontend import ImportedModel, import_onnx

@@ -30,7 +30,7 @@ from tvm.sym import Analyzer
 from schedules.workload.conv2d import Activation, ConvLayer
 
 from .. import op as ops
-from ..op.round_clip import bounds_of
+from ..op.elementwise import bounds_of
 
 _ASTYPE = Op.get("relax.astype")
 

@@ -14,7 +14,7 @@ from schedules.gpu.core.machine import GPUInfo, gpu_target
 from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
 
 from ..core.expressions import op_name
-from ..op.fused_conv2d import FUSED_CONV2D
+from ..op.conv2d import FUSED_CONV2D
 from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, find_chains, find_users
 

@@ -18,9 +18,8 @@ from schedules.workload.conv2d import Conv2DKernel
 from schedules.workload.reduce import constant
 
 from ..core.expressions import resize_alike
-from ..op.conv2d import CONV2D
+from ..op.conv2d import CONV2D, FUSED_CONV2D
 from ..op.conv_types import read_kernel
-from ..op.fused_conv2d import FUSED_CONV2D
 from ..op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from ..op.winograd_conv2d import NAME as WINOGRAD
 from ..op.winograd_conv2d import read_winograd

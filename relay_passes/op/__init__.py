@@ -11,19 +11,13 @@ import sys
 
 import tvm.relax.script
 
-from .channel_norm import channel_norm
-from .channel_shuffle import channel_shuffle
-from .channel_slice import channel_slice
+from .channels import channel_norm, channel_shuffle, channel_slice
 from .coalesced_reduce import coalesced_reduce
-from .conv2d import conv2d
-from .fused_conv2d import fused_conv2d
-from .fused_quantized_conv2d import fused_quantized_conv2d
-from .hardswish import hardswish
+from .conv2d import conv2d, fused_conv2d
+from .elementwise import hardswish, round_clip, sort_key
 from .pack import pack, unpack
-from .quantized_conv2d import quantized_conv2d
+from .quantized_conv2d import fused_quantized_conv2d, quantized_conv2d
 from .recurrence import recurrence
-from .round_clip import round_clip
-from .sort_key import sort_key
 from .widen_weight import take_widened, widen_weight
 from .winograd_conv2d import winograd_conv2d
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op ``relax.tvm_fusion.conv2d``: one convolution with its epilogue.
+"""Ops ``relax.tvm_fusion.conv2d`` and ``fused_conv2d``: convolutions with their epilogues.
 
-::
+Of one layer::
 
     out = activation(conv(data, weight) + bias [+ residual])
 
@@ -123,4 +123,138 @@ def legalize(
 
 register_op(
     CONV2D.name, "Convolution, bias, residual and activation in one.", _infer_type, legalize
+)
+
+
+FUSED_CONV2D = ConvOp(
+    "relax.tvm_fusion.fused_conv2d", ("1", "2"), ("in_channels", "mid_channels", "out_channels")
+)
+
+
+def fused_conv2d(
+    data: relax.Expr,
+    weight1: relax.Expr,
+    bias1: relax.Expr | None,
+    weight2: relax.Expr,
+    bias2: relax.Expr | None = None,
+    residual: relax.Expr | None = None,
+    *,
+    strides1: Sequence[int] = (1, 1),
+    padding1: Sequence[int] = (0, 0, 0, 0),
+    dilation1: Sequence[int] = (1, 1),
+    groups1: int = 1,
+    activation1: str = "none",
+    low1: float = 0.0,
+    high1: float = 0.0,
+    strides2: Sequence[int] = (1, 1),
+    padding2: Sequence[int] = (0, 0, 0, 0),
+    dilation2: Sequence[int] = (1, 1),
+    groups2: int = 1,
+    activation2: str = "none",
+    low2: float = 0.0,
+    high2: float = 0.0,
+    data_layout: str = "NCHW",
+    out_layout: str | None = None,
+    in_channels: int | None = None,
+    mid_channels: int | None = None,
+    out_channels: int | None = None,
+) -> relax.Call:
+    """Convolve twice, the second time with an optional residual.
+
+    ::
+
+        mid = activation1(conv1(data, weight1) + bias1)
+        out = activation2(conv2(mid, weight2) + bias2 [+ residual])
+
+        data [N, C, H, W]  weight1 [M, C / groups1, kh1, kw1]  bias1 [M]  mid [N, M, H', W']
+        weight2 [O, M / groups2, kh2, kw2]  bias2 [O]  residual, out [N, O, H'', W'']
+
+    Each layer has its own strides, four-sided padding, dilation, groups and activation. Packed,
+    with lanes ``x`` from ``out_layout`` ``NCHW{x}c``, the operands are those of
+    ``relax.tvm_fusion.conv2d`` for each layer, ``mid`` is packed, and ``in_channels``,
+    ``mid_channels`` and ``out_channels`` are given. Batch, height and width may be symbolic.
+
+    Parameters
+    ----------
+    data, weight1, weight2 : relax.Expr
+        Image and the filters of both layers.
+    bias1, bias2 : relax.Expr | None
+        One number a channel; None stands for zeros.
+    residual : relax.Expr | None
+        A tensor of the output's shape, added before the second activation.
+    strides1, padding1, dilation1, groups1, activation1, low1, high1
+        The first layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
+    strides2, padding2, dilation2, groups2, activation2, low2, high2
+        The second layer.
+    data_layout : str
+        ``NCHW`` or ``NCHW{x}c``.
+    out_layout : str | None
+        The same choice; None stands for ``data_layout``.
+    in_channels, mid_channels, out_channels : int | None
+        True channel counts; given exactly where ``out_layout`` is packed.
+
+    Returns
+    -------
+    relax.Call
+        The call; its type is inferred when it is emitted.
+    """
+    attrs = {
+        "strides1": strides1,
+        "padding1": padding1,
+        "dilation1": dilation1,
+        "groups1": groups1,
+        "activation1": activation1,
+        "low1": low1,
+        "high1": high1,
+        "strides2": strides2,
+        "padding2": padding2,
+        "dilation2": dilation2,
+        "groups2": groups2,
+        "activation2": activation2,
+        "low2": low2,
+        "high2": high2,
+        "data_layout": data_layout,
+        "out_layout": out_layout,
+        "in_channels": in_channels,
+        "mid_channels": mid_channels,
+        "out_channels": out_channels,
+    }
+    return build_call(FUSED_CONV2D, [data, weight1, bias1, weight2, bias2], residual, attrs)
+
+
+def _infer_fused_type(call: relax.Call, _: relax.BlockBuilder) -> relax.TensorType:
+    return output_type(call, FUSED_CONV2D)
+
+
+def _compute_fused(
+    kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
+) -> te.Tensor:
+    data, weight1, bias1, weight2, bias2 = operands
+    layer1, layer2 = kernel.layers
+    return compute.fused_conv2d(
+        data,
+        weight1,
+        bias1,
+        weight2,
+        bias2,
+        residual,
+        layer1,
+        layer2,
+        kernel.data_layout,
+        kernel.out_layout,
+    )
+
+
+def legalize_fused(
+    builder: relax.BlockBuilder, call: relax.Call, known: Known | None = None
+) -> relax.Expr:
+    """Replace a call, as :func:`.conv_call.legalize_kernel` does."""
+    return legalize_call(builder, call, FUSED_CONV2D, _compute_fused, known)
+
+
+register_op(
+    FUSED_CONV2D.name,
+    "Two convolutions with bias and activation.",
+    _infer_fused_type,
+    legalize_fused,
 )

@@ -30,10 +30,11 @@ from schedules.workload.reduce import constant
 from schedules.workload.winograd_matrices import TAPS, TILE_SIZES
 
 from .conv_call import Known, integers, legalize_kernel
-from .conv_checks import check_layer, check_sizes
 from .conv_types import (
     check_channels,
     check_dtypes,
+    check_layer,
+    check_sizes,
     constant_shape,
     kernel_output_type,
     lanes_of,

@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``ShareKernels``: convolutions that differ in their number of channels are one kernel."""
+"""Passes on private functions: equal kernels become one, by ``ShareKernels``; names get shorter."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import tvm
 import tvm_ffi
 from tvm import IRModule, relax, s_tir, tirx
-from tvm.ir import GlobalVar
+from tvm.ir import BaseFunc, GlobalVar
+from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from ..core.called_functions import calling
+
+def calling(
+    functions: Mapping[GlobalVar, BaseFunc], names: Mapping[GlobalVar, GlobalVar]
+) -> dict[GlobalVar, BaseFunc]:
+    """Return functions whose calls are to the new variables of ``names``; others stay."""
+    rename = _Rename(names)
+    return {
+        var: rename.visit_expr(func) if isinstance(func, relax.Function) else func
+        for var, func in functions.items()
+    }
+
+
+@mutator
+class _Rename(PyExprMutator):
+    """Replaces global variables."""
+
+    def __init__(self, names: Mapping[GlobalVar, GlobalVar]) -> None:
+        super().__init__()
+        self._names = names
+
+    def visit_global_var_(self, op: GlobalVar) -> GlobalVar:
+        """The new variable, if there is one."""
+        return self._names.get(op, op)
+
 
 WORKLOAD = "tvm_fusion.workload"
 """Attribute of scheduled convolutions."""
@@ -219,3 +244,47 @@ def _merged(first: _Nest, second: _Nest) -> tirx.PrimFunc | None:
     if not all(isinstance(extent, tirx.IntImm) for extent in fixed):
         return None
     return func.with_attr(dict(first.func.attrs))
+
+
+LONGEST = 120
+_DIGITS = 8
+
+
+@tvm.transform.module_pass(opt_level=0, name="ShortenNames")
+class ShortenNames:
+    """Cut the names of fused functions.
+
+    Before::
+
+        lv = R.call_tir(cls.fused_take_less_add_where_take_..._concat, (x,), ...)
+
+    After, a name of at most 120 characters that ends with a digest of the whole::
+
+        lv = R.call_tir(cls.fused_take_less_add_where_take_1b9d02c4, (x,), ...)
+
+    ``FuseOps`` concatenates the names of all functions that it fuses, which makes names of kernels
+    too long for files and tables. Functions with a ``global_symbol`` keep theirs, since they may be
+    called by it. The pass is idempotent.
+    """
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        """Rename functions and their calls."""
+        names = {
+            old: GlobalVar(_short(old.name_hint))
+            for old, func in mod.functions_items()
+            if len(old.name_hint) > LONGEST and "global_symbol" not in func.attrs
+        }
+        if not names:
+            return mod
+        for old, new in names.items():
+            relax.expr._update_type(new, old.ty)
+        functions = {
+            names.get(var, var): func
+            for var, func in calling(dict(mod.functions_items()), names).items()
+        }
+        return IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _short(name: str) -> str:
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]
+    return f"{name[: LONGEST - _DIGITS - 1].rstrip('_')}_{digest}"

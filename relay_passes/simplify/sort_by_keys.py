@@ -20,7 +20,7 @@ from schedules.workload.reduce import DTYPES
 
 from ..core.expressions import Value, op_name
 from ..core.graph import Graph
-from ..op.sort_key import sort_key
+from ..op.elementwise import sort_key
 
 SORTS = ("relax.argsort", "relax.sort", "relax.topk")
 PLACES = {"relax.argmax": relax.op.argmax, "relax.argmin": relax.op.argmin}

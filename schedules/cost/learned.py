@@ -23,9 +23,8 @@ import numpy as np
 from schedules.errors import PredictionError
 
 from .features import OTHER_VENDOR, Limits, limits
-from .json_file import read_json
 from .kernel_call import KernelCall
-from .machine import Machine, load_machine
+from .machine import Machine, load_machine, read_json
 from .prediction import Prediction
 from .trees import Trees, read_arrays, trees_from_arrays
 

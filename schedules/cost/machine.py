@@ -11,6 +11,7 @@ A machine is one JSON file of numbers and texts::
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -18,9 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from schedules.errors import PredictionError
-
-from .json_file import read_json
+from ..errors import PredictionError
 
 KINDS = ("cpu", "gpu")
 PORT_BYTES = 64
@@ -28,6 +27,33 @@ PORT_BYTES = 64
 _USUAL_LAUNCH = 2e-6
 _FOLDER = Path(__file__).with_name("machines")
 _MAX_FILE_BYTES = 4 << 20
+
+
+def read_json(path: Path, largest: int, what: str) -> Any:
+    """Read a JSON file, if it is not too large to be what it should be.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    largest : int
+        Bytes that it may have.
+    what : str
+        Its kind, for the message: ``file of tables``.
+
+    Raises
+    ------
+    PredictionError
+        If it cannot be read, is larger, or is not JSON: the message names the file.
+    """
+    try:
+        if path.stat().st_size > largest:
+            raise PredictionError(f"{path}: larger than any {what}")
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise PredictionError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PredictionError(f"{path}: not JSON: {error}") from None
 
 
 @dataclass(frozen=True)

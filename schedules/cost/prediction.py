@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer of a kernel model: time, interval, bound, and which model said so."""
+"""Answer of a kernel model: time, interval, bound, and which model said so; and the roofline."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from .kernel_call import KernelCall
+from .machine import Machine
 
 _SHARE = 0.4  # of the roofline, of kernels too short to be seen behind the harness: a typical one
 
@@ -61,3 +64,20 @@ class Prediction:
         hidden = min(kernel, self.roofline_seconds / _SHARE)
         seen = min(max(4 * (self.seconds / self.harness - 1), 0.0), 1.0)
         return seen * kernel + (1 - seen) * hidden
+
+
+def roofline(call: KernelCall, machine: Machine) -> tuple[float, str]:
+    """Return the least seconds of a launch, and its bound, ``compute`` or ``memory``.
+
+    Its arithmetic at the peak, or its bytes at the bandwidth.
+
+    (Dissertation, section 4.3.2.1.2.)
+
+    Raises
+    ------
+    PredictionError
+        If the machine has no peak for the dtype, or no bandwidth of its memory.
+    """
+    arithmetic = call.flops / machine.peak_flops(call.dtype) if call.flops else 0.0
+    traffic = call.moved_bytes / machine["bandwidth.memory"]
+    return max(arithmetic, traffic), "compute" if arithmetic > traffic else "memory"

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from .kernel_call import KernelCall
 from .kernels.attention import predict_attention
 from .kernels.conv2d import predict_conv2d
-from .kernels.cpu_kernels import predict_cpu_kernel
-from .kernels.cpu_library import predict_cpu_library
+from .kernels.cpu_kernels import predict_cpu_kernel, predict_cpu_library
 from .kernels.elementwise import BY_BYTES, STREAMING, predict_streaming
 from .kernels.embedding import predict_embedding_bag, predict_gather
 from .kernels.gemm import predict_bmm, predict_gemm
 from .kernels.gpu_kernels import predict_gpu_kernel
-from .kernels.roofline import roofline
 from .kernels.row_kernels import predict_layer_norm, predict_softmax
 from .machine import Machine
-from .prediction import Prediction
+from .prediction import Prediction, roofline
 
 __all__ = ["MODELS", "KernelModel", "Prediction", "predict"]
 

@@ -19,9 +19,8 @@ from tvm import ir, tirx
 from ..errors import OpError
 from ..workload.reduce import constant
 from .distribute import Distribution
-from .exchange import Exchange, Region, difference, region_size
+from .exchange import Exchange, Gather, Region, difference, region_size
 from .loop_nest import LoopNest, operands
-from .reduction.gather import Gather
 from .regions import regions_computed
 
 _OPERATIONS = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Min, tirx.Max, ir.Call)

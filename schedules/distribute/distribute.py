@@ -21,6 +21,7 @@ from tvm import s_tir, tirx
 from ..errors import OpError
 from .exchange import (
     Exchange,
+    Gather,
     Message,
     Region,
     difference,
@@ -30,12 +31,10 @@ from .exchange import (
     segment_size,
 )
 from .loop_nest import LoopNest, read_loop_nest, shape_of
-from .ownership import Owners
+from .ownership import Owners, needed_by_steps, repeated_inputs, rows_of_steps, windows_of_steps
+from .partial_reduction import PartialReduction, partial_reduction
 from .partition import Partition, even, grid_of, grids, is_count, sized
-from .reduction.gather import Gather
-from .reduction.partial_reduction import PartialReduction, partial_reduction
 from .regions import regions_needed
-from .repetition import needed_by_steps, repeated_inputs, rows_of_steps, windows_of_steps
 from .transfer import Transfer, check_waits, deliver
 
 _PROBES = 16  # iterations among which one is looked for that reads no halo

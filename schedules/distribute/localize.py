@@ -17,11 +17,12 @@ whole buffer. So one kernel serves the interior, the borders, and every rank wit
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import tvm_ffi
-from tvm import ir, sym, tirx
+from tvm import ir, s_tir, sym, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -29,10 +30,10 @@ from ..errors import OpError
 from ..tir.block_expressions import Stage
 from ..tir.expression_walk import substitute
 from ..tir.index_math import as_type, simplified
-from ..tir.nan_by_bits import nan_by_bits
+from ..tir.keep_nan import nan_by_bits
 from .exchange import Region, intersection, region_size
 from .index_values import Domain
-from .loop_nest import LoopNest, Read, shape_of
+from .loop_nest import LoopNest, Read, read_loop_nest, shape_of
 from .regions import domain_of, regions_computed
 
 _INT32_END = 1 << 31
@@ -390,3 +391,71 @@ class _Rewriter:
         if load.source not in self.buffers:  # in a branch that no iteration of the part takes
             return tirx.const(0, str(load.ty.dtype))
         return self.buffers[load.source][tuple(self.indices(load.source, load.indices))]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Range of a loop by itself.
+
+    Parameters
+    ----------
+    rows : tuple[int, int]
+        Begin and end of the loop.
+    function : LocalFunction
+        Its function, not yet scheduled. It takes the whole function's parameters, of which it
+        writes its own range, then ``scalars``.
+    scalars : tuple[int, ...]
+        Values of the function's scalars for this range.
+    """
+
+    rows: tuple[int, int]
+    function: LocalFunction
+    scalars: tuple[int, ...]
+
+
+def separate_at(
+    source: tirx.PrimFunc | s_tir.Schedule,
+    loop: str | int | s_tir.schedule.LoopRV,
+    points: Sequence[int],
+) -> tuple[Piece, ...]:
+    """Cut a loop at some points.
+
+    Parameters
+    ----------
+    source : tirx.PrimFunc or s_tir.Schedule
+        The function, or a schedule of which it is the ``main``, before its loops are split.
+    loop : str, int or LoopRV
+        A loop of the block that computes the output.
+    points : Sequence[int]
+        Where to cut: ascending, each inside the loop.
+
+    Returns
+    -------
+    tuple[Piece, ...]
+        In order; pieces of the same extents have equal functions.
+
+    Raises
+    ------
+    OpError
+        If a point is outside the loop, or the points do not ascend.
+    """
+    nest = read_loop_nest(source, [loop])
+    extent = nest.extents[0]
+    points = list(points) if isinstance(points, Iterable) else [points]
+    bounds = [0, *points, extent]
+    if not all(isinstance(point, Integral) for point in points) or any(
+        begin >= end for begin, end in zip(bounds, bounds[1:], strict=False)
+    ):
+        raise OpError(
+            f"points {points} do not cut the loop {nest.loop_names[0]!r}: expected "
+            f"ascending integers from 1 to {extent - 1}"
+        )
+    windows: dict[str, Region] = {
+        buffer.name: tuple((0, n) for n in shape_of(buffer)) for buffer in nest.func.params
+    }
+    pieces = []
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        rows = ((begin, end),)
+        function = localize(nest, rows, windows)
+        pieces.append(Piece((begin, end), function, scalar_arguments(nest, rows, windows)))
+    return tuple(pieces)

@@ -18,15 +18,17 @@ from collections.abc import Callable, Sequence
 import tvm_ffi
 from tvm import ir, tirx
 
-from .cancellation import EXP_POLYNOMIAL, keep_digits
 from .expression_walk import nodes, op_name
+from .keep_nan import isnan_by_bits
 from .let_bindings import share_values
 from .math_expressions import (
+    EXP_POLYNOMIAL,
     bind,
     cast,
     f32,
     horner,
     i32,
+    keep_digits,
     magnitude,
     power_of_two,
     reinterpret,
@@ -35,7 +37,6 @@ from .math_expressions import (
     shift_right,
     with_sign,
 )
-from .nan_by_bits import isnan_by_bits
 
 _SCALARIZED = ("tirx.isnan", "tirx.nearbyint")
 _LN2 = 0.6931471805599453

@@ -192,7 +192,7 @@ KERNELS = (
     ),
     Fault(
         "a reduction that has waited in vain leaves its workspace as it is",
-        "tvm_fusion/runtime/workspaces.py",
+        "tvm_fusion/runtime/memory.py",
         "            self.reset()\n            raise TargetError(",
         "            raise TargetError(",
         ("tests/tvm_fusion/runtime/test_workspaces.py",),
@@ -522,7 +522,7 @@ RUNTIME = (
     ),
     Fault(
         "the CPU gets of a device what one step reads, and computes several",
-        "schedules/distribute/device/kept_rows.py",
+        "schedules/distribute/split.py",
         "own_regions(plan.nest, _rows_of_steps(plan, rank, rows))",
         "own_regions(plan.nest, rows)",
         ("tests/tvm_fusion/distributed/device/test_kept_rows.py",),

@@ -228,8 +228,8 @@ def _ranks_model() -> Artifact:
 
 def _records() -> list[Artifact]:
     import tvm_fusion
+    from tvm_fusion.compiler.record_reader import SHIPPED, choose_records
     from tvm_fusion.compiler.targets.target import resolve
-    from tvm_fusion.compiler.tuned import SHIPPED, choose_records
     from tvm_fusion.tuning.meta_schedule_records import read_measurements
     from tvm_fusion.tuning.record_files import import_measured
 

@@ -13,7 +13,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from tvm_fusion.compiler.aliasing import fresh_outputs
+from tvm_fusion.compiler.compile_model import fresh_outputs
 from tvm_fusion.compiler.pipeline import build_apart
 from tvm_fusion.compiler.targets.target import arch_of, required_features, resolve
 from tvm_fusion.runtime.artifact import Description, current_versions

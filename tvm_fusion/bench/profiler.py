@@ -29,8 +29,8 @@ from schedules.workload.conv2d import Conv2DKernel, from_json
 
 from ..codegen.linker import SharedLinker
 from ..compiler import pipeline
+from ..compiler.record_reader import choose_records
 from ..compiler.targets.target import arch_of, is_gpu, required_features, resolve
-from ..compiler.tuned import choose_records
 from ..errors import InvalidModelError, TargetError
 from ..machine.host import check_host
 from ..machine.host_info import host_info
@@ -38,9 +38,8 @@ from ..onnx.frontend import import_onnx
 from ..runtime.host_arrays import random_inputs
 from ..runtime.tensor_spec import refuse_open_shapes
 from ..runtime.thread_pool import Crew, choose_threads
-from .kernel_work import count_work, parameter_bytes
+from .kernel_work import count_work, parameter_bytes, reason
 from .machine_limits import NUMBERS, MachineLimits, measure_limits
-from .shortfall import reason
 
 Progress = Callable[[str, int, int], None]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import EngineError
-from ..machine.ended_process import how_it_ended
+from ..machine.processes import how_it_ended
 from .engines import ENGINES
 
 _BOOT = """

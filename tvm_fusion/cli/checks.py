@@ -52,7 +52,7 @@ def refuse_absent_gpu(target: str) -> None:
     """
     if names_gpu(target):
         from ..compiler.targets.target import device_needs, resolve
-        from ..runtime.device import check_device
+        from ..runtime.gpu_device import check_device
 
         needs = device_needs(resolve(target))
         if needs is not None:

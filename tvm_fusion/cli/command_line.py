@@ -18,10 +18,10 @@ from typing import Any
 import click
 
 from ..errors import TVMFusionError
-from ..machine.launched_rank import launched_rank
+from ..machine.processes import launched_rank
 from ..version import __version__
 from . import progress
-from .json_text import json_text
+from .output import json_text
 from .without_torch import hide_torch
 
 COMMANDS = (

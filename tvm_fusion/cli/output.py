@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import progress
-from .json_text import json_text
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -19,11 +20,27 @@ if TYPE_CHECKING:
 
     from ..runtime.compiled_model import CompiledModel
 
+
 FILE_WIDTH = 200
 """Columns of a benchmark's table that is not written to a terminal, so that no cell is wrapped."""
 
 PIPE_WIDTH = 100
 """Columns of a command's table that is not written to a terminal."""
+
+
+def json_text(value: Any) -> str:
+    """Indented JSON of ``value``; a float that is not finite becomes "inf", "-inf" or "nan"."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def compile_model(model: Path, **options: Any) -> CompiledModel:

@@ -2,5 +2,5 @@
 """Machine code without a compiler's linker: ELF objects, shared libraries, NVRTC.
 
 Imports ``machine``; ``runtime`` and everything above it may import it.
-Start with ``linker.py``, for GPUs with ``device_code.py``.
+Start with ``linker.py``, for GPUs with ``library_bin.py``.
 """

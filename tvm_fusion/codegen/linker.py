@@ -12,16 +12,29 @@ refers to by a 32-bit distance lies before them. Every symbol is bound when the 
 
 from __future__ import annotations
 
+import json
 import struct
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from string import Template
+
+import tvm_ffi
 
 from ..errors import ArtifactError
-from .elf_object import MACHINES, ElfObject, Relocation, Section, Symbol, read_object
-from .elf_relocations import ARCHITECTURES, Architecture
+from .elf_object import (
+    ARCHITECTURES,
+    MACHINES,
+    Architecture,
+    ElfObject,
+    Relocation,
+    Section,
+    Symbol,
+    read_object,
+)
 from .library_bin import Rewrite, rewrite_modules
-from .worker_pool import worker_pool
 
 _NEEDED = ("libm.so.6", "libc.so.6")
 _PAGE = 0x10000
@@ -34,6 +47,39 @@ _RELA = struct.Struct("<QQq")
 _PT_LOAD, _PT_DYNAMIC, _PT_GNU_STACK = 1, 2, 0x6474E551
 _READ, _WRITE, _EXECUTE = 4, 2, 1
 _SEGMENTS = 6
+
+
+_ARCHITECTURES = {
+    "x86_64": {"pause": "pause", "futex": 202, "sched_yield": 24},
+    "aarch64": {"pause": "isb", "futex": 98, "sched_yield": 124},
+}
+"""The instruction that waits a moment, and numbers of Linux's system calls."""
+
+
+def worker_pool(triple: str) -> ElfObject:
+    """Object file with the threads' code, to be linked with kernels.
+
+    Raises
+    ------
+    ArtifactError
+        If there is none for the architecture.
+    """
+    return read_object(_compiled(triple))
+
+
+@cache
+def _compiled(triple: str) -> bytes:
+    arch = triple.partition("-")[0]
+    if arch not in _ARCHITECTURES:
+        raise ArtifactError(f"cannot link for {arch!r}; expected one of {list(_ARCHITECTURES)}")
+    target = json.dumps({"kind": "llvm", "mtriple": triple}).replace('"', r"\22")
+    text = Template(Path(__file__).with_suffix(".ll").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder, "pool.ll"), Path(folder, "pool.o")
+        source.write_text(text.substitute(_ARCHITECTURES[arch], triple=triple, target=target))
+        load = tvm_ffi.get_global_func("ffi.Module.load_from_file.ll")
+        load(str(source), "ll").write_to_file(str(output), "o")
+        return output.read_bytes()
 
 
 class SharedLinker:

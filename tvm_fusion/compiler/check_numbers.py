@@ -87,7 +87,7 @@ def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> 
     """
     if type(model).__module__.startswith("torch.export"):
         # By name: that family stands above this one, and needs PyTorch.
-        family = importlib.import_module("tvm_fusion.torch.tensors")
+        family = importlib.import_module("tvm_fusion.torch.lowering")
         reference = family.reference(model, compiled.inputs, _SEED)
     else:
         reference = _onnx_reference(

@@ -14,7 +14,7 @@ from tvm import relax, tirx
 
 from schedules.schedule_rule import RULE, failed_rules
 
-from .tuned import record_of
+from .record_reader import record_of
 
 FALLBACK = "Fallback"
 """Rule of CPUs for whatever the others leave."""

@@ -50,7 +50,7 @@ from relay_passes import (
 from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.op.legalizations import shared_legalizations
 from relay_passes.program.lift_outputs import LIFTED, sole_kernel
-from relay_passes.program.lift_weights import WEIGHTS
+from relay_passes.program.weights import WEIGHTS
 from schedules import cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
@@ -63,8 +63,8 @@ from schedules.workload.conv2d import FusedConv2DWorkload
 from .. import plugin
 from ..codegen.nvrtc import tvm_compiler
 from ..errors import TargetError
+from ..runtime.fast_call import SoleKernelCall
 from ..runtime.host_arrays import ALIGNMENT
-from ..runtime.kernel_call import SoleKernelCall
 from .build_kernels import build_program
 from .failures import NoteKernels, own_errors, without_nodes
 from .gpu_phases import gpu_phases

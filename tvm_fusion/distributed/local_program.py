@@ -16,20 +16,44 @@ from schedules.distribute.exchange import Exchange, LocalBuffer, Region
 from schedules.distribute.partition import is_count
 from schedules.distribute.transfer import FINISH
 
-from ..errors import InvalidInputError
-from ..machine.numa import touch
+from ..errors import InvalidInputError, TargetError
+from ..machine.numa import UNTOUCHED, bytes_on_nodes, numa_nodes, touch
 from ..runtime.arguments import numpy_dtype
 from ..runtime.host_arrays import ALIGNMENT, PAGE, aligned_empty
 from ..runtime.thread_pool import Crew
-from .memory_places import describe_memory
 from .world.local_world import UFUNCS
 
 if TYPE_CHECKING:
     from schedules.distribute.distribute import Distribution
-    from schedules.distribute.reduction.partial_reduction import PartialReduction
+    from schedules.distribute.partial_reduction import PartialReduction
 
     from .world.numa_placement import Placement
     from .world.slot_route import SlotRoute
+
+
+def describe_memory(
+    rank: int, placement: Placement | None, buffers: Mapping[str, LocalBuffer]
+) -> str:
+    """Return a line for the rank, and one for each of its windows."""
+    nodes = len(numa_nodes())
+    place = "memory not bound" if placement is None else str(placement)
+    lines = [f"rank {rank}: {place}; this machine has {nodes} NUMA node{'s' * (nodes != 1)}"]
+    for name, buffer in buffers.items():
+        window = ", ".join(f"{begin}:{end}" for begin, end in buffer.region)
+        lines.append(f"  {name}[{window}], {buffer.array.nbytes} bytes: {_places(buffer.array)}")
+    return "\n".join(lines)
+
+
+def _places(array: np.ndarray) -> str:
+    try:
+        found = bytes_on_nodes(array)
+    except TargetError as error:
+        return f"unknown, {error}"
+    return ", ".join(
+        f"{100 * size / array.nbytes:.1f} % "
+        + ("not touched yet" if node == UNTOUCHED else f"on node {node}")
+        for node, size in found.items()
+    )
 
 
 class Ranks(Protocol):

@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from schedules.cost.json_file import read_json
-from schedules.cost.machine import Machine, load_machine
+from schedules.cost.machine import Machine, load_machine, read_json
 
 from ..errors import PredictionError
 from .collectives import CollectiveTime, bus_factor, node_collectives

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from schedules.cost.json_file import read_json
-from schedules.cost.machine import Machine, load_machine
+from schedules.cost.machine import Machine, load_machine, read_json
 
 from ..errors import PredictionError
 from ..written_aside import written_aside

@@ -52,22 +52,22 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import tvm_ffi
 
 from ..errors import ArtifactError, TargetError
-from ..machine.cpu_flags import flagged_features
 from ..machine.host import (
     TILE_FEATURES,
+    arch_of_triple,
     check_host,
+    flagged_features,
     host_arch,
     host_cpu,
     host_features,
     may_use_tiles,
 )
-from ..machine.triples import arch_of_triple
 from ..paths import as_path
 from ..version import __version__
 from ..written_aside import written_aside
-from .device import DeviceNeeds, check_device
+from .fast_call import SoleKernelCall
+from .gpu_device import DeviceNeeds, check_device
 from .host_arrays import ALIGNMENT
-from .kernel_call import SoleKernelCall
 from .tensor_spec import TensorSpec
 from .tvm_runtime import version as tvm_version
 from .weights import fit_into, map_weights, places_from, stored_bytes, write_weights
@@ -226,7 +226,7 @@ class Description:
 
         if self.device is None or self.device.kind != "cuda":
             return SharedLinker(self.triple)
-        from ..codegen.device_code import machine_code_of
+        from ..codegen.library_bin import machine_code_of
 
         rewrite = machine_code_of(executable, self.device.arch, self.fast_math)
         return SharedLinker(self.triple, rewrite)

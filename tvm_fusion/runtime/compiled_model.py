@@ -26,15 +26,14 @@ from .artifact import (
     read_artifact_weights,
 )
 from .described_model import DescribedModel
-from .device import device_of
 from .fast_call import FastCall, PreparedCall, has_fast_call, make_fast_call, no_fast_call
+from .gpu_device import device_of
 from .host_arrays import random_inputs
-from .memory import DeviceMemory, HostMemory, Memory, own_tensors
+from .memory import DeviceMemory, HostMemory, Memory, Workspaces, own_tensors
 from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
 from .tvm_runtime import copied, get_function, start_machine
 from .weights import digest, stored_bytes
-from .workspaces import Workspaces
 
 _FILE_NAME = "model.so"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .artifact import Description, Program, copy_artifact, write_artifact
-from .device import DeviceNeeds
+from .gpu_device import DeviceNeeds
 from .tensor_spec import TensorSpec
 
 if TYPE_CHECKING:

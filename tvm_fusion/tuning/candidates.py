@@ -24,7 +24,7 @@ import numpy as np
 from schedules.tuning.records import Key, Record, canonical
 
 from ..errors import TargetError, TuningError
-from ..runtime.device import DeviceInfo, find_device
+from ..runtime.gpu_device import DeviceInfo, find_device
 from ..runtime.tvm_runtime import version
 from .contest import (
     BATCH_ROUNDS,

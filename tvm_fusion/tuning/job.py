@@ -29,7 +29,7 @@ from ..compiler.targets.gpu_target import named_after
 from ..compiler.targets.target import arch_of, names_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from ..machine.host import check_host, host_cpu
-from ..runtime.device import find_device
+from ..runtime.gpu_device import find_device
 from ..runtime.thread_pool import choose_threads
 from .contest import (
     BATCH_ROUNDS,

@@ -23,13 +23,13 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 
-from ..codegen.device_code import machine_code_of
+from ..codegen.library_bin import machine_code_of
 from ..codegen.linker import SharedLinker
 from ..codegen.nvrtc import tvm_compiler
 from ..compiler.targets.target import host_of, is_gpu
 from ..machine.host import physical_cores
 from ..machine.host_info import cpu_name
-from ..runtime.device import DeviceInfo
+from ..runtime.gpu_device import DeviceInfo
 from .contest import PATIENCE, Contest, MeasuringWorker, Outcome, Worker, prepared
 
 _LONGEST_VECTOR = 1024  # of the code that writes a tensor

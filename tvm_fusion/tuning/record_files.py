@@ -12,6 +12,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import CPU_KIND, Key, Record, canonical, parse_line, parse_record
 
 from ..compiler.record_reader import (
+    SPACES,
     TRIALS,
     bounded_lines,
     read_lines,
@@ -19,7 +20,6 @@ from ..compiler.record_reader import (
     record_files,
 )
 from ..compiler.targets.target import arch_of, resolve
-from ..compiler.tuned import SPACES
 from ..errors import TuningError, TVMFusionError
 from ..written_aside import written_aside
 from .database import LOCKS, Database, append_line, is_trial, lock_of, require_extra

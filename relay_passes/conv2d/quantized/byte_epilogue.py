@@ -22,8 +22,8 @@ from ...core.constants import constant, numbers, per_channel, scaled, shifted, u
 from ...core.expressions import Value, op_name
 from ...core.graph import Graph
 from ...op.conv2d import CONV2D
+from ...op.elementwise import bounds_of
 from ...op.quantized_conv2d import QUANTIZED_CONV2D
-from ...op.round_clip import bounds_of
 from ..conv_chain import read_activation
 from .byte_tensors import ROUND_CLIP, bytes_of
 

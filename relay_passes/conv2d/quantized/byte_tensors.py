@@ -12,7 +12,7 @@ from tvm.ir import GenericConst
 from ...core.constants import scaled, shifted, tensor_constant, uniform
 from ...core.expressions import MOVES, Value, op_name
 from ...core.graph import Graph
-from ...op.round_clip import BYTE, bounds_of, in_bytes
+from ...op.elementwise import BYTE, bounds_of, in_bytes
 
 ROUND_CLIP, MAX_POOL = "relax.tvm_fusion.round_clip", "relax.nn.max_pool2d"
 

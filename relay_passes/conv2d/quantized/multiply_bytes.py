@@ -21,13 +21,13 @@ from ...core.expressions import Value
 from ...core.graph import Graph, function_graphs
 from ...core.pass_target import pass_target
 from ...op.conv2d import conv2d
+from ...op.elementwise import bounds_of, round_clip
 from ...op.quantized_conv2d import (
     MOST_PRODUCTS,
     QUANTIZED_CONV2D,
     fits_pairs,
     quantized_conv2d,
 )
-from ...op.round_clip import bounds_of, round_clip
 from ..conv_chain import read_convolution
 from .byte_epilogue import (
     fold_byte_activation,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of ``PackLayout``: one module for each family of ops that can stay packed.
 
-Imports ``op``; only ``layout`` may import it. Start with ``packing_state.py``, then ``norm.py``.
+Imports ``op``; only ``layout`` may import it. Start with ``packing_state.py``, then
+``channels.py``.
 
 ``RULES`` maps an op's name to the function that rewrites a call of it. A rule gets the scope and
 the binding, and returns the packed result, an expression that replaces the value, or None where
@@ -14,10 +15,6 @@ from .channels import CHANNEL_RULES
 from .convolution import CONVOLUTION_RULES
 from .elementwise import ELEMENTWISE_RULES
 from .image_ops import SPATIAL_RULES
-from .norm import NORM_RULES
 from .packing_state import Rule
-from .prelu import PRELU_RULES
 
-RULES: dict[str, Rule] = (
-    CONVOLUTION_RULES | ELEMENTWISE_RULES | NORM_RULES | PRELU_RULES | SPATIAL_RULES | CHANNEL_RULES
-)
+RULES: dict[str, Rule] = CONVOLUTION_RULES | ELEMENTWISE_RULES | SPATIAL_RULES | CHANNEL_RULES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed forms of concatenation, splitting and shuffling of channels."""
+"""Packed forms of concatenation, splitting, shuffling and layer norms of channels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from itertools import accumulate
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
-from relay_passes.op.channel_shuffle import channel_shuffle
-from relay_passes.op.channel_slice import channel_slice
-from relay_passes.op.pack import pack
 from schedules.workload.conv2d import ChannelBlocks
 
+from ...op.channels import channel_norm, channel_shuffle, channel_slice
+from ...op.pack import pack
 from .packing_state import Packed, Rule, Scope, channels_of
 
 
@@ -115,7 +114,25 @@ def _keeps_blocks(channels: Sequence[int], axis: int, blocks: ChannelBlocks) -> 
     return blocks.are_equal and all(count % blocks.most == 0 for count in channels[:-1])
 
 
+def pack_layer_norm(scope: Scope, binding: relax.VarBinding) -> Packed | None:
+    """Normalise a packed tensor over axis 1; other axes stay in NCHW."""
+    call = binding.value
+    data, attrs = scope.lookup(call.args[0]), call.attrs
+    if data is None or channels_of(call.args[0]) is None or not attrs.center or not attrs.scale:
+        return None
+    if [int(axis) % 4 for axis in attrs.axes] != [1] or str(binding.var.ty.dtype) != "float32":
+        return None
+    # The lanes past the last channel are multiplied by zero.
+    if not scope.is_safe(data.channels, data.bound) or not scope.is_worth_packing(binding):
+        return None
+    gamma, beta = (scope.parameter(vector, "bias") for vector in call.args[1:])
+    return Packed(
+        channel_norm(data.expr, gamma, beta, data.channels, float(attrs.epsilon)), data.channels
+    )
+
+
 CHANNEL_RULES: dict[str, Rule] = {
+    "relax.nn.layer_norm": pack_layer_norm,
     "relax.concat": pack_concat,
     "relax.split": pack_split,
     "relax.tvm_fusion.channel_shuffle": pack_shuffle,

@@ -8,10 +8,8 @@ from tvm.ir import GenericConst, Op
 
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
-from relay_passes.op.fused_conv2d import FUSED_CONV2D
 from relay_passes.op.pack import pack
 from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, fits_pairs, read_quantized
-from relay_passes.op.round_clip import BYTE
 from schedules.workload.conv2d import (
     BOUNDED,
     WORD_BYTES,
@@ -22,6 +20,8 @@ from schedules.workload.conv2d import (
     ConvLayer,
 )
 
+from ...op.conv2d import FUSED_CONV2D
+from ...op.elementwise import BYTE
 from .packing_state import Packed, Result, Rule, Scope, Takes, is_single_pixel
 from .weight_packing import weight_form
 

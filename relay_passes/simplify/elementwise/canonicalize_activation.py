@@ -24,7 +24,7 @@ from tvm import relax
 from ...core.constants import FLOATS, scaled, shifted, uniform
 from ...core.expressions import Value, op_name
 from ...core.graph import Graph
-from ...op.hardswish import hardswish
+from ...op.elementwise import hardswish
 from .canonicalize_clip import clip_of
 
 

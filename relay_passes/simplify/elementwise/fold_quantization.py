@@ -27,7 +27,7 @@ from tvm.ir import GenericConst
 from ...core.constants import array_of, numbers, tensor_constant, uniform
 from ...core.expressions import MOVES, Value, op_name
 from ...core.graph import Graph
-from ...op.round_clip import bounds_of, round_clip
+from ...op.elementwise import bounds_of, round_clip
 from .canonicalize_clip import clip_of
 
 QUANTIZED = ("int8", "uint8", "int16", "uint16")

@@ -17,7 +17,7 @@ from tvm import relax, tirx
 
 from ...core.expressions import Value
 from ...core.graph import Graph
-from ...op.channel_shuffle import channel_shuffle
+from ...op.channels import channel_shuffle
 
 _ORDER = [0, 2, 1, 3, 4]
 

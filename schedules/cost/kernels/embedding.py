@@ -5,6 +5,15 @@ B bags, T tables of E rows of width D, L lookups a bag; without data every row o
 likely. (Dissertation, section 4.3.2.1.1. The weights' traffic is that of L rows, where the print
 has one; and the hit rate is that of single rows, where the print has the chance that all L of a bag
 hit.)
+
+On a CPU PyTorch's lookups are predicted by how often a batch uses each row. Tables of a launch are
+looked up one after the other, and each has its own time. The least takes each byte from the level
+of the memory that holds it, if the caches keep the rows used most; trees correct it, trained on
+lookups of random tables that were measured (``examples/benchmarks/predict_lookups.py``). Backward
+is the gradient of the rows and their update by plain SGD, as of a sparse ``EmbeddingBag``: every
+thread reads all indices and updates the rows of its own equal part of the table, so that the thread
+whose rows are used most takes longest; and it reads gradients that the other threads have just
+written, at the machine's ``bandwidth.exchange``.
 """
 
 from __future__ import annotations
@@ -12,16 +21,177 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from schedules.errors import PredictionError
-
+from ...errors import PredictionError
 from ..kernel_call import KernelCall, element_bytes
-from ..machine import Machine
+from ..learned import find_model
+from ..machine import Machine, known_machines, load_machine
 from ..prediction import Prediction
-from ..table_lookups import TableLookups
-from .cpu_lookups import predict_cpu_lookups
+from ..table_lookups import TableLookups, missing_bytes
+
+LEVELS = ("L2", "L3", "memory")
+CACHES = ("L1", "L2", "L3")
+CALL = 4e-6
+"""Seconds of one table's call, about; the trees know better."""
+
+SCAN = 75
+"""Cycles in which a thread that updates rows reads an index, about."""
+
+EXCHANGES = 8
+"""Times of a copy between cores that rows read and written one by one take, about."""
+
+_INDEX_BYTES = 8
+_PAGE = 4096
+_BAG_SPREAD = 0.5, 3.0  # of CPUs on which no lookups were measured
+_LEAST = 1e-4  # share of bytes below which they do not count
+RANGES = ("bags", "rows", "width", "lookups")
+
+
+def base_seconds(table: TableLookups, machine: Machine, is_backward: bool) -> float:
+    """Least seconds of a table's lookups, by the level that holds each byte."""
+    levels = [float(table.count * table.row_bytes)]
+    levels += [missing_bytes([table], machine[f"capacity.{cache}"]) for cache in CACHES[1:]]
+    from_level = [levels[0] - levels[1], levels[1] - levels[2], levels[2]]
+    streamed = float(table.bags * table.row_bytes + _INDEX_BYTES * table.count)
+    scanned = 0.0
+    if is_backward:  # gradients of all lookups are written and read, the rows read and written
+        streamed += 2 * levels[0]
+        slowest = table.busiest(_threads(machine)) * _threads(machine)
+        from_level = [2 * size * slowest for size in from_level]
+        scanned = SCAN * table.count / machine["clock"]
+        scanned += EXCHANGES * levels[0] / _exchange(machine)
+    bandwidths = [machine[f"bandwidth.{level}"] for level in LEVELS]
+    seconds = sum(size / each for size, each in zip(from_level, bandwidths, strict=True))
+    return CALL + scanned + seconds + streamed / machine["bandwidth.L3"]
+
+
+def _exchange(machine: Machine) -> float:
+    """Bytes/s of what another core has just written; a single thread reads what it wrote itself.
+
+    Where a file of ``calibrate`` lacks it, that of its family, and if that is unknown, too, enough
+    for as much as a pass over L3.
+    """
+    known = machine.get("bandwidth.exchange", 0.0) or _family_exchange(machine.name)
+    if _threads(machine) == 1:
+        known = 0.0
+    return known or EXCHANGES * machine["bandwidth.L3"]
+
+
+@lru_cache(maxsize=16)
+def _family_exchange(name: str) -> float:
+    return load_machine(name).get("bandwidth.exchange", 0.0) if name in known_machines() else 0.0
+
+
+def _threads(machine: Machine) -> int:
+    return int(machine.get("multiprocessors", 1))
+
+
+def features(table: TableLookups, launch: Sequence[TableLookups], machine: Machine) -> np.ndarray:
+    """(features,) of a table in a launch: sizes, what each cache lacks, and uses by bins."""
+    return np.concatenate(
+        [size_features(table, launch, machine), reuse_features(table, launch, machine)]
+    )
+
+
+def size_features(
+    table: TableLookups, launch: Sequence[TableLookups], machine: Machine
+) -> np.ndarray:
+    """Features that need no data: sizes, and bytes over those of the caches."""
+    moved = sum(other.count * other.row_bytes for other in launch)
+    held = sum(other.bytes for other in launch)
+    own = table.count * table.row_bytes
+    sizes = [table.bags, table.rows, table.row_bytes, table.count, table.count / table.bags, own]
+    sizes += [table.bytes, table.bags * table.row_bytes, held, moved]
+    sizes += [table.bytes / machine[f"capacity.{cache}"] for cache in CACHES]
+    sizes += [_exchange(machine)]
+    return np.log2(np.maximum(np.array(sizes, np.float64), _LEAST))
+
+
+def reuse_features(
+    table: TableLookups, launch: Sequence[TableLookups], machine: Machine
+) -> np.ndarray:
+    """Features of the data: bytes that each cache lacks, distinct rows and pages, and the bins.
+
+    Others of the launch, looked up since the last batch, may have taken the caches.
+    """
+    used, uses = table.histogram
+    moved = max(float(table.count * table.row_bytes), 1.0)
+    distinct = float(used.sum() * table.row_bytes)
+    others = float(sum(other.histogram[0].sum() * other.row_bytes for other in launch))
+    pages = max(table.bytes / _PAGE, 1.0)
+    touched = -pages * np.expm1(-distinct / _PAGE / pages) if distinct < _PAGE * 1e6 else pages
+    lacking = [missing_bytes([table], machine[f"capacity.{cache}"]) / moved for cache in CACHES]
+    over = [size / machine[f"capacity.{cache}"] for size in (distinct, others) for cache in CACHES]
+    logs = np.log2(np.maximum([*lacking, distinct / moved, touched, *over], _LEAST))
+    return np.concatenate(
+        [logs, lacking, [table.busiest(_threads(machine))], uses / max(table.count, 1)]
+    )
+
+
+def sizes_of(table: TableLookups) -> np.ndarray:
+    """(ranges,): each of ``RANGES``."""
+    return np.array([table.bags, table.rows, table.width, table.count / table.bags])
+
+
+def predict_cpu_lookups(
+    tables: Sequence[TableLookups],
+    machine: Machine,
+    is_backward: bool,
+    beside: Sequence[TableLookups] = (),
+) -> Prediction:
+    """Predict lookups in some tables, one after the other.
+
+    Parameters
+    ----------
+    tables : sequence of TableLookups
+        Lookups.
+    machine : Machine
+        CPU.
+    is_backward : bool
+        Whether rows are updated.
+    beside : sequence of TableLookups, optional
+        Other lookups of the batch that pass through the same caches, such as those of other ranks.
+
+    Raises
+    ------
+    PredictionError
+        If the machine lacks a figure of its memories.
+    """
+    launch = (*tables, *beside)
+    each = [_predict_bags(table, launch, machine, is_backward) for table in tables]
+    slowest = max(each, key=lambda found: found.seconds)
+    seconds, low, high, roofline = (
+        sum(getattr(found, name) for found in each)
+        for name in ("seconds", "low", "high", "roofline_seconds")
+    )
+    in_range = all(found.in_range for found in each)
+    return Prediction(seconds, low, high, slowest.bound, roofline, slowest.model, in_range)
+
+
+def _predict_bags(
+    table: TableLookups, launch: Sequence[TableLookups], machine: Machine, is_backward: bool
+) -> Prediction:
+    base = base_seconds(table, machine, is_backward)
+    kernel = "lookup_backward" if is_backward else "lookup"
+    found = find_model(kernel, "float32", machine.name)
+    bound = "latency" if CALL > base / 2 else "memory"
+    if found is None or found[1].endswith("unseen"):
+        low, high = (base * end for end in _BAG_SPREAD)
+        return Prediction(base, low, high, bound, base - CALL, "lookup traffic", False)
+    model, name = found
+    seconds = base * float(np.exp(model.trees(features(table, launch, machine)[None]))[0])
+    sizes = sizes_of(table)
+    in_range = bool(((model.low <= sizes) & (sizes <= model.high)).all())
+    at = int(np.searchsorted(model.edges, base))
+    spread = 1.0 if in_range else 2.0
+    low, high = seconds * model.below[at] ** spread, seconds * model.above[at] ** spread
+    return Prediction(
+        seconds, float(low), float(high), bound, min(base - CALL, seconds), name, in_range
+    )
+
 
 _SECTOR = 32
 _ROWS_PER_BLOCK = 32

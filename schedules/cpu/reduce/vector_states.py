@@ -15,10 +15,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.index_math import i64
-from schedules.tir.nan_by_bits import nan_by_bits
 from schedules.workload.reduce import ReduceWorkload
 from schedules.workload.reduce_operator import State, combine, field_dtypes, identity
 
+from ...tir.keep_nan import nan_by_bits
 from ..core.tiles import Index
 
 REPEATABLE = ("min", "max", "and", "or", "argmin", "argmax")

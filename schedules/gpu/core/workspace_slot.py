@@ -14,7 +14,7 @@ has a slot.
 
 Who waits for about half a minute gives up: it notes that in the header, then goes on with anything,
 so that the kernel ends. Its outputs, and slots and tickets, are then worth nothing; the host sees
-the note and sets the workspace to zero (:mod:`tvm_fusion.runtime.workspaces`). Unless the header
+the note and sets the workspace to zero (:mod:`tvm_fusion.runtime.memory`). Unless the header
 says that the host looks for the note, the kernel ends in a trap instead, on CUDA, and with it
 all later ones of the process.
 

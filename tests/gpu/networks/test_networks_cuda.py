@@ -9,7 +9,7 @@ import pytest
 from cuda_text import count, opcodes, sass
 
 from examples.zoo import ZOO
-from tvm_fusion.codegen.device_code import cuda_texts
+from tvm_fusion.codegen.library_bin import cuda_texts
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.explain.explain_gpu import explain_kernels
 from tvm_fusion.compiler.launches import kernel_uses

@@ -28,8 +28,8 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.limits import chain_fits
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 from tests.selection import in_turns
-from tvm_fusion.codegen.device_code import cuda_texts
 from tvm_fusion.codegen.host_code import AfterSplit
+from tvm_fusion.codegen.library_bin import cuda_texts
 
 op = relax.op
 

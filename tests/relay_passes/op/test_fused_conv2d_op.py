@@ -16,8 +16,8 @@ from tvm.script import relax as R
 
 from relay_passes import op
 from relay_passes.layout.packed.weight_packing import pack_array, weight_form
+from relay_passes.op.conv2d import FUSED_CONV2D
 from relay_passes.op.conv_types import read_kernel
-from relay_passes.op.fused_conv2d import FUSED_CONV2D
 from schedules.errors import OpError
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json
 

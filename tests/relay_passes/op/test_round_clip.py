@@ -12,7 +12,7 @@ from tvm.script import relax as R
 
 import tvm_fusion.pipeline  # noqa: F401  registers it
 from relay_passes.op import round_clip
-from relay_passes.op.round_clip import bounds_of
+from relay_passes.op.elementwise import bounds_of
 from schedules.errors import OpError
 
 

@@ -16,7 +16,7 @@ from tvm.target import Target
 
 from relay_passes import LiftOutputs, LiftWeights
 from relay_passes.program.lift_outputs import sole_kernel
-from relay_passes.program.lift_weights import LEAST_BYTES, WEIGHTS
+from relay_passes.program.weights import LEAST_BYTES, WEIGHTS
 from tvm_fusion.compiler.pipeline import lower_to_vm
 
 op = relax.op

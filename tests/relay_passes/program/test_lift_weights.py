@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 from relay_passes import LiftWeights
-from relay_passes.program.lift_weights import LEAST_BYTES, WEIGHTS
+from relay_passes.program.weights import LEAST_BYTES, WEIGHTS
 from schedules.workload.workspace_layout import HEADER_WORDS, MARK
 
 

@@ -11,7 +11,7 @@ from tvm import relax
 
 import relay_passes
 from relay_passes import ShortenNames
-from relay_passes.program.shorten_names import LONGEST
+from relay_passes.program.share_kernels import LONGEST
 
 
 def chains() -> tvm.IRModule:
@@ -42,7 +42,7 @@ def chains() -> tvm.IRModule:
 def test_pass_has_the_name_of_its_file_and_is_exported() -> None:
     assert ShortenNames().info.name == "ShortenNames"
     assert relay_passes.ShortenNames is ShortenNames
-    assert ShortenNames.__module__ == "relay_passes.program.shorten_names"
+    assert ShortenNames.__module__ == "relay_passes.program.share_kernels"
 
 
 def test_long_names_are_cut_and_calls_follow() -> None:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from schedules.cost.json_file import read_json
+from schedules.cost.machine import read_json
 from schedules.errors import PredictionError
 
 

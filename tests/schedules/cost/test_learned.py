@@ -13,7 +13,7 @@ from schedules.cost.features import Limits, divisibility, limits, tile_features,
 from schedules.cost.kernel_call import KernelCall, element_bytes
 from schedules.cost.kernels.attention import ATTENTION
 from schedules.cost.kernels.conv2d import CONV2D
-from schedules.cost.kernels.cpu_lookups import RANGES
+from schedules.cost.kernels.embedding import RANGES
 from schedules.cost.kernels.gemm import GEMM, JOINT
 from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX
 from schedules.cost.learned import (

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.cost.kernels.cpu_lookups import EXCHANGES, base_seconds
-from schedules.cost.kernels.embedding import hit_rate_of, predict_lookups
+from schedules.cost.kernels.embedding import EXCHANGES, base_seconds, hit_rate_of, predict_lookups
 from schedules.cost.machine import Figure, load_machine
 from schedules.cost.table_lookups import BINS, TableLookups, missing_bytes
 from schedules.errors import PredictionError

@@ -11,7 +11,7 @@ import tvm
 from loop_nests import chain, random_arrays
 from tvm import s_tir
 
-from schedules.distribute.separate import separate_at
+from schedules.distribute.localize import separate_at
 from schedules.errors import OpError
 
 

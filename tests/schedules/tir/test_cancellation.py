@@ -10,7 +10,7 @@ import pytest
 from cpu.rule_cases import function, run, tensor
 from tvm import ir, te, tirx
 
-from schedules.tir.cancellation import keep_digits
+from schedules.tir.math_expressions import keep_digits
 from schedules.tir.vector_math import vectorize_math
 
 

@@ -33,7 +33,7 @@ from tvm_fusion.bench.profiler import (
     profile,
     profile_table,
 )
-from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import json_text
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidModelError, TargetError
 

@@ -27,7 +27,7 @@ from tvm_fusion.bench.race import (
     model_file,
     race,
 )
-from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import json_text
 from tvm_fusion.errors import EngineError, InvalidModelError
 
 

@@ -11,8 +11,8 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
+from tvm_fusion.bench.kernel_work import reason, useful_share
 from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits
-from tvm_fusion.bench.shortfall import reason, useful_share
 
 CPU = CPUInfo.from_target(Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}))
 LIMITS = MachineLimits(

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tvm_fusion.codegen import device_code
+from tvm_fusion.codegen import library_bin
 from tvm_fusion.codegen.nvrtc import MachineCode
 from tvm_fusion.errors import CompilationError
 
@@ -19,10 +19,10 @@ def test_texts_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         both.wait()
         return MachineCode(b"", f"Compiling entry function '{text}' for '{arch}'\nUsed 8 registers")
 
-    monkeypatch.setattr(device_code, "cuda_texts", lambda _: ["first", "second"])
-    monkeypatch.setattr(device_code, "compile_cuda", compile_cuda)
-    monkeypatch.setattr(device_code, "physical_cores", lambda: 2)
-    used = device_code.compile_kernels(None, "sm_90")
+    monkeypatch.setattr(library_bin, "cuda_texts", lambda _: ["first", "second"])
+    monkeypatch.setattr(library_bin, "compile_cuda", compile_cuda)
+    monkeypatch.setattr(library_bin, "physical_cores", lambda: 2)
+    used = library_bin.compile_kernels(None, "sm_90")
     assert list(used) == ["first", "second"] and used["second"].registers == 8
 
 
@@ -32,7 +32,7 @@ def test_an_error_in_one_text_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
             raise CompilationError(f"refused {text}")
         return MachineCode(b"", "")
 
-    monkeypatch.setattr(device_code, "cuda_texts", lambda _: ["first", "second", "third"])
-    monkeypatch.setattr(device_code, "compile_cuda", compile_cuda)
+    monkeypatch.setattr(library_bin, "cuda_texts", lambda _: ["first", "second", "third"])
+    monkeypatch.setattr(library_bin, "compile_cuda", compile_cuda)
     with pytest.raises(CompilationError, match="refused second"):
-        device_code.compile_kernels(None, "sm_90")
+        library_bin.compile_kernels(None, "sm_90")

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_fusion.codegen.device_code import machine_code_of
 from tvm_fusion.codegen.elf_object import ElfObject, Section, Symbol
-from tvm_fusion.codegen.library_bin import SYMBOL, packed, rewrite_modules
+from tvm_fusion.codegen.library_bin import SYMBOL, machine_code_of, packed, rewrite_modules
 from tvm_fusion.errors import ArtifactError
 
 Modules = list[tuple[str, bytes]]

@@ -12,6 +12,7 @@ from relax_models import dense
 
 from tvm_fusion.codegen import linker
 from tvm_fusion.codegen.elf_object import (
+    ARCHITECTURES,
     MACHINES,
     ElfObject,
     Relocation,
@@ -19,7 +20,6 @@ from tvm_fusion.codegen.elf_object import (
     Symbol,
     read_object,
 )
-from tvm_fusion.codegen.elf_relocations import ARCHITECTURES
 from tvm_fusion.codegen.linker import SharedLinker, link
 from tvm_fusion.errors import ArtifactError
 from tvm_fusion.machine.host import host_arch

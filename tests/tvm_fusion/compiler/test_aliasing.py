@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from tvm_fusion.compiler.aliasing import fresh_outputs
+from tvm_fusion.compiler.compile_model import fresh_outputs
 
 
 def legalized(mod: tvm.IRModule) -> tvm.IRModule:

@@ -17,7 +17,7 @@ from tvm import relax, te
 from tvm.ir.transform import PassContext
 from tvm.s_tir import dlight
 
-from tvm_fusion.codegen.device_code import compile_kernels, cuda_texts
+from tvm_fusion.codegen.library_bin import compile_kernels, cuda_texts
 from tvm_fusion.codegen.linker import SharedLinker
 from tvm_fusion.compiler import build_kernels, pipeline
 from tvm_fusion.compiler.targets.target import resolve

@@ -79,7 +79,7 @@ class TestPrograms:
     def test_examples_and_random_floats(self) -> None:
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
         pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not installed")
-        from tvm_fusion.torch.tensors import reference
+        from tvm_fusion.torch.lowering import reference
 
         class Looked(torch.nn.Module):
             def forward(self, x: Any, at: Any, *, scale: float = 2) -> dict[str, Any]:

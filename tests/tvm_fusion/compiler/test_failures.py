@@ -102,7 +102,7 @@ def test_a_pass_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_of_kernels_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relay_passes.program.apply_rules.schedule_function", _failing)
+    monkeypatch.setattr("relay_passes.program.lowering.schedule_function", _failing)
     with pytest.raises(OpError, match="it comes from node .*_"):
         tvm_fusion.compile(named_model(), "cuda -arch=sm_80", threads=1)
 

@@ -11,7 +11,7 @@ from tvm import s_tir, te, tirx
 from tvm.ir.transform import PassContext
 from tvm.script import tirx as T
 
-from tvm_fusion.compiler.gpu_lowering import NAME
+from tvm_fusion.compiler.build_kernels import GPU_LOWERING
 from tvm_fusion.compiler.targets.target import resolve
 
 TARGET = resolve("cuda -arch=sm_80")
@@ -55,20 +55,22 @@ def cuda_text(pipeline: str, *functions: tirx.PrimFunc, **context: Any) -> str:
 
 def test_a_written_kernel_keeps_its_buffers() -> None:
     assert "held_ptr[4]" in cuda_text("default", written)
-    assert "held_ptr[8]" in cuda_text(NAME, written)
+    assert "held_ptr[8]" in cuda_text(GPU_LOWERING, written)
 
 
 def test_a_scheduled_kernel_is_compacted() -> None:
-    both = cuda_text(NAME, written, scheduled())
+    both = cuda_text(GPU_LOWERING, written, scheduled())
     assert "held_shared_ptr[32]" in both and "held_ptr[8]" in both
-    assert cuda_text(NAME, scheduled()) == cuda_text("default", scheduled())
+    assert cuda_text(GPU_LOWERING, scheduled()) == cuda_text("default", scheduled())
 
 
 def test_the_context_holds_for_both() -> None:
     disabled = ["tirx.StorageRewrite", "s_tir.MergeSharedMemoryAllocations"]
-    text = cuda_text(NAME, written, scheduled(), disabled_pass=["s_tir.CompactBufferAllocation"])
+    text = cuda_text(
+        GPU_LOWERING, written, scheduled(), disabled_pass=["s_tir.CompactBufferAllocation"]
+    )
     assert "held_shared_ptr[64]" in text and "held_ptr[8]" in text
-    assert cuda_text(NAME, scheduled(), disabled_pass=disabled) == cuda_text(
+    assert cuda_text(GPU_LOWERING, scheduled(), disabled_pass=disabled) == cuda_text(
         "default", scheduled(), disabled_pass=disabled
     )
 
@@ -82,5 +84,5 @@ def test_instruments_see_the_whole_module() -> None:
             if info.name == "s_tir.CompactBufferAllocation":
                 seen.append(len(mod.functions))
 
-    cuda_text(NAME, written, scheduled(), instruments=[Sizes()])
+    cuda_text(GPU_LOWERING, written, scheduled(), instruments=[Sizes()])
     assert seen == [2]

@@ -27,12 +27,11 @@ from tvm.script import tirx as T
 
 import tvm_fusion
 from relay_passes.conv2d.fusion_report import read_report
-from relay_passes.program import lift_weights
+from relay_passes.program import weights as weight_passes
 from schedules import gpu
 from schedules.schedule_rule import RULE
 from tvm_fusion.codegen import nvrtc
-from tvm_fusion.codegen.device_code import compile_kernels, cuda_texts
-from tvm_fusion.codegen.library_bin import packed
+from tvm_fusion.codegen.library_bin import compile_kernels, cuda_texts, packed
 from tvm_fusion.compiler import compile_model, gpu_phases, pipeline
 from tvm_fusion.compiler.launches import kernel_uses, launches
 from tvm_fusion.compiler.pipeline import Options
@@ -42,7 +41,7 @@ from tvm_fusion.machine.host import host_arch
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.runtime import artifact, compiled_model
 from tvm_fusion.runtime.compiled_model import CompiledModel
-from tvm_fusion.runtime.device import DeviceNeeds
+from tvm_fusion.runtime.gpu_device import DeviceNeeds
 
 CUDA, OPENCL = "cuda -arch=sm_90", "opencl"
 MODELS: dict[str, Callable[..., onnx.ModelProto]] = {
@@ -261,7 +260,7 @@ def test_kernels_between_the_first_and_the_last_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the weights as arguments; what is captured launches kernels and allocates nothing."""
-    monkeypatch.setattr(lift_weights, "LEAST_BYTES", 0)
+    monkeypatch.setattr(weight_passes, "LEAST_BYTES", 0)
     target = resolve(CUDA)
     mod = pipeline.optimize(import_onnx(attention()).mod, target)
     with target:
@@ -277,7 +276,7 @@ def test_kernels_between_the_first_and_the_last_are_captured(
     assert not any(_allocations(lowered[name].body) for name in names)
     assert "run_or_capture" in lowered["main"].script()
     assert not any(map(_constants, captured))
-    weights = len(lowered.attrs[lift_weights.WEIGHTS])
+    weights = len(lowered.attrs[weight_passes.WEIGHTS])
     assert weights == len(lowered["main"].params) - int(lowered["main"].attrs["num_input"]) > 0
 
 

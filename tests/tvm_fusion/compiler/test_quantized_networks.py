@@ -26,7 +26,7 @@ import tvm_fusion
 from relay_passes import FuseEpilogue, MultiplyBytes, SimplifyInference
 from schedules.cpu.core.machine import CPUInfo, described
 from schedules.workload.conv2d import from_json
-from tvm_fusion.codegen.device_code import cuda_texts
+from tvm_fusion.codegen.library_bin import cuda_texts
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options

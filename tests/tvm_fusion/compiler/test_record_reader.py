@@ -21,8 +21,13 @@ from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.schedule_rule import schedule_function
 from schedules.tuning.records import LONGEST_LINE, RECORD, Record, Records, parse_record
 from schedules.workload.conv2d import ConvLayer, to_json
-from tvm_fusion.compiler.record_reader import load_records, read_lines, read_records, record_files
-from tvm_fusion.compiler.tuned import choose_records
+from tvm_fusion.compiler.record_reader import (
+    choose_records,
+    load_records,
+    read_lines,
+    read_records,
+    record_files,
+)
 from tvm_fusion.errors import RecordWarning, TuningError
 
 MACHINE = CPUInfo.from_target(TARGET)

@@ -41,7 +41,7 @@ from examples.benchmarks.gpu.with_tvm import relax_build, variants
 from examples.benchmarks.reduction_cases import Case, Reduction, all_cases, select
 from schedules.workload.reduce import OPERATORS
 from tests.selection import one_test
-from tvm_fusion.cli.json_text import json_text
+from tvm_fusion.cli.output import json_text
 from tvm_fusion.errors import EngineError
 
 CASES = {case.name: case for case in all_cases()}

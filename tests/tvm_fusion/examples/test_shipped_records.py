@@ -11,7 +11,7 @@ from small_onnx import dense_model, reductions_model
 
 from examples.benchmarks import shipped_records
 from schedules.tuning.records import Record
-from tvm_fusion.compiler import tuned
+from tvm_fusion.compiler import record_reader
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.tuning.tasks import extract_tasks
@@ -28,7 +28,7 @@ def _shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template, knobs = task.settings[1]
     record = Record.of_key(task.key, template, knobs, (2e-5, 1e-5), trials=8)
     (tmp_path / f"{host_cpu()}.jsonl").write_text(record.to_line() + "\n")
-    monkeypatch.setattr(tuned, "SHIPPED", tmp_path)
+    monkeypatch.setattr(record_reader, "SHIPPED", tmp_path)
 
 
 @pytest.mark.slow

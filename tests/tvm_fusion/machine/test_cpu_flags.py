@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tvm_fusion.compiler.targets.target import required_features, resolve
 from tvm_fusion.machine import host
-from tvm_fusion.machine.cpu_flags import flagged_features
+from tvm_fusion.machine.host import flagged_features
 
 
 def test_flags_have_the_names_that_llvm_gives_them(tmp_path: Path) -> None:

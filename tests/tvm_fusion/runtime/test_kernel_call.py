@@ -18,8 +18,8 @@ from tvm import relax
 
 from tvm_fusion.errors import ArtifactError, InvalidInputError
 from tvm_fusion.runtime.compiled_model import CompiledModel, load
+from tvm_fusion.runtime.fast_call import OutputPool, SoleKernelCall
 from tvm_fusion.runtime.host_arrays import aligned_empty
-from tvm_fusion.runtime.kernel_call import OutputPool, SoleKernelCall
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 
 op = relax.op

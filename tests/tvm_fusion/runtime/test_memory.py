@@ -18,7 +18,7 @@ from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError
 from tvm_fusion.runtime import artifact, compiled_model
 from tvm_fusion.runtime.compiled_model import CompiledModel, load
-from tvm_fusion.runtime.device import DeviceNeeds
+from tvm_fusion.runtime.gpu_device import DeviceNeeds
 from tvm_fusion.runtime.memory import DeviceMemory, own_tensors
 from tvm_fusion.runtime.tensor_spec import TensorSpec
 

@@ -17,10 +17,10 @@ import tvm_fusion
 from schedules.workload.workspace_layout import FAILED, HEADER_WORDS, WATCHED, is_workspace
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TargetError
-from tvm_fusion.runtime import artifact, compiled_model, workspaces
+from tvm_fusion.runtime import artifact, compiled_model, memory
 from tvm_fusion.runtime.compiled_model import CompiledModel
-from tvm_fusion.runtime.device import DeviceNeeds
-from tvm_fusion.runtime.workspaces import Workspaces
+from tvm_fusion.runtime.gpu_device import DeviceNeeds
+from tvm_fusion.runtime.memory import Workspaces
 
 NEEDS = DeviceNeeds("opencl", "", 256, 16384)
 X = np.random.default_rng(7).standard_normal((4, 8), dtype=np.float32)
@@ -36,7 +36,7 @@ def model(monkeypatch: pytest.MonkeyPatch, workspace: tvm.runtime.Tensor) -> Com
     """One that believes to be on a GPU and to have launched kernels long ago, which then failed."""
     monkeypatch.setattr(compiled_model, "device_of", lambda kind: tvm_ffi.device("cpu", 0))
     monkeypatch.setattr(artifact, "check_device", lambda needs: None)
-    monkeypatch.setattr(workspaces, "_SECONDS", -1.0)
+    monkeypatch.setattr(memory, "_SECONDS", -1.0)
     compiled = dense()
     about = replace(compiled._about, device=NEEDS, target=str(resolve("opencl")))
     found = CompiledModel(compiled._executable, about, 1, compiled._weights)
@@ -76,8 +76,8 @@ def test_quick_calls_have_not_failed(
     model: CompiledModel, workspace: tvm.runtime.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of the device is not read after each of them."""
-    monkeypatch.setattr(workspaces, "_SECONDS", 1e9)
-    monkeypatch.setattr(workspaces, "download", None)
+    monkeypatch.setattr(memory, "_SECONDS", 1e9)
+    monkeypatch.setattr(memory, "download", None)
     assert_dense(model(X), X)
     assert workspace.numpy()[FAILED]
 

@@ -9,9 +9,8 @@ import pytest
 
 from schedules import cpu, gpu
 from schedules.tuning.records import Record, Records
-from tvm_fusion.compiler.record_reader import read_lines
+from tvm_fusion.compiler.record_reader import SHIPPED, choose_records, read_lines
 from tvm_fusion.compiler.targets.target import resolve
-from tvm_fusion.compiler.tuned import SHIPPED, choose_records
 from tvm_fusion.errors import TuningError
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.tuning.record_files import verify

@@ -69,7 +69,7 @@ def explain_command(
         unused = ["records", "machine", "precision", "reproducible"]
         refuse_given(unused, "it does not change how rows are distributed")
         from ...distributed.network.compile_network import explain_network
-        from ...distributed.network.explain_network import segments_table
+        from ...distributed.network.model import segments_table
         from ...distributed.network_figures import read_figures
 
         kept = {name: options[name] for name in ("target", "shapes", "fuse", "winograd")}

@@ -47,7 +47,7 @@ def list_command(path: Path, as_json: bool) -> None:
 
 def _workload_text(record: Any) -> str:
     """A workload in a few words; that of an unknown template as it is."""
-    from ...compiler.tuned import SPACES
+    from ...compiler.record_reader import SPACES
     from ...errors import OpError
 
     template = SPACES.get(record.template)

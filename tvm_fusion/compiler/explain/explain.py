@@ -19,9 +19,32 @@ from ...onnx.frontend import import_onnx
 from .. import pipeline
 from ..launches import kernel_uses
 from ..precision import chosen_precision, faster_precision
+from ..record_reader import choose_records
 from ..targets.target import resolve
-from ..tuned import choose_records
-from .explain_slow import with_slow_kernels
+
+
+def with_slow_kernels(table: Table, functions: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return ``table`` and, below it, one with a row for each function that has a ``slow``.
+
+    Parameters
+    ----------
+    table : Table
+        What comes first.
+    functions : Sequence[Mapping]
+        With ``name``, ``rule``, ``calls`` and ``slow``, as
+        :class:`tvm_fusion.compiler.launches.KernelUse` has them.
+    """
+    slow = [use for use in functions if use["slow"]]
+    if not slow:
+        return table
+    below = Table(title="kernels likely to be slow")
+    for heading in ("function", "rule"):
+        below.add_column(heading)
+    below.add_column("calls", justify="right")
+    below.add_column("why")
+    for use in slow:
+        below.add_row(use["name"], use["rule"], str(use["calls"]), use["slow"])
+    return Group(table, below)
 
 
 def explain(

@@ -18,15 +18,14 @@ from relay_passes.reduction.report import read_reduction_report
 from schedules.cost.decisions import recorded
 from schedules.cost.machine import load_machine
 
-from ...codegen.device_code import compile_kernels
+from ...codegen.library_bin import compile_kernels
 from ...errors import TargetError
 from ...onnx.frontend import import_onnx
 from .. import pipeline
 from ..gpu_phases import stock_phases
 from ..launches import kernel_uses
 from ..targets.target import is_gpu, resolve
-from .explain import decisions_table
-from .explain_slow import with_slow_kernels
+from .explain import decisions_table, with_slow_kernels
 
 
 def explain_kernels(

@@ -13,7 +13,7 @@ from schedules.cost.machine import Machine
 from schedules.gpu.core.machine import GPUInfo
 
 from ...errors import TargetError
-from ...runtime.device import DeviceInfo, find_device
+from ...runtime.gpu_device import DeviceInfo, find_device
 from .target_names import unknown_name
 
 GPU_KINDS = ("cuda", "opencl")

@@ -14,6 +14,8 @@ from schedules.cost.machine import Machine
 
 from ...errors import TargetError
 from ...machine.host import (
+    CROSS_TRIPLES,
+    arch_of_triple,
     canonical_arch,
     host_arch,
     host_cpu,
@@ -21,8 +23,7 @@ from ...machine.host import (
     physical_cores,
     probe_features,
 )
-from ...machine.triples import CROSS_TRIPLES, arch_of_triple
-from ...runtime.device import DeviceNeeds
+from ...runtime.gpu_device import DeviceNeeds
 from .gpu_target import GPU_KINDS, refuse_other_kind, spell_out_gpu, take_machine
 from .target_names import (
     BASELINE,

@@ -14,8 +14,7 @@ from functools import lru_cache
 from tvm.target import Target, codegen
 
 from ...errors import TargetError
-from ...machine.host import canonical_arch, host_arch, probe_features
-from ...machine.triples import CROSS_TRIPLES
+from ...machine.host import CROSS_TRIPLES, canonical_arch, host_arch, probe_features
 
 BASELINE = {"x86_64": "x86-64", "aarch64": "generic"}
 

@@ -17,8 +17,8 @@ from tvm.target import Target
 from schedules.cost.machine import Machine, load_machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Processor
-from schedules.distribute.device.split import Accelerator
 from schedules.distribute.partition import is_count
+from schedules.distribute.split import Accelerator
 
 from ...compiler.targets.target import is_gpu, resolve
 from ...errors import InvalidInputError, TargetError

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tvm import s_tir, tirx
 
-from schedules.distribute.device.split import MeasuredRows, MeasuredSplit, split_rows
 from schedules.distribute.distribute import distribute
+from schedules.distribute.split import MeasuredRows, MeasuredSplit, split_rows
 
 from ...errors import InvalidInputError
 from .device import Device

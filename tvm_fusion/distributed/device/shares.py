@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from schedules.distribute.cost import Processor
-from schedules.distribute.device.kept_rows import kept_rows
-from schedules.distribute.device.operation_sequence import (
+from schedules.distribute.distribute import Distribution
+from schedules.distribute.exchange import Region, region_size
+from schedules.distribute.localize import localize, scalar_arguments
+from schedules.distribute.operation_sequence import (
     OperationSequence,
     operation_sequence,
     own_regions,
     rows_in_place,
 )
-from schedules.distribute.device.split import (
+from schedules.distribute.split import (
     MeasuredSplit,
     SecondsOfRows,
     check_split,
     choose_chunks,
     cpu_seconds,
     device_seconds,
+    kept_rows,
     predicted_seconds,
     split_rows,
 )
-from schedules.distribute.distribute import Distribution
-from schedules.distribute.exchange import Region, region_size
-from schedules.distribute.localize import localize, scalar_arguments
 
 from ...errors import OpError
 from .device import ResolvedDevice

@@ -18,20 +18,18 @@ from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from relay_passes.distribute.compile_exchanges import CompileExchanges
-from relay_passes.distribute.distribute_rows import PLAN, DistributeRows
+from relay_passes.distribute.distribute_rows import PLAN, DistributeRows, SeparatePairs
 from relay_passes.distribute.exchange_in_place import ExchangeInPlace
 from relay_passes.distribute.row_stages import read_stages
-from relay_passes.distribute.separate_pairs import SeparatePairs
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import Segment, plan_from_json
-from schedules.distribute.rows.row_cost import choose_exchanges, row_cost
+from schedules.distribute.rows.row_cost import choose_exchanges, row_cost, segments
 from schedules.distribute.rows.row_plan import NetworkStage
-from schedules.distribute.rows.row_segments import segments
 
 from ...compiler import pipeline
 from ...compiler.compile_model import Progress, announcer, describe, import_model
+from ...compiler.record_reader import choose_records
 from ...compiler.targets.target import is_gpu, resolve
-from ...compiler.tuned import choose_records
 from ...errors import InvalidInputError, TargetError
 from ...machine.host import physical_cores
 from ..network_figures import check_figures

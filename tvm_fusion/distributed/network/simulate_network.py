@@ -8,8 +8,7 @@ from typing import Literal
 
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.row_cost import RowCost, choose_exchanges, row_cost
-from schedules.distribute.rows.row_plan import NetworkStage, RowPlacement
-from schedules.distribute.rows.row_scaling import heighten
+from schedules.distribute.rows.row_plan import NetworkStage, RowPlacement, heighten
 
 from ..simulate import RANKS, Scaling, ScalingPoint, check_ranks, scaling_of
 

@@ -10,12 +10,11 @@ from typing import Any
 from schedules.cost import registry
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.gpu_kernels import HIGH, LOW, REDUCE, has_latencies
-from schedules.cost.kernels.roofline import roofline
 from schedules.cost.machine import Machine
-from schedules.cost.prediction import Prediction
+from schedules.cost.prediction import Prediction, roofline
 
 from ...compiler import pipeline
-from ...compiler.tuned import choose_records
+from ...compiler.record_reader import choose_records
 from ...errors import InvalidModelError, PredictionError
 from ...onnx.frontend import ImportedModel, import_onnx
 from ...runtime.tensor_spec import refuse_open_shapes

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from schedules.cost.json_file import read_json
+from schedules.cost.machine import read_json
 
 from ...errors import PredictionError
 from ...written_aside import written_aside

@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tvm_fusion.cli.json_text import json_text
-from tvm_fusion.cli.output import FILE_WIDTH
+from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TargetError
 

@@ -13,7 +13,7 @@ from tvm.relax.utils import copy_with_new_vars
 
 from relay_passes.layout.pack_layout import PackLayout
 from relay_passes.op import channel_shuffle, conv2d
-from relay_passes.op.hardswish import hardswish
+from relay_passes.op.elementwise import hardswish
 
 nn, op = relax.op.nn, relax.op
 RNG = np.random.default_rng(7)

@@ -22,8 +22,8 @@ from loop_nests import (
 )
 from tvm import te, tirx
 
-from schedules.distribute.device.operation_sequence import operation_sequence, sequence_seconds
 from schedules.distribute.loop_nest import read_loop_nest
+from schedules.distribute.operation_sequence import operation_sequence, sequence_seconds
 from schedules.errors import OpError
 
 CHUNKED = ("blur", "with_zeros", "upsample", "matmul", "flip")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from loop_nests import blur, matmul
 
 from schedules.distribute.cost import Processor, work_of
-from schedules.distribute.device.operation_sequence import operation_sequence
-from schedules.distribute.device.split import (
+from schedules.distribute.loop_nest import read_loop_nest
+from schedules.distribute.operation_sequence import operation_sequence
+from schedules.distribute.split import (
     Accelerator,
     MeasuredRows,
     SecondsOfRows,
@@ -24,7 +25,6 @@ from schedules.distribute.device.split import (
     predicted_seconds,
     split_rows,
 )
-from schedules.distribute.loop_nest import read_loop_nest
 from schedules.errors import OpError
 
 FLOATS = {"A": 4, "by": 4, "B": 4, "C": 4}

@@ -20,6 +20,7 @@ from schedules.distribute.rows.row_cost import (
     PYTHON_SECONDS,
     choose_exchanges,
     row_cost,
+    segments,
 )
 from schedules.distribute.rows.row_plan import (
     Enlargement,
@@ -27,11 +28,10 @@ from schedules.distribute.rows.row_plan import (
     RowPlacement,
     RowWindow,
     StageOperand,
+    heighten,
     place,
     transfers,
 )
-from schedules.distribute.rows.row_scaling import heighten
-from schedules.distribute.rows.row_segments import segments
 from schedules.errors import OpError
 
 PROCESSOR = Processor(rate=1e9, bandwidth=1e10)

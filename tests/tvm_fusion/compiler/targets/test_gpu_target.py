@@ -23,7 +23,7 @@ from tvm_fusion.compiler.targets.target import (
 )
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine import host
-from tvm_fusion.runtime.device import DeviceInfo, DeviceNeeds
+from tvm_fusion.runtime.gpu_device import DeviceInfo, DeviceNeeds
 
 H100 = DeviceInfo("cuda", "H100 PCIe", "sm_90", 1024, 49152, 114)
 """A GPU that is not the largest of its architecture."""

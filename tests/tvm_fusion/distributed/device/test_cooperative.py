@@ -17,7 +17,7 @@ from opencl import opencl_context
 from tvm import s_tir
 
 from schedules.distribute.cost import Processor
-from schedules.distribute.device.split import Accelerator, MeasuredRows, MeasuredSplit
+from schedules.distribute.split import Accelerator, MeasuredRows, MeasuredSplit
 from schedules.distribute.transfer import Mode, send_recv
 from tvm_fusion import distributed
 from tvm_fusion.codegen.host_code import Launch

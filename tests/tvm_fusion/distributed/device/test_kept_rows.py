@@ -19,7 +19,7 @@ from tvm import te, tirx
 
 from examples.stencils import function, image, wave2d
 from schedules.distribute.cost import Processor
-from schedules.distribute.device.split import Accelerator
+from schedules.distribute.split import Accelerator
 from schedules.distribute.time_skewing import skew_of
 from schedules.distribute.transfer import send_recv
 from tvm_fusion.distributed import Device, compile, measure_split, program

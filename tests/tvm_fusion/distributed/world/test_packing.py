@@ -12,8 +12,7 @@ import pytest
 from mpi_ranks import needs_mpi, run_ranks
 
 from schedules.cost.machine import Figure, Machine
-from tvm_fusion.distributed.calibrate import write_machine
-from tvm_fusion.distributed.parcel_times import parcel_shapes
+from tvm_fusion.distributed.calibrate import parcel_shapes, write_machine
 from tvm_fusion.distributed.world.packing import (
     LONG_REGION,
     LONG_SEGMENT,

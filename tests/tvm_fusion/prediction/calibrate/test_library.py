@@ -9,7 +9,7 @@ import pytest
 
 from schedules.cost import registry
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_library import family, terms
+from schedules.cost.kernels.cpu_kernels import family, terms
 from schedules.cost.machine import Figure, load_machine
 from tvm_fusion.prediction.calibrate.calibration import all_cases, library_figures
 from tvm_fusion.prediction.calibrate.library_cases import LibraryCase, library_cases

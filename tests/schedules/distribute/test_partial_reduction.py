@@ -16,9 +16,9 @@ from tvm.script import tirx as T
 from examples.stencils import function, image
 from schedules.distribute.cost import Network, Work, combining
 from schedules.distribute.distribute import distribute
-from schedules.distribute.reduction.gather import Gather
-from schedules.distribute.reduction.partial_reduction import partial_reduction
-from schedules.distribute.separate import separate_at
+from schedules.distribute.exchange import Gather
+from schedules.distribute.localize import separate_at
+from schedules.distribute.partial_reduction import partial_reduction
 from schedules.errors import OpError
 
 

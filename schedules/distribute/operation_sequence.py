@@ -10,7 +10,7 @@ There are three sequences, each in order: copies in, kernels, copies out. Events
 
 So the copies of one chunk run beside the kernel of another, and the memory that the device needs
 does not grow with the number of rows. Rows that are computed again and again may stay on the device
-instead (``kept_rows.py``), and a device that shares the host's memory copies nothing.
+instead (``split.py``), and a device that shares the host's memory copies nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 from tvm import tirx
 
-from ...errors import OpError
-from ..exchange import Region, region_size
-from ..loop_nest import LoopNest, shape_of
-from ..partition import balanced
-from ..regions import regions_computed
+from ..errors import OpError
+from .exchange import Region, region_size
+from .loop_nest import LoopNest, shape_of
+from .partition import balanced
+from .regions import regions_computed
 
 
 @dataclass(frozen=True)

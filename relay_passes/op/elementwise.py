@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops on single elements: an activation, the rounding of quantised tensors, keys for sorting."""
+
+from __future__ import annotations
+
+from tvm import relax, te, tirx, topi
+
+from schedules.compute.conv2d import activate, activate_to_bytes
+from schedules.errors import OpError
+from schedules.workload.conv2d import Activation
+
+from .register import float_tensor_type, is_typed, register_op
+
+
+def hardswish(data: relax.Expr) -> relax.Call:
+    """Apply ``x * clip(x + 3, 0, 6) / 6``, the activation of MobileNet-V3, to every element.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        A tensor of a floating-point type.
+
+    Returns
+    -------
+    relax.Call
+        A tensor of the same type and shape.
+    """
+    call = relax.Call(_HARDSWISH, [data])
+    if is_typed(data):
+        float_tensor_type(call)
+    return call
+
+
+def _hardswish(data: te.Tensor) -> te.Tensor:
+    activation = Activation("hardswish")
+    return te.compute(
+        data.shape, lambda *index: activate(data(*index), activation, data.dtype), name="hardswish"
+    )
+
+
+def _legalize_hardswish(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    return builder.call_te(_hardswish, call.args[0], primfunc_name_hint="hardswish")
+
+
+_HARDSWISH = register_op(
+    "relax.tvm_fusion.hardswish",
+    "x * clip(x + 3, 0, 6) / 6.",
+    float_tensor_type,
+    _legalize_hardswish,
+)
+
+
+BYTE = 255
+"""Largest difference of numbers that bytes stand for."""
+
+
+def round_clip(
+    data: relax.Expr, low: float, high: float, out_dtype: str | None = None
+) -> relax.Call:
+    """Round every element, and bound it.
+
+    ::
+
+        round_clip(x, low, high) = min(max(round(x), low), high)        any shape, any float type
+        round_clip(x, low, high, "uint8") = min(max(round(x), low), high) - low, as bytes
+
+    Halves are rounded to even. NaN stays NaN as part of a convolution, and on CPUs; as a byte it
+    is 0.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        A tensor of a floating-point type.
+    low, high : float
+        Whole numbers, ``low <= high``.
+    out_dtype : str | None
+        ``uint8`` for the differences from ``low``, of which the largest is 255; the type of
+        ``data`` if None.
+
+    Returns
+    -------
+    relax.Call
+        A tensor of the same shape.
+
+    Raises
+    ------
+    OpError
+        If ``data`` is no tensor of floats, the bounds are the wrong way round, or bytes cannot
+        hold the differences.
+    """
+    bounds = Activation("round_clip", float(low), float(high))
+    attrs: dict[str, float | str] = {"low": bounds.low, "high": bounds.high}
+    if out_dtype is not None:
+        check_bytes(bounds, out_dtype, "round_clip")
+        attrs["out_dtype"] = out_dtype
+    call = relax.Call(_ROUND_CLIP, [data], attrs)
+    if is_typed(data):
+        _infer_round_clip(call)
+    return call
+
+
+def check_bytes(activation: Activation, out_dtype: str, op: str) -> None:
+    """Reject an output of bytes that do not hold the numbers of its activation."""
+    span = activation.high - activation.low
+    if out_dtype != "uint8" or activation.kind != "round_clip" or span > BYTE:
+        raise OpError(
+            f"{op}: out_dtype is {out_dtype!r} after {activation}; expected 'uint8' after a "
+            f"round_clip whose bounds are at most {BYTE} apart"
+        )
+
+
+def in_bytes(call: relax.Call) -> bool:
+    """Return whether a call gives bytes."""
+    return "out_dtype" in call.attrs.keys()
+
+
+def bounds_of(call: relax.Call) -> tuple[float, float]:
+    """Return the bounds of a call."""
+    return float(call.attrs["low"]), float(call.attrs["high"])
+
+
+def _infer_round_clip(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:
+    ty = float_tensor_type(call)
+    return relax.TensorType(ty.shape, "uint8", ty.vdevice) if in_bytes(call) else ty
+
+
+def _legalize_round_clip(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    low, high = bounds_of(call)
+
+    def rounded(data: te.Tensor) -> te.Tensor:
+        if in_bytes(call):
+            bounds = Activation("round_clip", low, high)
+            return te.compute(
+                data.shape, lambda *index: activate_to_bytes(data(*index), bounds, data.dtype)
+            )
+        # Extremes name their operand once, where choices would double it at each of a chain.
+        return topi.clip(te.compute(data.shape, lambda *index: tirx.round(data(*index))), low, high)
+
+    return builder.call_te(rounded, call.args[0], primfunc_name_hint="round_clip")
+
+
+_ROUND_CLIP = register_op(
+    "relax.tvm_fusion.round_clip",
+    "min(max(round(x), low), high).",
+    _infer_round_clip,
+    _legalize_round_clip,
+)
+
+
+def sort_key(data: relax.Expr) -> relax.Call:
+    """Return the keys of a tensor's elements.
+
+    ::
+
+        sort_key(x) = b if b >= 0 else b ^ 0x7fffffff      b being the bits of a float
+        sort_key(x) = x ^ 0x80000000                       of integers without sign
+
+    ``b`` being the bits of a float. Both zeros have one key, and NaN the largest, as numpy and
+    PyTorch sort them: kernels that compare floats would lose elements beside NaN. The key has 32
+    bits, or 64 of types with so many.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        Numbers or bools, any shape.
+
+    Returns
+    -------
+    relax.Call
+        The same shape; int64 of types of 64 bits, else int32.
+    """
+    call = relax.Call(_SORT_KEY, [data])
+    if is_typed(data):
+        _infer_sort_key(call)
+    return call
+
+
+def _infer_sort_key(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:
+    ty = call.args[0].ty
+    if not isinstance(ty, relax.TensorType) or ty.dtype is None:
+        raise OpError(f"{call.op.name}: data is {ty}; expected a tensor of a known type")
+    dtype = _key_type(str(ty.dtype))
+    if ty.shape is None:
+        return relax.TensorType(None, dtype, ty.vdevice, ty.ndim)
+    return relax.TensorType(ty.shape, dtype, ty.vdevice)
+
+
+def _key_type(dtype: str) -> str:
+    return "int64" if dtype.endswith("64") else "int32"
+
+
+def _key(value: tirx.Expr, dtype: str) -> tirx.Expr:
+    key = _key_type(dtype)
+    most, least = tirx.max_value(key), tirx.min_value(key)
+    if dtype in ("uint32", "uint64"):
+        return tirx.reinterpret(key, value) ^ least
+    if "float" not in dtype:
+        return value.astype(key)
+    if not dtype.endswith("64"):
+        value = value.astype("float32")
+    bits = tirx.reinterpret(key, value)
+    ordered = tirx.Select(bits < tirx.const(0, key), bits ^ most, bits)
+    is_zero = value == tirx.const(0.0, value.ty.dtype)
+    ordered = tirx.Select(is_zero, tirx.const(0, key), ordered)
+    return tirx.Select(tirx.isnan(value), most, ordered)
+
+
+def _legalize_sort_key(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    def keys(data: te.Tensor) -> te.Tensor:
+        dtype = str(data.dtype)
+        return te.compute(data.shape, lambda *index: _key(data(*index), dtype), name="sort_key")
+
+    return builder.call_te(keys, call.args[0], primfunc_name_hint="sort_key")
+
+
+_SORT_KEY = register_op(
+    "relax.tvm_fusion.sort_key",
+    "An integer ordered as the number.",
+    _infer_sort_key,
+    _legalize_sort_key,
+)
