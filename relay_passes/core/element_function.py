@@ -15,24 +15,13 @@ from schedules.workload.reduce import constant
 
 @dataclass(frozen=True)
 class ElementFunction:
-    """A function whose only block computes one element of the output at a time.
-
-    Parameters
-    ----------
-    params : tuple[tirx.Buffer, ...]
-        Buffers of the tensors that it reads, in the order of the call.
-    output : tirx.Buffer
-        The buffer that it writes.
-    variables : tuple[tirx.Var, ...]
-        Numbers of the element along each axis of the output.
-    value : tirx.Expr
-        The element.
-    """
+    """A function whose only block computes one element of the output at a time."""
 
     params: tuple[tirx.Buffer, ...]
-    output: tirx.Buffer
-    variables: tuple[tirx.Var, ...]
-    value: tirx.Expr
+    """Buffers of the tensors that it reads, in the order of the call."""
+    output: tirx.Buffer  # The buffer that it writes.
+    variables: tuple[tirx.Var, ...]  # Numbers of the element along each axis of the output.
+    value: tirx.Expr  # The element.
 
     @classmethod
     def read(cls, func: tirx.PrimFunc) -> ElementFunction | None:

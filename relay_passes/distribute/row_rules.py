@@ -33,24 +33,13 @@ Rebuild = Callable[[Sequence[relax.Expr], int, int], relax.Expr]
 
 @dataclass(frozen=True)
 class RowOp:
-    """A call whose rows can be split.
-
-    Parameters
-    ----------
-    reads : tuple[Maps | None, ...]
-        For each operand of :func:`tensors` the rows read; None where it is read whole.
-    rebuild : Rebuild
-        The call for a range of rows.
-    flops : float
-        Operations for a row.
-    grain : int
-        Rows that are rounded together.
-    """
+    """A call whose rows can be split."""
 
     reads: tuple[Maps | None, ...]
-    rebuild: Rebuild
-    flops: float = 0.0
-    grain: int = 1
+    """For each operand of :func:`tensors` the rows read; None where it is read whole."""
+    rebuild: Rebuild  # The call for a range of rows.
+    flops: float = 0.0  # Operations for a row.
+    grain: int = 1  # Rows that are rounded together.
 
 
 Rule = Callable[[relax.Call], "RowOp | None"]

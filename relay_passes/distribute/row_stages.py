@@ -30,27 +30,13 @@ from .row_rules import AXIS, RowOp, image_shape, row_op, tensors
 
 @dataclass(frozen=True)
 class BoundStage:
-    """A stage, and the binding of the function that it stands for.
+    """A stage, and the binding of the function that it stands for."""
 
-    Parameters
-    ----------
-    stage : NetworkStage
-        The stage.
-    var : relax.Var
-        Its variable: a parameter of the function, or that of a binding.
-    value : relax.Expr | None
-        The value bound to it; None for a parameter.
-    rows : RowOp | None
-        How its rows are split; None if they are not.
-    channels : ChannelOp | None
-        How its channels are split; None if they are not.
-    """
-
-    stage: NetworkStage
-    var: relax.Var
-    value: relax.Expr | None
-    rows: RowOp | None
-    channels: ChannelOp | None = None
+    stage: NetworkStage  # The stage.
+    var: relax.Var  # Its variable: a parameter of the function, or that of a binding.
+    value: relax.Expr | None  # The value bound to it; None for a parameter.
+    rows: RowOp | None  # How its rows are split; None if they are not.
+    channels: ChannelOp | None = None  # How its channels are split; None if they are not.
 
 
 def read_stages(func: relax.Function) -> list[BoundStage]:
@@ -172,19 +158,12 @@ _LANES = 64  # features of a block, if they divide by it: whole vectors and cach
 
 @dataclass(frozen=True)
 class ChannelOp:
-    """A call whose channels can be split.
+    """A call whose channels can be split."""
 
-    Parameters
-    ----------
-    blocks : int
-        Equal blocks of channels.
-    rebuild : Callable
-        From operands and a range of blocks to their call. The first operand is whole; of others
-        that are computed, it takes these blocks.
-    """
-
-    blocks: int
+    blocks: int  # Equal blocks of channels.
     rebuild: Callable[[Sequence[relax.Expr], int, int], relax.Call]
+    """From operands and a range of blocks to their call. The first operand is whole; of others that
+    are computed, it takes these blocks."""
 
 
 def channel_op(value: relax.Expr) -> ChannelOp | None:

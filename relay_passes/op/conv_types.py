@@ -32,21 +32,12 @@ _BLOCKED = re.compile(r"NCHW([1-9][0-9]*)c")
 
 @dataclass(frozen=True)
 class ConvOp:
-    """One of the two ops.
+    """One of the two ops."""
 
-    Parameters
-    ----------
-    name : str
-        Full name of the op.
-    suffixes : tuple[str, ...]
-        Suffixes of the attribute names of each layer.
-    channels : tuple[str, ...]
-        Attributes with the true channel counts of a packed call, from input to output.
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
+    name: str  # Full name of the op.
+    suffixes: tuple[str, ...]  # Suffixes of the attribute names of each layer.
     channels: tuple[str, ...]
+    """Attributes with the true channel counts of a packed call, from input to output."""
 
     @property
     def operands(self) -> int:

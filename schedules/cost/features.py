@@ -19,33 +19,17 @@ TILES = ((32, 32), (64, 32), (32, 128), (64, 64), (128, 64), (128, 128), (256, 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a machine for one dtype, as scalars or vectors.
+    """Limits of a machine for one dtype, as scalars or vectors."""
 
-    Parameters
-    ----------
-    multiprocessors : np.ndarray
-        Count.
-    peak : np.ndarray
-        FLOP/s.
-    bandwidth : np.ndarray
-        Bytes/s of the memory.
-    cache : np.ndarray
-        Bytes of L2.
-    clock : np.ndarray
-        Hz.
-    unit : np.ndarray
-        What multiplies matrices, see :func:`matrix_unit`.
-    floor : np.ndarray
-        Least seconds of a launch that the harness of a kernel's data shows, 0 if not known.
-    """
-
-    multiprocessors: np.ndarray
-    peak: np.ndarray
-    bandwidth: np.ndarray
-    cache: np.ndarray
-    clock: np.ndarray = field(default_factory=lambda: np.float64(1.0))
+    multiprocessors: np.ndarray  # Count.
+    peak: np.ndarray  # FLOP/s.
+    bandwidth: np.ndarray  # Bytes/s of the memory.
+    cache: np.ndarray  # Bytes of L2.
+    clock: np.ndarray = field(default_factory=lambda: np.float64(1.0))  # Hz.
     unit: np.ndarray = field(default_factory=lambda: np.float64(0.0))
+    """What multiplies matrices, see :func:`matrix_unit`."""
     floor: np.ndarray = field(default_factory=lambda: np.float64(0.0))
+    """Least seconds of a launch that the harness of a kernel's data shows, 0 if not known."""
 
     def roofline(self, flops: np.ndarray, moved: np.ndarray) -> np.ndarray:
         """Least seconds of some floating-point operations and bytes."""

@@ -56,32 +56,21 @@ def element_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Launch of one kernel.
-
-    Parameters
-    ----------
-    op : str
-        Operator by which the model is chosen: ``gemm``, ``conv2d``, ``softmax``, ``relu`` ...
-    sizes : Mapping[str, float]
-        Sizes by the names that the operator's model gives them, such as B, M, N, K of ``gemm``;
-        only cycles and round trips may be no integers.
-    dtype : str
-        Element type of the operands.
-    flops : float
-        Floating-point operations, two for each multiply-add.
-    read_bytes, written_bytes : float
-        Bytes of all operands that are read, and of all results, each counted once.
-    name : str
-        What a report calls it: the layer, or the generated function.
-    """
+    """Launch of one kernel."""
 
     op: str
+    """Operator by which the model is chosen: ``gemm``, ``conv2d``, ``softmax``, ``relu`` ..."""
     sizes: Mapping[str, float]
-    dtype: str = "float32"
-    flops: float = 0.0
+    """Sizes by the names that the operator's model gives them, such as B, M, N, K of ``gemm``; only
+    cycles and round trips may be no integers."""
+    dtype: str = "float32"  # Element type of the operands.
+    flops: float = 0.0  # Floating-point operations, two for each multiply-add.
     read_bytes: float = 0.0
     written_bytes: float = 0.0
+    """``read_bytes`` and ``written_bytes``: bytes of all operands that are read, and of all
+    results, each counted once."""
     name: str = field(default="", compare=False)
+    """What a report calls it: the layer, or the generated function."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", MappingProxyType(dict(self.sizes)))

@@ -47,43 +47,24 @@ Sizes = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class LearnedKernel:
-    """View of a kernel by its learned models.
+    """View of a kernel by its learned models."""
 
-    Parameters
-    ----------
-    name : str
-        Kernel of the model files.
-    sizes : tuple[str, ...]
-        Sizes that a call must have, in the order of the models' ranges.
-    work : Callable
-        Floating-point operations and bytes, from sizes and bytes an element.
-    features : Callable
-        (launches, features) from sizes, limits, least seconds and bytes an element.
-    group : Callable
-        Which of the model's harnesses a launch has, from sizes.
-    optional : tuple[str, ...]
-        Sizes that a call may lack and that are 1 then.
-    law : Callable, optional
-        Seconds without harness, from sizes, limits, bytes an element and a model's constants.
-    start : tuple[float, ...]
-        Constants that a fit of the law begins with.
-    of_new_machines : int
-        Features, the first ones, by which trees correct the law on machines that they were not
-        taught; 0 if they do as on those that they were.
-    harness_share : float
-        Of the harness, which launches longer than it hold, too, beside the law's time.
-    """
-
-    name: str
-    sizes: tuple[str, ...]
+    name: str  # Kernel of the model files.
+    sizes: tuple[str, ...]  # Sizes that a call must have, in the order of the models' ranges.
     work: Callable[[Sizes, int], tuple[np.ndarray, np.ndarray]]
+    """Floating-point operations and bytes, from sizes and bytes an element."""
     features: Callable[[Sizes, Limits, np.ndarray, int], np.ndarray]
-    group: Callable[[Sizes], np.ndarray]
-    optional: tuple[str, ...] = ()
+    """(launches, features) from sizes, limits, least seconds and bytes an element."""
+    group: Callable[[Sizes], np.ndarray]  # Which of the model's harnesses a launch has, from sizes.
+    optional: tuple[str, ...] = ()  # Sizes that a call may lack and that are 1 then.
     law: Callable[[Sizes, Limits, int, np.ndarray], np.ndarray] | None = None
-    start: tuple[float, ...] = ()
+    """Seconds without harness, from sizes, limits, bytes an element and a model's constants."""
+    start: tuple[float, ...] = ()  # Constants that a fit of the law begins with.
     of_new_machines: int = 0
+    """Features, the first ones, by which trees correct the law on machines that they were not
+    taught; 0 if they do as on those that they were."""
     harness_share: float = 0.9
+    """Of the harness, which launches longer than it hold, too, beside the law's time."""
 
     def unhindered(
         self, sizes: Sizes, machine: Limits, width: int, constants: np.ndarray
@@ -96,33 +77,22 @@ class LearnedKernel:
 
 @dataclass(frozen=True)
 class LearnedModel:
-    """One trained model.
+    """One trained model."""
 
-    Parameters
-    ----------
-    trees : Trees
-        Logarithm of time over base.
-    harness, latency : np.ndarray
-        Seconds by group of launches: least time, and what is added to the law.
-    low, high : np.ndarray
-        (sizes,): trained range.
-    edges : np.ndarray
-        (bins - 1,) seconds of the base where one bin of the interval ends and the next begins.
-    below, above : np.ndarray
-        (bins,): ends of the interval, as factors of the predicted time.
-    law : np.ndarray
-        Constants of the kernel's law; empty where the roofline stands for it.
-    """
-
-    trees: Trees
+    trees: Trees  # Logarithm of time over base.
     harness: np.ndarray
     latency: np.ndarray
+    """``harness`` and ``latency``: seconds by group of launches: least time, and what is added to
+    the law."""
     low: np.ndarray
     high: np.ndarray
+    """``low`` and ``high``: (sizes,): trained range."""
     edges: np.ndarray
+    """(bins - 1,) seconds of the base where one bin of the interval ends and the next begins."""
     below: np.ndarray
     above: np.ndarray
-    law: np.ndarray
+    """``below`` and ``above``: (bins,): ends of the interval, as factors of the predicted time."""
+    law: np.ndarray  # Constants of the kernel's law; empty where the roofline stands for it.
 
     def base(
         self, unhindered: np.ndarray, group: np.ndarray, floor: np.ndarray | float = 0.0
@@ -231,35 +201,21 @@ def seconds(kernel: LearnedKernel, model: LearnedModel, sizes: Sizes, machine: L
 
 @dataclass(frozen=True)
 class Taught:
-    """What a joint model has seen of one type.
-
-    Parameters
-    ----------
-    machines : dict of str to float
-        Width of the intervals, on a logarithmic scale, by the name of the GPU.
-    ranges : dict of str to tuple
-        Least and largest of each size.
-    """
+    """What a joint model has seen of one type."""
 
     machines: dict[str, float]
-    ranges: dict[str, tuple[float, float]]
+    """Width of the intervals, on a logarithmic scale, by the name of the GPU."""
+    ranges: dict[str, tuple[float, float]]  # Least and largest of each size.
 
 
 @dataclass(frozen=True)
 class Joint:
-    """Joint model of a kernel.
-
-    Parameters
-    ----------
-    near, far : LearnedModel
-        For machines that it was taught, and for all others.
-    taught : dict of str to Taught
-        By type.
-    """
+    """Joint model of a kernel."""
 
     near: LearnedModel
     far: LearnedModel
-    taught: dict[str, Taught]
+    """``near`` and ``far``: for machines that it was taught, and for all others."""
+    taught: dict[str, Taught]  # By type.
 
     @property
     def machines(self) -> frozenset[str]:

@@ -58,48 +58,27 @@ def read_json(path: Path, largest: int, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number, in SI units, and where it comes from.
+    """One number, in SI units, and where it comes from."""
 
-    Parameters
-    ----------
-    value : float
-        Positive and finite.
-    origin : str
-        ``data sheet``, ``measured`` with command and date, or ``fitted`` with the data.
-    """
-
-    value: float
-    origin: str
+    value: float  # Positive and finite.
+    origin: str  # ``data sheet``, ``measured`` with command and date, or ``fitted`` with the data.
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine by its figures.
+    """A machine by its figures."""
 
-    Parameters
-    ----------
-    name : str
-        Short name, such as ``a100-40``.
-    kind : str
-        ``cpu`` or ``gpu``.
-    title : str
-        Full name of the device.
-    figures : Mapping[str, Figure]
-        By name: ``peak_flops.float32`` and of other dtypes (FLOP/s), ``bandwidth.memory``,
-        ``bandwidth.L2``, ``bandwidth.exchange`` (bytes/s, the last of what another core has just
-        written), ``capacity.memory``, ``capacity.L2`` (bytes), ``multiprocessors`` (cores of a
-        CPU), ``clock`` (Hz), ``launch_floor`` (seconds of an empty kernel), ``latency.memory``,
-        ``latency.L2`` (seconds), ``share.read`` (of the memory's bandwidth that reads reach) and
-        what single models fit.
-    note : str
-        What to know about the figures; empty if they are the machine's own.
-    """
-
-    name: str
-    kind: str
-    title: str
+    name: str  # Short name, such as ``a100-40``.
+    kind: str  # ``cpu`` or ``gpu``.
+    title: str  # Full name of the device.
     figures: Mapping[str, Figure]
-    note: str = ""
+    """By name: ``peak_flops.float32`` and of other dtypes (FLOP/s), ``bandwidth.memory``,
+    ``bandwidth.L2``, ``bandwidth.exchange`` (bytes/s, the last of what another core has just
+    written), ``capacity.memory``, ``capacity.L2`` (bytes), ``multiprocessors`` (cores of a CPU),
+    ``clock`` (Hz), ``launch_floor`` (seconds of an empty kernel), ``latency.memory``,
+    ``latency.L2`` (seconds), ``share.read`` (of the memory's bandwidth that reads reach) and what
+    single models fit."""
+    note: str = ""  # What to know about the figures; empty if they are the machine's own.
 
     def __getitem__(self, figure: str) -> float:
         """Value of a figure.

@@ -13,39 +13,24 @@ _SHARE = 0.4  # of the roofline, of kernels too short to be seen behind the harn
 
 @dataclass(frozen=True)
 class Prediction:
-    """Time of one launch.
+    """Time of one launch."""
 
-    Parameters
-    ----------
-    seconds : float
-        Most likely time, as the model's data were timed.
-    low, high : float
-        Interval that holds four of five measured times, in seconds.
-    bound : str
-        ``compute``, ``memory`` or ``latency``.
-    roofline_seconds : float
-        Least time by the machine's peak and bandwidth.
-    model : str
-        Model that said so: ``roofline``, or the name of a kernel model and its origin.
-    in_range : bool
-        Whether the sizes lie in the range that the model was fitted to, on this machine.
-    harness, latency : float
-        Where launches were timed one by one, no time is below the host's ``harness``, and longer
-        ones hold ``latency`` seconds that are not the kernel's. Zero for times of kernels alone.
-    extrapolated : tuple of str
-        Those of ``machine``, ``type`` and ``size`` that the model was not fitted to.
-    """
-
-    seconds: float
+    seconds: float  # Most likely time, as the model's data were timed.
     low: float
     high: float
-    bound: str
-    roofline_seconds: float
-    model: str
+    """``low`` and ``high``: interval that holds four of five measured times, in seconds."""
+    bound: str  # ``compute``, ``memory`` or ``latency``.
+    roofline_seconds: float  # Least time by the machine's peak and bandwidth.
+    model: str  # Model that said so: ``roofline``, or the name of a kernel model and its origin.
     in_range: bool
+    """Whether the sizes lie in the range that the model was fitted to, on this machine."""
     harness: float = 0.0
     latency: float = 0.0
+    """``harness`` and ``latency``: where launches were timed one by one, no time is below the
+    host's ``harness``, and longer ones hold ``latency`` seconds that are not the kernel's. Zero for
+    times of kernels alone."""
     extrapolated: tuple[str, ...] = ()
+    """Those of ``machine``, ``type`` and ``size`` that the model was not fitted to."""
 
     @property
     def roofline_share(self) -> float:

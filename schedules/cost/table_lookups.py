@@ -32,20 +32,6 @@ _TAIL = 12  # standard deviations of a Poisson distribution that are summed up
 class TableLookups:
     """Lookups of a batch in a table of float32 rows.
 
-    Parameters
-    ----------
-    bags : int
-        Sums of rows, B.
-    rows, width : int
-        Rows of the table, E, and elements of one, D.
-    count : int
-        Lookups of all bags together, B * L.
-    used, uses : tuple of float
-        (17,) each: rows of each bin of uses, and the lookups in them. Empty for rows that are
-        equally likely.
-    ranges : tuple of float
-        (64,) lookups in equal ranges of the rows; empty for rows that are equally likely.
-
     Raises
     ------
     PredictionError
@@ -53,13 +39,17 @@ class TableLookups:
         lookups.
     """
 
-    bags: int
+    bags: int  # Sums of rows, B.
     rows: int
     width: int
-    count: int
+    """``rows`` and ``width``: rows of the table, E, and elements of one, D."""
+    count: int  # Lookups of all bags together, B * L.
     used: tuple[float, ...] = ()
     uses: tuple[float, ...] = ()
+    """``used`` and ``uses``: (17,) each: rows of each bin of uses, and the lookups in them. Empty
+    for rows that are equally likely."""
     ranges: tuple[float, ...] = ()
+    """(64,) lookups in equal ranges of the rows; empty for rows that are equally likely."""
 
     def __post_init__(self) -> None:
         for name in ("bags", "rows", "width"):

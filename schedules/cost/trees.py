@@ -38,36 +38,16 @@ DAMAGED_ARRAY = (
 
 @dataclass(frozen=True)
 class Trees:
-    """Sum of regression trees.
+    """Sum of regression trees."""
 
-    Parameters
-    ----------
-    column : np.ndarray
-        (nodes,) int: feature that a split asks for, 0 in a leaf.
-    threshold : np.ndarray
-        (nodes,) float32: less goes left; infinite in a leaf.
-    leaf : np.ndarray
-        (nodes,) float32: value of a leaf, 0 in a split.
-    left : np.ndarray
-        (nodes,) int: left child, the right one is the next; a leaf's is itself.
-    roots : np.ndarray
-        (trees,) int.
-    depth : int
-        Splits on the longest path.
-    features : int
-        Features of a row.
-    base : float
-        Added to each sum.
-    """
-
-    column: np.ndarray
-    threshold: np.ndarray
-    leaf: np.ndarray
-    left: np.ndarray
-    roots: np.ndarray
-    depth: int
-    features: int
-    base: float
+    column: np.ndarray  # (nodes,) int: feature that a split asks for, 0 in a leaf.
+    threshold: np.ndarray  # (nodes,) float32: less goes left; infinite in a leaf.
+    leaf: np.ndarray  # (nodes,) float32: value of a leaf, 0 in a split.
+    left: np.ndarray  # (nodes,) int: left child, the right one is the next; a leaf's is itself.
+    roots: np.ndarray  # (trees,) int.
+    depth: int  # Splits on the longest path.
+    features: int  # Features of a row.
+    base: float  # Added to each sum.
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
         """Sum over all trees.

@@ -33,29 +33,20 @@ _SHARING = 3.0  # exponent of the norm of the two: 2 to 4 fit seven stencils on 
 class Network:
     """Link between two ranks.
 
-    Parameters
-    ----------
-    latency : float
-        Seconds of a message without bytes.
-    bandwidth : float
-        Bytes per second of a long message.
-    progress : float
-        Share of a message's time that passes while both ranks compute: 1 where a network card
-        moves the data, 0 where the cores that compute do.
-    is_shared : bool
-        Whether it is the memory of one node, an x86-64, through which kernels exchange the rows of
-        a neural network; else Python does, which takes longer.
-
     Raises
     ------
     OpError
         If a figure is none, or out of its range.
     """
 
-    latency: float = 1.5e-6
-    bandwidth: float = 14e9
+    latency: float = 1.5e-6  # Seconds of a message without bytes.
+    bandwidth: float = 14e9  # Bytes per second of a long message.
     progress: float = 0.0
+    """Share of a message's time that passes while both ranks compute: 1 where a network card moves
+    the data, 0 where the cores that compute do."""
     is_shared: bool = True
+    """Whether it is the memory of one node, an x86-64, through which kernels exchange the rows of a
+    neural network; else Python does, which takes longer."""
 
     def __post_init__(self) -> None:
         """Refuse figures that no network has."""
@@ -79,36 +70,22 @@ class Network:
 class Processor:
     """Processor of one rank.
 
-    Parameters
-    ----------
-    rate : float
-        Operations per second.
-    bandwidth : float
-        Bytes per second from and to memory.
-    only_read : float, optional
-        Bytes per second of what is only read, such as weights; by default ``bandwidth``.
-    node_bandwidth : float, optional
-        Bytes per second of all ranks of a node together; by default they share nothing.
-    node_ranks : int
-        Ranks of a node.
-    busy : int
-        Those of them that compute at once: see :meth:`beside`.
-    note : str
-        What to know about the figures, which predictions tell; empty if they are its own.
-
     Raises
     ------
     OpError
         If a rate or a bandwidth is no positive number.
     """
 
-    rate: float
-    bandwidth: float
+    rate: float  # Operations per second.
+    bandwidth: float  # Bytes per second from and to memory.
     only_read: float | None = None
+    """Bytes per second of what is only read, such as weights; by default ``bandwidth``."""
     node_bandwidth: float | None = None
-    node_ranks: int = 1
-    busy: int = 1
+    """Bytes per second of all ranks of a node together; by default they share nothing."""
+    node_ranks: int = 1  # Ranks of a node.
+    busy: int = 1  # Those of them that compute at once: see :meth:`beside`.
     note: str = ""
+    """What to know about the figures, which predictions tell; empty if they are its own."""
 
     def __post_init__(self) -> None:
         """Refuse figures that no processor has."""
@@ -172,18 +149,10 @@ def _check(
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic and memory traffic of a part.
+    """Arithmetic and memory traffic of a part."""
 
-    Parameters
-    ----------
-    operations : int
-        Arithmetic operations, those of recomputed halos included.
-    bytes : int
-        Bytes of the parameters that it reads and writes, each once.
-    """
-
-    operations: int
-    bytes: int
+    operations: int  # Arithmetic operations, those of recomputed halos included.
+    bytes: int  # Bytes of the parameters that it reads and writes, each once.
 
 
 def work_of(nest: LoopNest, rows: Region, itemsizes: Mapping[str, int]) -> Work:

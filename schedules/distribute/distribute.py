@@ -42,27 +42,17 @@ _PROBES = 16  # iterations among which one is looked for that reads no halo
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a program that one rank computes and holds.
+    """Part of a program that one rank computes and holds."""
 
-    Parameters
-    ----------
-    rank : int
-        The rank.
-    rows : Region
-        Iterations of each distributed loop; a loop without any means that it computes nothing.
-    owned : Mapping[str, Region]
-        For each parameter what the rank is given (inputs) or computes (outputs).
-    windows : Mapping[str, Region]
-        For each parameter what the rank has memory for: what it owns and what it reads.
-    steps : tuple[Region, ...]
-        Iterations of each step between two exchanges; those of the last are ``rows``.
-    """
-
-    rank: int
+    rank: int  # The rank.
     rows: Region
+    """Iterations of each distributed loop; a loop without any means that it computes nothing."""
     owned: Mapping[str, Region]
+    """For each parameter what the rank is given (inputs) or computes (outputs)."""
     windows: Mapping[str, Region]
+    """For each parameter what the rank has memory for: what it owns and what it reads."""
     steps: tuple[Region, ...]
+    """Iterations of each step between two exchanges; those of the last are ``rows``."""
 
     @property
     def is_empty(self) -> bool:
@@ -72,34 +62,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A function whose loops are distributed.
+    """A function whose loops are distributed."""
 
-    Parameters
-    ----------
-    nest : LoopNest
-        The function.
-    partition : Partition
-        The parts of its loops.
-    parts : tuple[Part, ...]
-        One for each rank.
-    transfers : tuple[Transfer, ...]
-        Transfers that were asked for, in order: those of inputs come before the inferred exchange,
-        those of outputs at the end of a run.
-    exchange : Exchange
-        The inferred exchange: everything else that a rank reads and does not own.
-    repeat : Mapping[str, str]
-        Inputs, and the outputs that they take in the next step.
-    reduction : PartialReduction, optional
-        The reduction of which each rank computes a part, if the distributed loop is one.
-    """
-
-    nest: LoopNest
-    partition: Partition
-    parts: tuple[Part, ...]
+    nest: LoopNest  # The function.
+    partition: Partition  # The parts of its loops.
+    parts: tuple[Part, ...]  # One for each rank.
     transfers: tuple[Transfer, ...]
-    exchange: Exchange
-    repeat: Mapping[str, str]
+    """Transfers that were asked for, in order: those of inputs come before the inferred exchange,
+    those of outputs at the end of a run."""
+    exchange: Exchange  # The inferred exchange: everything else that a rank reads and does not own.
+    repeat: Mapping[str, str]  # Inputs, and the outputs that they take in the next step.
     reduction: PartialReduction | None = None
+    """The reduction of which each rank computes a part, if the distributed loop is one."""
 
     @property
     def ranks(self) -> int:

@@ -103,26 +103,16 @@ def _joint(a: Region, b: Region) -> Region | None:
 
 @dataclass(frozen=True)
 class Message:
-    """Region of a buffer that one rank sends to another.
-
-    Parameters
-    ----------
-    source, dest : int
-        Ranks.
-    buffer : str
-        Name of the buffer.
-    region : Region
-        What is sent, in indices of the whole buffer; never empty.
-    segment : int
-        Elements of the contiguous pieces of which it is known to consist on both ranks; those of
-        the last axis always are.
-    """
+    """Region of a buffer that one rank sends to another."""
 
     source: int
     dest: int
-    buffer: str
-    region: Region
+    """``source`` and ``dest``: ranks."""
+    buffer: str  # Name of the buffer.
+    region: Region  # What is sent, in indices of the whole buffer; never empty.
     segment: int = field(default=1, compare=False)
+    """Elements of the contiguous pieces of which it is known to consist on both ranks; those of the
+    last axis always are."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,26 +127,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that all ranks start and finish together.
+    """Messages that all ranks start and finish together."""
 
-    Parameters
-    ----------
-    id : int
-        Number of the exchange in its program, from 0; also the tag of its messages.
-    messages : tuple[Message, ...]
-        Ordered by source, destination and buffer; the same on every rank. What one rank sends to
-        another may be sent as one message, in this order.
-    synchronous : bool
-        Whether a send is complete only when its receive has begun (``MPI_Issend``).
-    in_turn : bool
-        Whether each rank finishes an exchange of this program before it starts the next, so that
-        they can share memory.
-    """
-
-    id: int
+    id: int  # Number of the exchange in its program, from 0; also the tag of its messages.
     messages: tuple[Message, ...]
+    """Ordered by source, destination and buffer; the same on every rank. What one rank sends to
+    another may be sent as one message, in this order."""
     synchronous: bool = False
+    """Whether a send is complete only when its receive has begun (``MPI_Issend``)."""
     in_turn: bool = False
+    """Whether each rank finishes an exchange of this program before it starts the next, so that
+    they can share memory."""
 
     @property
     def slot(self) -> int:
@@ -183,21 +164,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class LocalBuffer:
-    """A rank's window of a buffer.
-
-    Parameters
-    ----------
-    array : np.ndarray
-        The window: what the rank owns, and room for what it receives; C-contiguous.
-    first : tuple[int, ...]
-        Indices in the whole buffer of the window's first element.
-    on_device : bool
-        Whether the array stands for memory of a device, whose elements cannot be touched here.
-    """
+    """A rank's window of a buffer."""
 
     array: np.ndarray
-    first: tuple[int, ...]
+    """The window: what the rank owns, and room for what it receives; C-contiguous."""
+    first: tuple[int, ...]  # Indices in the whole buffer of the window's first element.
     on_device: bool = False
+    """Whether the array stands for memory of a device, whose elements cannot be touched here."""
 
     @property
     def region(self) -> Region:
@@ -290,23 +263,12 @@ class Gather:
 
     Counted is a message from each rank to each other. MPI may make fewer of them by passing on
     several parts at once; each rank sends and receives as many bytes in any case.
-
-    Parameters
-    ----------
-    buffer : str
-        Name of the output.
-    ranks : int
-        Number of parts.
-    elements : int
-        Elements of a part.
-    itemsize : int
-        Bytes of an element.
     """
 
-    buffer: str
-    ranks: int
-    elements: int
-    itemsize: int
+    buffer: str  # Name of the output.
+    ranks: int  # Number of parts.
+    elements: int  # Elements of a part.
+    itemsize: int  # Bytes of an element.
 
     @property
     def part_bytes(self) -> int:

@@ -41,37 +41,23 @@ _INT32_END = 1 << 31
 
 @dataclass(frozen=True)
 class LocalShape:
-    """All that the function of a part depends on; equal for parts that share it.
-
-    Parameters
-    ----------
-    stages : tuple[tuple[tuple[int, int], ...] | None, ...]
-        For each stage of the nest, the extent of each axis of its output and by how much it begins
-        above the least index that its readers' indices give (more than 0 at a border, where it is
-        clipped); None for a stage that the part does not need.
-    windows : tuple[tuple[int, ...], ...]
-        Shape of the window of each parameter.
-    """
+    """All that the function of a part depends on; equal for parts that share it."""
 
     stages: tuple[tuple[tuple[int, int], ...] | None, ...]
-    windows: tuple[tuple[int, ...], ...]
+    """For each stage of the nest, the extent of each axis of its output and by how much it begins
+    above the least index that its readers' indices give (more than 0 at a border, where it is
+    clipped); None for a stage that the part does not need."""
+    windows: tuple[tuple[int, ...], ...]  # Shape of the window of each parameter.
 
 
 @dataclass(frozen=True)
 class LocalFunction:
-    """Function of a part.
+    """Function of a part."""
 
-    Parameters
-    ----------
-    shape : LocalShape
-        What it depends on.
-    func : tirx.PrimFunc
-        Takes the windows in the order of the whole function's parameters, then the scalars; not yet
-        scheduled.
-    """
-
-    shape: LocalShape
+    shape: LocalShape  # What it depends on.
     func: tirx.PrimFunc
+    """Takes the windows in the order of the whole function's parameters, then the scalars; not yet
+    scheduled."""
 
 
 def localize(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> LocalFunction:
@@ -395,22 +381,13 @@ class _Rewriter:
 
 @dataclass(frozen=True)
 class Piece:
-    """Range of a loop by itself.
+    """Range of a loop by itself."""
 
-    Parameters
-    ----------
-    rows : tuple[int, int]
-        Begin and end of the loop.
-    function : LocalFunction
-        Its function, not yet scheduled. It takes the whole function's parameters, of which it
-        writes its own range, then ``scalars``.
-    scalars : tuple[int, ...]
-        Values of the function's scalars for this range.
-    """
-
-    rows: tuple[int, int]
+    rows: tuple[int, int]  # Begin and end of the loop.
     function: LocalFunction
-    scalars: tuple[int, ...]
+    """Its function, not yet scheduled. It takes the whole function's parameters, of which it writes
+    its own range, then ``scalars``."""
+    scalars: tuple[int, ...]  # Values of the function's scalars for this range.
 
 
 def separate_at(

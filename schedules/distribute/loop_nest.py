@@ -19,41 +19,24 @@ from .exchange import Region
 
 @dataclass(frozen=True)
 class Read:
-    """One load of a block, with the conditions under which it happens.
+    """One load of a block, with the conditions under which it happens."""
 
-    Parameters
-    ----------
-    buffer : tirx.Buffer
-        What is read.
-    indices : tuple[tirx.Expr, ...]
-        The index in each dimension, in terms of the block's variables.
-    conditions : tuple[tirx.Expr, ...]
-        Conditions that hold where it is evaluated; others may be missing.
-    """
-
-    buffer: tirx.Buffer
+    buffer: tirx.Buffer  # What is read.
     indices: tuple[tirx.Expr, ...]
+    """The index in each dimension, in terms of the block's variables."""
     conditions: tuple[tirx.Expr, ...]
+    """Conditions that hold where it is evaluated; others may be missing."""
 
 
 @dataclass(frozen=True)
 class LoopNest:
-    """A function that computes outputs by stages, some of whose loops are distributed.
+    """A function that computes outputs by stages, some of whose loops are distributed."""
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        The function, not yet scheduled.
-    stages : tuple[Stage, ...]
-        Its blocks, a stage for each buffer that they compute; a block comes after those that it
-        reads.
-    loops : tuple[tuple[int, ...], ...]
-        For each output the distributed loops, as its axes.
-    """
-
-    func: tirx.PrimFunc
+    func: tirx.PrimFunc  # The function, not yet scheduled.
     stages: tuple[Stage, ...]
-    loops: tuple[tuple[int, ...], ...]
+    """Its blocks, a stage for each buffer that they compute; a block comes after those that it
+    reads."""
+    loops: tuple[tuple[int, ...], ...]  # For each output the distributed loops, as its axes.
 
     @cached_property
     def outputs(self) -> list[tirx.Buffer]:

@@ -29,46 +29,29 @@ from .regions import regions_computed
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that a device computes at once.
+    """Rows that a device computes at once."""
 
-    Parameters
-    ----------
-    rows : Region
-        Range of each distributed loop; never empty.
-    windows : Mapping[str, Region]
-        For each parameter what the device has memory for: all that is copied, and one element of
-        inputs that are not read, since a kernel takes no empty array.
-    copied : Mapping[str, Region]
-        What the rows read of inputs, those left out that they do not read, and the rows themselves
-        of the outputs.
-    """
-
-    rows: Region
+    rows: Region  # Range of each distributed loop; never empty.
     windows: Mapping[str, Region]
+    """For each parameter what the device has memory for: all that is copied, and one element of
+    inputs that are not read, since a kernel takes no empty array."""
     copied: Mapping[str, Region]
+    """What the rows read of inputs, those left out that they do not read, and the rows themselves
+    of the outputs."""
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Copies between two steps of rows that stay on a device.
-
-    Parameters
-    ----------
-    repeat : Mapping[str, str]
-        Inputs, and the outputs that they take in the next step; both have the same window.
-    into : tuple[tuple[str, Region], ...]
-        Of these inputs what somebody else computes, to be copied in before each step, or so many
-        steps, but the first.
-    out : tuple[tuple[str, Region], ...]
-        Of these outputs what somebody else reads, to be copied out after all but the last.
-    steps : int
-        How many steps follow each other without a copy.
-    """
+    """Copies between two steps of rows that stay on a device."""
 
     repeat: Mapping[str, str]
+    """Inputs, and the outputs that they take in the next step; both have the same window."""
     into: tuple[tuple[str, Region], ...]
+    """Of these inputs what somebody else computes, to be copied in before each step, or so many
+    steps, but the first."""
     out: tuple[tuple[str, Region], ...]
-    steps: int = 1
+    """Of these outputs what somebody else reads, to be copied out after all but the last."""
+    steps: int = 1  # How many steps follow each other without a copy.
 
     def bytes(self, itemsizes: Mapping[str, int]) -> tuple[int, int]:
         """Bytes that are copied in and out between two steps."""
@@ -81,30 +64,17 @@ class KeptRows:
 
 @dataclass(frozen=True)
 class OperationSequence:
-    """Chunks of a device's rows, in order.
+    """Chunks of a device's rows, in order."""
 
-    Parameters
-    ----------
-    chunks : tuple[Chunk, ...]
-        At least one.
-    outputs : tuple[str, ...]
-        The parameters that are copied out; the others are copied in.
-    resident : tuple[str, ...]
-        Inputs that all chunks read, and all the same, such as weights: copied once.
-    slots : int
-        Chunks that the device has memory for.
-    kept : KeptRows | None
-        What is copied between steps, if the rows stay on the device; then there is one chunk.
-    in_place : bool
-        Whether the device computes in the rank's windows; then there is one chunk, and no copy.
-    """
-
-    chunks: tuple[Chunk, ...]
-    outputs: tuple[str, ...]
+    chunks: tuple[Chunk, ...]  # At least one.
+    outputs: tuple[str, ...]  # The parameters that are copied out; the others are copied in.
     resident: tuple[str, ...]
-    slots: int
+    """Inputs that all chunks read, and all the same, such as weights: copied once."""
+    slots: int  # Chunks that the device has memory for.
     kept: KeptRows | None = None
+    """What is copied between steps, if the rows stay on the device; then there is one chunk."""
     in_place: bool = False
+    """Whether the device computes in the rank's windows; then there is one chunk, and no copy."""
 
     def copied_in(self, number: int) -> dict[str, Region]:
         """Regions of inputs that are copied for a chunk; those that stay come with the first."""

@@ -67,32 +67,19 @@ _IDENTITIES = {"sum": 0, "prod": 1, "and": 1, "or": 0}
 
 @dataclass(frozen=True)
 class PartialReduction:
-    """A function whose outputs have the parts of a reduction along their first axis.
+    """A function whose outputs have the parts of a reduction along their first axis."""
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        The function.
-    exact : Mapping[int, tirx.PrimFunc]
-        The same for parts of one extent, for each that there is.
-    operator : str
-        What combines the parts: ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, or
-        ``selection``.
-    results : int
-        How many of its outputs, the first ones, are those of the function before. Of a selection
-        all that the block computes are outputs.
-    combine : tirx.PrimFunc | None
-        The function that combines the parts of a selection.
-    bounds : tuple[int, ...]
-        Part k has the iterations ``[bounds[k], bounds[k + 1])`` of the reduced loop.
-    """
-
-    func: tirx.PrimFunc
-    exact: Mapping[int, tirx.PrimFunc]
+    func: tirx.PrimFunc  # The function.
+    exact: Mapping[int, tirx.PrimFunc]  # The same for parts of one extent, for each that there is.
     operator: str
+    """What combines the parts: ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, or
+    ``selection``."""
     results: int
-    combine: tirx.PrimFunc | None
+    """How many of its outputs, the first ones, are those of the function before. Of a selection all
+    that the block computes are outputs."""
+    combine: tirx.PrimFunc | None  # The function that combines the parts of a selection.
     bounds: tuple[int, ...]
+    """Part k has the iterations ``[bounds[k], bounds[k + 1])`` of the reduced loop."""
 
     def of_rank(self, rank: int) -> tirx.PrimFunc:
         """The function of which a rank's part is to be computed."""

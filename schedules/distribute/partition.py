@@ -56,15 +56,10 @@ def bounds_of(extent: int, sizes: Sequence[int], what: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Partition:
-    """Parts of one loop or more; ranks form a grid with an axis for each loop.
-
-    Parameters
-    ----------
-    bounds : tuple[tuple[int, ...], ...]
-        For each loop the bounds of its parts, from 0 to its extent.
-    """
+    """Parts of one loop or more; ranks form a grid with an axis for each loop."""
 
     bounds: tuple[tuple[int, ...], ...]
+    """For each loop the bounds of its parts, from 0 to its extent."""
 
     @property
     def grid(self) -> tuple[int, ...]:

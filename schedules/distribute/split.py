@@ -121,32 +121,18 @@ SecondsOfRows: TypeAlias = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Figures of a device and of its link to the host's memory.
+    """Figures of a device and of its link to the host's memory."""
 
-    Parameters
-    ----------
-    rate : float
-        Operations per second.
-    bandwidth : float
-        Bytes per second from and to its own memory.
-    link : float
-        Bytes per second of copies from the host, and at the same time of copies to it; infinite
-        where the device computes in the host's memory.
-    latency : float
-        Seconds of a copy or a kernel beside its bytes and operations.
-    overlaps : bool
-        Whether copies run beside kernels, and not on the cores that compute.
-    cores : Processor, optional
-        Where the device is cores of the host, which share its memory: instead of ``rate`` and
-        ``bandwidth``.
-    """
-
-    rate: float
-    bandwidth: float
+    rate: float  # Operations per second.
+    bandwidth: float  # Bytes per second from and to its own memory.
     link: float
-    latency: float
-    overlaps: bool = True
+    """Bytes per second of copies from the host, and at the same time of copies to it; infinite
+    where the device computes in the host's memory."""
+    latency: float  # Seconds of a copy or a kernel beside its bytes and operations.
+    overlaps: bool = True  # Whether copies run beside kernels, and not on the cores that compute.
     cores: Processor | None = None
+    """Where the device is cores of the host, which share its memory: instead of ``rate`` and
+    ``bandwidth``."""
 
     def stages(self, work: Work, bytes_in: float, bytes_out: float) -> tuple[float, float, float]:
         """Seconds of copy in, kernels and copy out of a chunk."""
@@ -165,18 +151,10 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """Time of rows as measured: a line.
+    """Time of rows as measured: a line."""
 
-    Parameters
-    ----------
-    fixed : float
-        Seconds of the first row without the next.
-    a_row : float
-        Seconds of each row.
-    """
-
-    fixed: float
-    a_row: float
+    fixed: float  # Seconds of the first row without the next.
+    a_row: float  # Seconds of each row.
 
     def __call__(self, rows: int) -> float:
         """Seconds of a number of rows."""
@@ -192,18 +170,10 @@ class MeasuredRows:
 
 @dataclass(frozen=True)
 class MeasuredSplit:
-    """Measured times of rows, by which they are split.
+    """Measured times of rows, by which they are split."""
 
-    Parameters
-    ----------
-    cpu : MeasuredRows
-        Of the CPU.
-    devices : tuple[MeasuredRows, ...]
-        Of each device.
-    """
-
-    cpu: MeasuredRows
-    devices: tuple[MeasuredRows, ...]
+    cpu: MeasuredRows  # Of the CPU.
+    devices: tuple[MeasuredRows, ...]  # Of each device.
 
 
 def cpu_seconds(

@@ -46,24 +46,12 @@ _Body: TypeAlias = "Callable[[tirx.Stmt, tirx.Expr], None]"
 
 @dataclass(frozen=True)
 class Skew:
-    """How the steps between two exchanges pass over a rank's rows.
+    """How the steps between two exchanges pass over a rank's rows."""
 
-    Parameters
-    ----------
-    steps : int
-        Their number.
-    reach : int
-        Rows by which each is behind the one before.
-    block : int
-        Rows of a block.
-    chunks : int
-        Chunks of rows, one a thread.
-    """
-
-    steps: int
-    reach: int
-    block: int
-    chunks: int
+    steps: int  # Their number.
+    reach: int  # Rows by which each is behind the one before.
+    block: int  # Rows of a block.
+    chunks: int  # Chunks of rows, one a thread.
 
 
 def skew_of(

@@ -17,49 +17,30 @@ FINISH = "tvm_fusion.exchange_finish"
 
 @dataclass(frozen=True)
 class Mode:
-    """Manner of a transfer.
-
-    Parameters
-    ----------
-    synchronous : bool
-        Whether a send is complete only when its receive has begun (MPI's Ssend), else when the data
-        may be overwritten (Send).
-    blocking : bool
-        Whether both sides wait for it before they go on, else before the first block that reads it.
-    """
+    """Manner of a transfer."""
 
     synchronous: bool = False
+    """Whether a send is complete only when its receive has begun (MPI's Ssend), else when the data
+    may be overwritten (Send)."""
     blocking: bool = True
+    """Whether both sides wait for it before they go on, else before the first block that reads it.
+    """
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows of an input or an output that one rank sends to another.
+    """Rows of an input or an output that one rank sends to another."""
 
-    Parameters
-    ----------
-    buffer : str
-        Its name.
-    rows : Region
-        Begin and end of its leading dimensions, in indices of the whole buffer; the others are
-        sent whole.
-    source, dest : int
-        Ranks.
-    mode : Mode
-        How.
-    before : str, optional
-        Block before which both sides wait, if the transfer does not block.
-    id : int
-        Number of its exchange, its place among all transfers.
-    """
-
-    buffer: str
+    buffer: str  # Its name.
     rows: Region
+    """Begin and end of its leading dimensions, in indices of the whole buffer; the others are sent
+    whole."""
     source: int
     dest: int
-    mode: Mode = Mode()
-    before: str | None = None
-    id: int = 0
+    """``source`` and ``dest``: ranks."""
+    mode: Mode = Mode()  # How.
+    before: str | None = None  # Block before which both sides wait, if the transfer does not block.
+    id: int = 0  # Number of its exchange, its place among all transfers.
 
     @property
     def exchange(self) -> Exchange:
@@ -114,15 +95,9 @@ def send_recv(
 
 @dataclass(frozen=True)
 class Delivery:
-    """Transfers with their numbers, their regions complete.
+    """Transfers with their numbers, their regions complete."""
 
-    Parameters
-    ----------
-    transfers : tuple[Transfer, ...]
-        In order.
-    """
-
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...]  # In order.
 
     def received(self, rank: int, buffer: str) -> list[Region]:
         """Regions of a buffer that a rank receives."""

@@ -20,34 +20,22 @@ class Stage:
     """A block that computes each element of one buffer, or of several by a store for each.
 
     Of several there is a stage for each buffer, in the order of the stores.
-
-    Parameters
-    ----------
-    output : tirx.Buffer
-        The buffer that it writes, at ``axes``.
-    axes, reduced : tuple[tirx.IterVar, ...]
-        Its spatial variables, one for each axis of the output, and the reduced ones.
-    value : tirx.Expr
-        The stored value; in a reduction it reads the block's outputs at ``axes``, as they were
-        before the first store.
-    init : tirx.Expr | None
-        First value of a reduction.
-    name : str
-        Name of the block.
-    loops : tuple[str, ...]
-        Names of the loops over ``axes`` and ``reduced``; empty for an axis without a loop.
-    together : tuple[tirx.Buffer, ...]
-        The buffers that its block computes, if these are several.
     """
 
-    output: tirx.Buffer
+    output: tirx.Buffer  # The buffer that it writes, at ``axes``.
     axes: tuple[tirx.IterVar, ...]
     reduced: tuple[tirx.IterVar, ...]
+    """``axes`` and ``reduced``: its spatial variables, one for each axis of the output, and the
+    reduced ones."""
     value: tirx.Expr
-    init: tirx.Expr | None
-    name: str = ""
+    """The stored value; in a reduction it reads the block's outputs at ``axes``, as they were
+    before the first store."""
+    init: tirx.Expr | None  # First value of a reduction.
+    name: str = ""  # Name of the block.
     loops: tuple[str, ...] = ()
+    """Names of the loops over ``axes`` and ``reduced``; empty for an axis without a loop."""
     together: tuple[tirx.Buffer, ...] = ()
+    """The buffers that its block computes, if these are several."""
 
     @property
     def outputs(self) -> tuple[tirx.Buffer, ...]:

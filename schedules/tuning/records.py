@@ -32,68 +32,46 @@ AnySpace: TypeAlias = "Space[Any, Any, Any]"
 
 
 class Key(NamedTuple):
-    """Conditions under which a record counts: all must be equal.
+    """Conditions under which a record counts: all must be equal."""
 
-    Parameters
-    ----------
-    workload : str
-        JSON with sorted keys.
-    cpu : str
-        LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
-        device.
-    vector_bits, threads : int
-        Width of its vectors, and threads of a kernel; of a GPU, of a warp's registers, and its
-        multiprocessors.
-    """
-
-    workload: str
+    workload: str  # JSON with sorted keys.
     cpu: str
+    """LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
+    device."""
     vector_bits: int
     threads: int
+    """``vector_bits`` and ``threads``: width of its vectors, and threads of a kernel; of a GPU, of
+    a warp's registers, and its multiprocessors."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The winner of one tuned kernel.
+    """The winner of one tuned kernel."""
 
-    Parameters
-    ----------
-    template : str
-        Name of the template.
-    version : int
-        Its version.
-    workload, knobs : dict
-        Both as JSON.
-    cpu : str
-        LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
-        device.
-    vector_bits, threads : int
-        Width of its vectors, and threads of a kernel; of a GPU, of a warp's registers, and its
-        multiprocessors.
-    default_seconds, best_seconds : float
-        Times of the default and of these knobs; equal where the default stays.
-    trials : int
-        Settings that were measured.
-    machine, tvm, date : str
-        Name of the processor, version of TVM, and date in ISO 8601.
-    times : dict
-        Seconds of each form by its name; empty for knobs.
-    """
-
-    template: str
-    version: int
+    template: str  # Name of the template.
+    version: int  # Its version.
     workload: Mapping[str, Any]
     knobs: Mapping[str, Any]
+    """``workload`` and ``knobs``: both as JSON."""
     cpu: str
+    """LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
+    device."""
     vector_bits: int
     threads: int
+    """``vector_bits`` and ``threads``: width of its vectors, and threads of a kernel; of a GPU, of
+    a warp's registers, and its multiprocessors."""
     default_seconds: float
     best_seconds: float
-    trials: int
+    """``default_seconds`` and ``best_seconds``: times of the default and of these knobs; equal
+    where the default stays."""
+    trials: int  # Settings that were measured.
     machine: str = ""
     tvm: str = ""
     date: str = ""
+    """``machine``, ``tvm`` and ``date``: name of the processor, version of TVM, and date in ISO
+    8601."""
     times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each form by its name; empty for knobs."""
 
     @classmethod
     def of_key(

@@ -49,33 +49,20 @@ _BOOL_OPERATORS = ("and", "or", "min", "max")
 
 @dataclass(frozen=True)
 class ReduceWorkload:
-    """A reduction as its op describes it.
-
-    Parameters
-    ----------
-    operator : str
-        One of :data:`OPERATORS`, or :data:`MAX_SUM_EXP` within a kernel. ``and`` and ``or`` are
-        logical; ``argmin`` and ``argmax`` give the position in the reduced axes, flattened in
-        row-major order, of the first extreme element.
-    axes : tuple[int, ...]
-        Reduced axes, ascending, none negative.
-    keepdims : bool
-        Whether reduced axes stay in the output with extent 1.
-    dtype : str
-        Of the data.
-    acc_dtype : str
-        Of the accumulators: ``float32`` for 16-bit floats, ``int32`` for 8-bit integers and bool,
-        else that of the data, or a wider one on request.
-    finish : str
-        One of :data:`FINISHES`: how the partial results of several GPU blocks are combined.
-    """
+    """A reduction as its op describes it."""
 
     operator: str
-    axes: tuple[int, ...]
-    keepdims: bool
-    dtype: str
+    """One of :data:`OPERATORS`, or :data:`MAX_SUM_EXP` within a kernel. ``and`` and ``or`` are
+    logical; ``argmin`` and ``argmax`` give the position in the reduced axes, flattened in row-major
+    order, of the first extreme element."""
+    axes: tuple[int, ...]  # Reduced axes, ascending, none negative.
+    keepdims: bool  # Whether reduced axes stay in the output with extent 1.
+    dtype: str  # Of the data.
     acc_dtype: str
+    """Of the accumulators: ``float32`` for 16-bit floats, ``int32`` for 8-bit integers and bool,
+    else that of the data, or a wider one on request."""
     finish: str = "auto"
+    """One of :data:`FINISHES`: how the partial results of several GPU blocks are combined."""
 
     @classmethod
     def create(
@@ -156,18 +143,10 @@ def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CanonicalLoops:
-    """The two coalesced loops, and the recovery of subscripts from them.
+    """The two coalesced loops, and the recovery of subscripts from them."""
 
-    Attributes
-    ----------
-    shape : tuple[Extent, ...]
-        Extents of the data's axes.
-    axes : tuple[int, ...]
-        Reduced axes.
-    """
-
-    shape: tuple[Extent, ...]
-    axes: tuple[int, ...]
+    shape: tuple[Extent, ...]  # Extents of the data's axes.
+    axes: tuple[int, ...]  # Reduced axes.
 
     @property
     def parallel_axes(self) -> tuple[int, ...]:

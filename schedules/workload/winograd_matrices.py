@@ -29,21 +29,12 @@ _MAGNITUDES = {2: (1.0,), 4: (0.75, 1.5)}
 
 @dataclass(frozen=True)
 class Transforms:
-    """The three matrices of F(m, 3), in float64.
-
-    Parameters
-    ----------
-    inverse : np.ndarray
-        ``AT``, of shape ``[m, m + 2]``; its columns come in pairs for a point and its negative.
-    weight : np.ndarray
-        ``G``, of shape ``[m + 2, 3]``.
-    data : np.ndarray
-        ``BT``, of shape ``[m + 2, m + 2]``; its rows come in the same pairs.
-    """
+    """The three matrices of F(m, 3), in float64."""
 
     inverse: np.ndarray
-    weight: np.ndarray
-    data: np.ndarray
+    """``AT``, of shape ``[m, m + 2]``; its columns come in pairs for a point and its negative."""
+    weight: np.ndarray  # ``G``, of shape ``[m + 2, 3]``.
+    data: np.ndarray  # ``BT``, of shape ``[m + 2, m + 2]``; its rows come in the same pairs.
 
 
 @lru_cache(maxsize=8)

@@ -21,18 +21,11 @@ from .machine_limits import MachineLimits
 
 
 class KernelWork(NamedTuple):
-    """Work of one call.
+    """Work of one call."""
 
-    Parameters
-    ----------
-    functions : int
-        Elements for which an elementary function such as ``exp`` is computed.
-    gathered_bytes : dict of int to int
-        Bytes that are read of those parameters whose elements are chosen by data, by position.
-    """
-
-    functions: int
+    functions: int  # Elements for which an elementary function such as ``exp`` is computed.
     gathered_bytes: dict[int, int]
+    """Bytes that are read of those parameters whose elements are chosen by data, by position."""
 
 
 def count_work(func: tirx.PrimFunc) -> KernelWork:

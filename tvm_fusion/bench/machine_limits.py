@@ -55,44 +55,23 @@ NUMBERS = {"uint8": "bytes", "bfloat16": "bfloat16"}
 
 @dataclass(frozen=True)
 class CacheLevel:
-    """Cache level, or memory, where data can be.
+    """Cache level, or memory, where data can be."""
 
-    Parameters
-    ----------
-    name : str
-        ``L2``, ``L3`` or ``memory``.
-    capacity : float
-        Bytes that fit, for all threads together; infinite for memory.
-    bandwidth : float
-        Bytes a second that all threads together can read.
-    """
-
-    name: str
-    capacity: float
-    bandwidth: float
+    name: str  # ``L2``, ``L3`` or ``memory``.
+    capacity: float  # Bytes that fit, for all threads together; infinite for memory.
+    bandwidth: float  # Bytes a second that all threads together can read.
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The roofs of a roofline model.
+    """The roofs of a roofline model."""
 
-    Parameters
-    ----------
-    threads : int
-        Number of threads of the figures.
-    peak_flops : float
-        Floating-point operations a second in float32, two for each multiply-add.
-    levels : tuple[CacheLevel, ...]
-        From the nearest to memory.
-    peaks : Mapping of str to float
-        Operations a second on other numbers, by :data:`NUMBERS`, two for each product that is added
-        to a sum; only those that the CPU multiplies otherwise than float32.
-    """
-
-    threads: int
-    peak_flops: float
-    levels: tuple[CacheLevel, ...]
+    threads: int  # Number of threads of the figures.
+    peak_flops: float  # Floating-point operations a second in float32, two for each multiply-add.
+    levels: tuple[CacheLevel, ...]  # From the nearest to memory.
     peaks: Mapping[str, float] = field(default_factory=dict)
+    """Operations a second on other numbers, by :data:`NUMBERS`, two for each product that is added
+    to a sum; only those that the CPU multiplies otherwise than float32."""
 
     def peak(self, numbers: str) -> float:
         """Operations a second on numbers of a type."""

@@ -18,27 +18,13 @@ from ..runtime.compiled_model import CompiledModel, load
 
 @dataclass(frozen=True)
 class Throughput:
-    """Result of :func:`throughput`.
+    """Result of :func:`throughput`."""
 
-    Parameters
-    ----------
-    calls_per_second : float
-        Of all streams together.
-    calls : int
-        Timed calls.
-    seconds : float
-        From the start of the first to the end of the last.
-    streams : int
-        Copies of the model.
-    threads : int
-        Threads of each copy.
-    """
-
-    calls_per_second: float
-    calls: int
-    seconds: float
-    streams: int
-    threads: int
+    calls_per_second: float  # Of all streams together.
+    calls: int  # Timed calls.
+    seconds: float  # From the start of the first to the end of the last.
+    streams: int  # Copies of the model.
+    threads: int  # Threads of each copy.
 
 
 def throughput(

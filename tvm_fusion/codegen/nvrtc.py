@@ -52,18 +52,10 @@ _ADVICE = "pip install 'tvm-fusion[cuda]', or install a CUDA toolkit"
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Output of a compiler for CUDA text.
+    """Output of a compiler for CUDA text."""
 
-    Parameters
-    ----------
-    cubin : bytes
-        The machine code, an ELF object.
-    log : str
-        Messages of the compiler and ``ptxas``.
-    """
-
-    cubin: bytes
-    log: str
+    cubin: bytes  # The machine code, an ELF object.
+    log: str  # Messages of the compiler and ``ptxas``.
 
 
 @dataclass(frozen=True)
@@ -84,23 +76,15 @@ class _Release:
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a kernel as reported by ``ptxas``: registers a thread, and bytes.
+    """Resources of a kernel as reported by ``ptxas``: registers a thread, and bytes."""
 
-    Parameters
-    ----------
-    registers : int
-        Registers a thread.
-    stack_frame, spill_stores, spill_loads : int
-        Bytes a thread in local memory, which is slow.
-    shared : int
-        Bytes of static shared memory a block.
-    """
-
-    registers: int
+    registers: int  # Registers a thread.
     stack_frame: int
     spill_stores: int
     spill_loads: int
-    shared: int
+    """``stack_frame``, ``spill_stores`` and ``spill_loads``: bytes a thread in local memory, which
+    is slow."""
+    shared: int  # Bytes of static shared memory a block.
 
 
 @contextlib.contextmanager

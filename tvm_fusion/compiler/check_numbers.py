@@ -45,21 +45,12 @@ OPEN_SHAPE = "check=True needs its size: give it in shapes"
 
 @dataclass(frozen=True)
 class Reference:
-    """What a compiled model should compute.
+    """What a compiled model should compute."""
 
-    Parameters
-    ----------
-    name : str
-        Where the outputs are from.
-    dtypes : set of str
-        Element types in the model.
-    trials : iterator of (list, list of numpy.ndarray)
-        Inputs, in the order of the compiled model's, and the outputs of them.
-    """
-
-    name: str
-    dtypes: set[str]
+    name: str  # Where the outputs are from.
+    dtypes: set[str]  # Element types in the model.
     trials: Iterator[tuple[list[Any], list[np.ndarray]]]
+    """Inputs, in the order of the compiled model's, and the outputs of them."""
 
 
 def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> None:

@@ -24,34 +24,19 @@ _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
 @dataclass(frozen=True)
 class KernelUse:
-    """Launches of one function in a call of a model.
+    """Launches of one function in a call of a model."""
 
-    Parameters
-    ----------
-    name : str
-        The function.
-    rule : str
-        The rule that scheduled it; ``"none"`` if it came with a schedule, or no rule takes it.
-    calls : int
-        Calls of the function in a call of the model.
-    launches : int
-        Kernels that all these calls launch; none on a CPU.
-    failed : dict
-        From the rules that failed on it to the reasons.
-    slow : str
-        Why it is likely to be slow: rules failed, or none but one for any function takes it; empty
-        for others.
-    record : dict | None
-        The tuning record that chose its knobs.
-    """
-
-    name: str
+    name: str  # The function.
     rule: str
-    calls: int
-    launches: int
+    """The rule that scheduled it; ``"none"`` if it came with a schedule, or no rule takes it."""
+    calls: int  # Calls of the function in a call of the model.
+    launches: int  # Kernels that all these calls launch; none on a CPU.
     failed: dict[str, str] = field(default_factory=dict)
+    """From the rules that failed on it to the reasons."""
     slow: str = ""
-    record: dict[str, Any] | None = None
+    """Why it is likely to be slow: rules failed, or none but one for any function takes it; empty
+    for others."""
+    record: dict[str, Any] | None = None  # The tuning record that chose its knobs.
 
 
 def kernel_uses(mod: tvm.IRModule) -> list[KernelUse]:

@@ -64,21 +64,11 @@ def cache_folder(wish: bool | str | os.PathLike[str] | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """Place of one model with one set of options.
+    """Place of one model with one set of options."""
 
-    Parameters
-    ----------
-    folder : Path
-        The cache.
-    key : str
-        Digest of everything but external data.
-    path : Path | None
-        File of the model, whose folder its external data lie in.
-    """
-
-    folder: Path
-    key: str
-    path: Path | None
+    folder: Path  # The cache.
+    key: str  # Digest of everything but external data.
+    path: Path | None  # File of the model, whose folder its external data lie in.
 
     @classmethod
     def of(cls, folder: Path, model: Any, options: Mapping[str, Any]) -> Entry | None:

@@ -360,28 +360,17 @@ def build(mod: tvm.IRModule, target: Target) -> relax.VMExecutable:
 
 
 class Built(NamedTuple):
-    """A program and its weights.
-
-    Parameters
-    ----------
-    executable : relax.VMExecutable
-        The program; its ``main`` takes the weights after the model's inputs.
-    weights : list of tvm.runtime.Tensor
-        The weights.
-    kernel : SoleKernelCall | None
-        Call of the program if it is one kernel.
-    lifted : tuple of bool
-        For each result, whether it is an argument of ``main``, between the inputs and the weights.
-        Nothing if none is.
-    alignment : int
-        Bytes at a multiple of which the kernels expect their arguments to begin.
-    """
+    """A program and its weights."""
 
     executable: relax.VMExecutable
-    weights: list[tvm.runtime.Tensor]
-    kernel: SoleKernelCall | None
+    """The program; its ``main`` takes the weights after the model's inputs."""
+    weights: list[tvm.runtime.Tensor]  # The weights.
+    kernel: SoleKernelCall | None  # Call of the program if it is one kernel.
     lifted: tuple[bool, ...] = ()
+    """For each result, whether it is an argument of ``main``, between the inputs and the weights.
+    Nothing if none is."""
     alignment: int = ALIGNMENT
+    """Bytes at a multiple of which the kernels expect their arguments to begin."""
 
 
 def build_apart(

@@ -122,18 +122,10 @@ class Beside(Protocol):
 
 @dataclass(frozen=True)
 class LocalArray:
-    """Window of an input or of the output that a rank holds.
+    """Window of an input or of the output that a rank holds."""
 
-    Parameters
-    ----------
-    window : LocalBuffer
-        Its memory, with room for what other ranks own.
-    region : Region
-        What it owns, in indices of the whole buffer.
-    """
-
-    window: LocalBuffer
-    region: Region
+    window: LocalBuffer  # Its memory, with room for what other ranks own.
+    region: Region  # What it owns, in indices of the whole buffer.
 
     @property
     def owned(self) -> np.ndarray:
@@ -143,31 +135,17 @@ class LocalArray:
 
 @dataclass(frozen=True)
 class KernelPiece:
-    """Range of a rank's loops that one kernel call computes.
+    """Range of a rank's loops that one kernel call computes."""
 
-    Parameters
-    ----------
-    rows : Region
-        The range.
-    kernel : str
-        Name of the kernel.
-    scalars : tuple[int, ...]
-        Its arguments after the windows.
-    step : int
-        The step since the last exchange, from 0.
-    is_interior : bool
-        Whether it reads only what the rank owns, and runs while messages travel.
-    steps : int
-        How many steps it computes; several are all of those between two exchanges, and the call
-        takes the first of them after its scalars, since a run may end with fewer.
-    """
-
-    rows: Region
-    kernel: str
-    scalars: tuple[int, ...]
-    step: int
+    rows: Region  # The range.
+    kernel: str  # Name of the kernel.
+    scalars: tuple[int, ...]  # Its arguments after the windows.
+    step: int  # The step since the last exchange, from 0.
     is_interior: bool = False
+    """Whether it reads only what the rank owns, and runs while messages travel."""
     steps: int = 1
+    """How many steps it computes; several are all of those between two exchanges, and the call
+    takes the first of them after its scalars, since a run may end with fewer."""
 
 
 _COMBINE = UFUNCS | {"and": np.logical_and, "or": np.logical_or}

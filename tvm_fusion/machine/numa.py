@@ -33,18 +33,10 @@ _WORD = 64
 
 @dataclass(frozen=True)
 class NumaNode:
-    """Processors and the memory that is next to them, such as those of a socket.
+    """Processors and the memory that is next to them, such as those of a socket."""
 
-    Parameters
-    ----------
-    number : int
-        Of the node.
-    processors : frozenset[int]
-        Its processors.
-    """
-
-    number: int
-    processors: frozenset[int]
+    number: int  # Of the node.
+    processors: frozenset[int]  # Its processors.
 
 
 def numa_nodes(folder: Path = SYSFS) -> list[NumaNode]:

@@ -87,70 +87,40 @@ _SAVE_HELP = "save again with this version, or compile the model again"
 
 @dataclass(frozen=True)
 class Description:
-    """Facts about a compiled model that need no execution.
+    """Facts about a compiled model that need no execution."""
 
-    Parameters
-    ----------
-    target : str
-        The TVM target as JSON.
-    arch : str
-        Architecture of the code.
-    features : tuple of str
-        CPU features that the code needs.
-    inputs, outputs : tuple of TensorSpec
-        In the order of the call and of the results.
-    fresh : tuple of bool
-        Whether each output is newly created by each call.
-    fused : tuple of dict
-        One record a pair of convolutions.
-    versions : dict
-        Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model.
-    weights : tuple of TensorSpec
-        Arguments of ``main`` after the inputs and the outputs that are arguments.
-    device : DeviceNeeds | None
-        The GPU that the kernels run on; None if they run on the CPU.
-    kernel : SoleKernelCall | None
-        Call of the program if it is one kernel.
-    fast_math : bool
-        Whether functions in CUDA kernels may be approximations.
-    records : tuple of dict
-        Tuning records that chose knobs, one a function.
-    ranks : RankPlan | None
-        Functions, rows and exchanges of each rank, if the model is distributed: it then has no
-        ``main``.
-    lifted : tuple of bool
-        For each output, whether it is an argument of ``main``, after the inputs; nothing if none
-        is.
-    alignment : int
-        Bytes at a multiple of which kernels for a CPU expect the data of inputs to begin.
-    library : tuple of int
-        Where the library begins in the file, and where it ends; both 0 if the model is not saved.
-    places : tuple of int
-        Where each weight begins in the file; nothing if the model is not saved.
-    others : tuple of Description
-        The same model for other CPUs, in the same file. What a later one needs includes, as a rule,
-        what those before it need.
-    """
-
-    target: str
-    arch: str
-    features: tuple[str, ...]
+    target: str  # The TVM target as JSON.
+    arch: str  # Architecture of the code.
+    features: tuple[str, ...]  # CPU features that the code needs.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    fresh: tuple[bool, ...]
-    fused: tuple[dict[str, Any], ...]
+    """``inputs`` and ``outputs``: in the order of the call and of the results."""
+    fresh: tuple[bool, ...]  # Whether each output is newly created by each call.
+    fused: tuple[dict[str, Any], ...]  # One record a pair of convolutions.
     versions: dict[str, str]
+    """Versions of ``tvm_fusion``, ``tvm`` and ``tvm_ffi`` that compiled the model."""
     weights: tuple[TensorSpec, ...] = ()
+    """Arguments of ``main`` after the inputs and the outputs that are arguments."""
     device: DeviceNeeds | None = None
-    kernel: SoleKernelCall | None = None
-    fast_math: bool = False
-    records: tuple[dict[str, Any], ...] = ()
+    """The GPU that the kernels run on; None if they run on the CPU."""
+    kernel: SoleKernelCall | None = None  # Call of the program if it is one kernel.
+    fast_math: bool = False  # Whether functions in CUDA kernels may be approximations.
+    records: tuple[dict[str, Any], ...] = ()  # Tuning records that chose knobs, one a function.
     ranks: RankPlan | None = None
+    """Functions, rows and exchanges of each rank, if the model is distributed: it then has no
+    ``main``."""
     lifted: tuple[bool, ...] = ()
+    """For each output, whether it is an argument of ``main``, after the inputs; nothing if none is.
+    """
     alignment: int = ALIGNMENT
+    """Bytes at a multiple of which kernels for a CPU expect the data of inputs to begin."""
     library: tuple[int, int] = field(default=(0, 0), compare=False)
+    """Where the library begins in the file, and where it ends; both 0 if the model is not saved."""
     places: tuple[int, ...] = field(default=(), compare=False)
+    """Where each weight begins in the file; nothing if the model is not saved."""
     others: tuple[Description, ...] = ()
+    """The same model for other CPUs, in the same file. What a later one needs includes, as a rule,
+    what those before it need."""
 
     @property
     def all(self) -> tuple[Description, ...]:

@@ -33,19 +33,12 @@ _UNUSED = 2  # references to an array that only its tuple holds, as getrefcount 
 
 @dataclass(frozen=True)
 class SoleKernelCall:
-    """Kernel call that ``main`` consists of.
+    """Kernel call that ``main`` consists of."""
 
-    Parameters
-    ----------
-    name : str
-        The kernel.
-    arguments : tuple of int
-        The arguments of ``main`` that it takes, in its order, each input once; the output follows
-        them.
-    """
-
-    name: str
+    name: str  # The kernel.
     arguments: tuple[int, ...]
+    """The arguments of ``main`` that it takes, in its order, each input once; the output follows
+    them."""
 
 
 class OutputPool:
@@ -87,22 +80,13 @@ class OutputPool:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """Function that a call runs, with its arguments.
+    """Function that a call runs, with its arguments."""
 
-    Parameters
-    ----------
-    function : callable
-        The program on the virtual machine, or its only kernel.
-    arguments : sequence
-        Its arguments: weights, and placeholders for inputs and outputs.
-    inputs, outputs : sequence of int
-        Position of each input and output.
-    """
-
-    function: Callable[..., Any]
-    arguments: Sequence[Any]
+    function: Callable[..., Any]  # The program on the virtual machine, or its only kernel.
+    arguments: Sequence[Any]  # Its arguments: weights, and placeholders for inputs and outputs.
     inputs: Sequence[int]
     outputs: Sequence[int]
+    """``inputs`` and ``outputs``: position of each input and output."""
 
     @classmethod
     def of_main(

@@ -18,52 +18,25 @@ _EXISTS, _THREADS, _SHARED, _ARCH, _NAME, _MULTIPROCESSORS = 0, 1, 3, 4, 5, 7
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A GPU of this machine.
+    """A GPU of this machine."""
 
-    Parameters
-    ----------
-    kind : str
-        ``cuda`` or ``opencl``.
-    name : str
-        Its name in the driver.
-    arch : str
-        Of a CUDA device, such as ``sm_90``; else empty.
-    max_threads : int
-        Threads of one block.
-    shared_bytes : int
-        Shared memory of one block.
-    multiprocessors : int
-        Number of multiprocessors: blocks that run at once, at least.
-    """
-
-    kind: str
-    name: str
-    arch: str
-    max_threads: int
-    shared_bytes: int
-    multiprocessors: int
+    kind: str  # ``cuda`` or ``opencl``.
+    name: str  # Its name in the driver.
+    arch: str  # Of a CUDA device, such as ``sm_90``; else empty.
+    max_threads: int  # Threads of one block.
+    shared_bytes: int  # Shared memory of one block.
+    multiprocessors: int  # Number of multiprocessors: blocks that run at once, at least.
 
 
 @dataclass(frozen=True)
 class DeviceNeeds:
-    """Requirements of code for a GPU on the machine that it runs on.
+    """Requirements of code for a GPU on the machine that it runs on."""
 
-    Parameters
-    ----------
-    kind : str
-        ``cuda`` or ``opencl``.
-    arch : str
-        Architecture of the machine code, such as ``sm_90``; empty where the driver compiles it.
-    max_threads : int
-        Threads of the largest block that the schedules may form.
-    shared_bytes : int
-        Shared memory that they may take for a block.
-    """
-
-    kind: str
+    kind: str  # ``cuda`` or ``opencl``.
     arch: str
-    max_threads: int
-    shared_bytes: int
+    """Architecture of the machine code, such as ``sm_90``; empty where the driver compiles it."""
+    max_threads: int  # Threads of the largest block that the schedules may form.
+    shared_bytes: int  # Shared memory that they may take for a block.
 
     def __str__(self) -> str:
         """Kind and architecture."""

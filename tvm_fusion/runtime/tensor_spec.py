@@ -11,21 +11,12 @@ from ..errors import TVMFusionError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and element type of one input or output.
+    """Name, shape and element type of one input or output."""
 
-    Parameters
-    ----------
-    name : str
-        The name which the model gives the tensor.
-    shape : tuple of int or str
-        One entry a dimension; a string names a dimension that is only known when the model runs.
-    dtype : str
-        The element type as TVM and numpy spell it, for example ``"float32"``.
-    """
-
-    name: str
+    name: str  # The name which the model gives the tensor.
     shape: tuple[int | str, ...]
-    dtype: str
+    """One entry a dimension; a string names a dimension that is only known when the model runs."""
+    dtype: str  # The element type as TVM and numpy spell it, for example ``"float32"``.
 
     def __str__(self) -> str:
         """Name, type and shape: ``x: float32[1, 3, batch]``."""

@@ -36,27 +36,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Variant:
-    """Compiled form of a graph for certain weights.
+    """Compiled form of a graph for certain weights."""
 
-    Parameters
-    ----------
-    run : callable
-        Function from the other arguments to the computed outputs.
-    inputs : tuple of int
-        Positions of those arguments.
-    weights : tuple of torch.Tensor
-        The weights; kept, so that no other tensor gets their identity.
-    versions : list
-        Their versions, see ``_versions``.
-    changes_inputs : bool
-        Whether it changes arguments in place.
-    """
-
-    run: Run
-    inputs: tuple[int, ...]
+    run: Run  # Function from the other arguments to the computed outputs.
+    inputs: tuple[int, ...]  # Positions of those arguments.
     weights: tuple[torch.Tensor, ...]
-    versions: list[Any]
-    changes_inputs: bool
+    """The weights; kept, so that no other tensor gets their identity."""
+    versions: list[Any]  # Their versions, see ``_versions``.
+    changes_inputs: bool  # Whether it changes arguments in place.
 
 
 class FrozenGraph:

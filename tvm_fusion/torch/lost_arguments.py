@@ -26,22 +26,14 @@ _QUANTIZED = torch.ops.quantized_decomposed
 
 @dataclass(frozen=True)
 class Form:
-    """Another form of an op.
+    """Another form of an op."""
 
-    Parameters
-    ----------
-    arguments : tuple of str
-        Names of the arguments that the exporter does not heed.
-    compute : callable
-        Function of the op's arguments that computes the same by other ops.
-    is_lost : callable, optional
-        Function from all arguments by their names that returns whether the exporter would compute
-        something else; by default, whether one of ``arguments`` differs from its default.
-    """
-
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # Names of the arguments that the exporter does not heed.
     compute: Callable[..., Any]
+    """Function of the op's arguments that computes the same by other ops."""
     is_lost: Callable[[Mapping[str, Any]], bool] | None = None
+    """Function from all arguments by their names that returns whether the exporter would compute
+    something else; by default, whether one of ``arguments`` differs from its default."""
 
 
 def lost_arguments(node: fx.Node) -> tuple[str, ...]:

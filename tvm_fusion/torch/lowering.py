@@ -178,16 +178,11 @@ def _as_array(value: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Choices:
-    """Options of ``torch.compile(..., options=...)``.
-
-    Parameters
-    ----------
-    arguments : Mapping[str, Any]
-        Keyword arguments of :func:`tvm_fusion.compile`; ``threads`` is PyTorch's own number by
-        default.
-    """
+    """Options of ``torch.compile(..., options=...)``."""
 
     arguments: Mapping[str, Any]
+    """Keyword arguments of :func:`tvm_fusion.compile`; ``threads`` is PyTorch's own number by
+    default."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Choices:

@@ -28,27 +28,18 @@ _SHAPE_CHANGERS = frozenset(
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of a graph.
-
-    Parameters
-    ----------
-    plan : tuple of (str, Any)
-        For each output ``("argument", place)``, ``("constant", value)``, ``("computed", index)`` or
-        ``("made", index)``.
-    computed : tuple of str
-        Names of the nodes that a model computes.
-    orders : tuple of (tuple of int or None)
-        For each of them its axes from the outermost in memory to the innermost; None if the tensor
-        is contiguous.
-    maker : torch.fx.GraphModule or None
-        Function of all arguments, and a list of the computed tensors, that returns what is made of
-        these.
-    """
+    """Outputs of a graph."""
 
     plan: tuple[tuple[str, Any], ...]
-    computed: tuple[str, ...]
+    """For each output ``("argument", place)``, ``("constant", value)``, ``("computed", index)`` or
+    ``("made", index)``."""
+    computed: tuple[str, ...]  # Names of the nodes that a model computes.
     orders: tuple[tuple[int, ...] | None, ...]
+    """For each of them its axes from the outermost in memory to the innermost; None if the tensor
+    is contiguous."""
     maker: fx.GraphModule | None
+    """Function of all arguments, and a list of the computed tensors, that returns what is made of
+    these."""
 
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[str]) -> Outputs:

@@ -49,24 +49,13 @@ _BOOT = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a setting's measurement.
-
-    Parameters
-    ----------
-    ratio : float | None
-        Its time over that of the default, the geometric mean of ``states``; None for a failure.
-    failure : str
-        ``compile``, ``hang``, ``crash`` or ``wrong``; empty otherwise.
-    reason : str
-        Of the failure.
-    states : tuple of float
-        The ratio in each state of the caches, median over its rounds.
-    """
+    """Outcome of a setting's measurement."""
 
     ratio: float | None
-    failure: str = ""
-    reason: str = ""
-    states: tuple[float, ...] = ()
+    """Its time over that of the default, the geometric mean of ``states``; None for a failure."""
+    failure: str = ""  # ``compile``, ``hang``, ``crash`` or ``wrong``; empty otherwise.
+    reason: str = ""  # Of the failure.
+    states: tuple[float, ...] = ()  # The ratio in each state of the caches, median over its rounds.
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[Sequence[Any]], position: int, states: int) -> Outcome:

@@ -46,30 +46,15 @@ _WRITING = threading.Lock()
 
 @dataclass
 class FormTask:
-    """The forms of one convolution or pair.
+    """The forms of one convolution or pair."""
 
-    Parameters
-    ----------
-    workload : Conv2DKernel
-        The layers, in NCHW.
-    forms : sequence of Form
-        Two or more; the first is chosen without records.
-    machine : CPUInfo
-        The CPU.
-    calls : int
-        How often the model has the layers.
-    share : float
-        Of the time of all such tasks.
-    knobs : dict
-        Records of the kernels of each form.
-    """
-
-    workload: Conv2DKernel
-    forms: Sequence[Form]
-    machine: CPUInfo
-    calls: int
-    share: float = 1.0
+    workload: Conv2DKernel  # The layers, in NCHW.
+    forms: Sequence[Form]  # Two or more; the first is chosen without records.
+    machine: CPUInfo  # The CPU.
+    calls: int  # How often the model has the layers.
+    share: float = 1.0  # Of the time of all such tasks.
     knobs: dict[Form, list[Record]] = field(default_factory=dict)
+    """Records of the kernels of each form."""
     weights: tuple[int, ...] = ()
     outputs: int = 1
 

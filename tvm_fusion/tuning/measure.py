@@ -37,25 +37,14 @@ _LONGEST_VECTOR = 1024  # of the code that writes a tensor
 
 @dataclass(frozen=True)
 class KernelSequence:
-    """Kernels that are called one after another.
+    """Kernels that are called one after another."""
 
-    Parameters
-    ----------
-    mod : IRModule
-        Their functions.
-    calls : tuple of (str, tuple of int)
-        Functions with the numbers of their arguments: the task's tensors, the output last, then
-        constants, then buffers.
-    constants : tuple of array
-        Weights of these kernels alone.
-    buffers : tuple of (shape, dtype)
-        Tensors between the kernels.
-    """
-
-    mod: tvm.IRModule
+    mod: tvm.IRModule  # Their functions.
     calls: tuple[tuple[str, tuple[int, ...]], ...]
-    constants: tuple[np.ndarray, ...] = ()
-    buffers: tuple[tuple[tuple[int, ...], str], ...] = ()
+    """Functions with the numbers of their arguments: the task's tensors, the output last, then
+    constants, then buffers."""
+    constants: tuple[np.ndarray, ...] = ()  # Weights of these kernels alone.
+    buffers: tuple[tuple[tuple[int, ...], str], ...] = ()  # Tensors between the kernels.
 
 
 class Subject(Protocol):

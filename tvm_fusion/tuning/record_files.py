@@ -34,21 +34,11 @@ _NAMELESS = ("generic", "x86-64")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line that no compilation will use.
+    """A line that no compilation will use."""
 
-    Parameters
-    ----------
-    file : str
-        Its file.
-    line : int
-        Its number.
-    reason : str
-        Why.
-    """
-
-    file: str
-    line: int
-    reason: str
+    file: str  # Its file.
+    line: int  # Its number.
+    reason: str  # Why.
 
 
 def all_records(path: Path) -> list[Record]:

@@ -76,21 +76,11 @@ def in_time(function: Callable[[], Result], seconds: float = PATIENCE) -> Result
 
 @dataclass(frozen=True)
 class Tracker:
-    """TVM's RPC tracker and a key of it.
+    """TVM's RPC tracker and a key of it."""
 
-    Parameters
-    ----------
-    host : str
-        Name or address of its machine.
-    port : int
-        Its port.
-    key : str
-        Name under which servers report.
-    """
-
-    host: str
-    port: int
-    key: str
+    host: str  # Name or address of its machine.
+    port: int  # Its port.
+    key: str  # Name under which servers report.
 
     @classmethod
     def read(cls, address: str, key: str) -> Tracker:

@@ -35,48 +35,20 @@ Setting = tuple[AnyTemplate, Any]
 
 @dataclass
 class Task:
-    """One kernel to tune.
+    """One kernel to tune."""
 
-    Parameters
-    ----------
-    name : str
-        Of the function in the model.
-    about : str
-        What it computes.
-    key : Key
-        What its record must have.
-    func : tirx.PrimFunc
-        The function without a schedule, of static shapes.
-    weights : tuple of int
-        Parameters that are constants of the model.
-    workload : object
-        What the templates compute.
-    templates : sequence of Template
-        The default's first.
-    machine : CPUInfo or GPUInfo
-        The CPU or GPU.
-    calls : int
-        Calls in a call of the model.
-    share : float
-        Of the predicted time of all tasks.
-    wide : bool
-        Whether templates search their wider spaces, where they have any.
-    outputs : int
-        Parameters that are outputs, the last ones.
-    """
-
-    name: str
-    about: str
-    key: Key
-    func: tirx.PrimFunc
-    weights: tuple[int, ...]
-    workload: Any
-    templates: Sequence[AnyTemplate]
-    machine: Any
-    calls: int = 1
-    share: float = 1.0
-    wide: bool = False
-    outputs: int = 1
+    name: str  # Of the function in the model.
+    about: str  # What it computes.
+    key: Key  # What its record must have.
+    func: tirx.PrimFunc  # The function without a schedule, of static shapes.
+    weights: tuple[int, ...]  # Parameters that are constants of the model.
+    workload: Any  # What the templates compute.
+    templates: Sequence[AnyTemplate]  # The default's first.
+    machine: Any  # The CPU or GPU.
+    calls: int = 1  # Calls in a call of the model.
+    share: float = 1.0  # Of the predicted time of all tasks.
+    wide: bool = False  # Whether templates search their wider spaces, where they have any.
+    outputs: int = 1  # Parameters that are outputs, the last ones.
     numbers: dict[str, int] = field(default_factory=dict)
 
     @cached_property

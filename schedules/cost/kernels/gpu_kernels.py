@@ -47,40 +47,28 @@ _TICKET_CYCLES = 1  # between two updates of one address
 
 @dataclass(frozen=True)
 class StreamingKernel:
-    """A launch of a kernel.
-
-    Parameters
-    ----------
-    blocks, threads : int
-        Of the grid, and of a block.
-    registers, shared_bytes : int
-        Registers of a thread, and shared memory of a block.
-    turn_bytes : int
-        Bytes that a thread loads in a turn of its main loop.
-    flight_bytes : int
-        Those of them that are under way before the first one is used.
-    turn_instructions : int
-        Instructions of a turn.
-    start_cycles, head_cycles, turn_cycles, finish_cycles : float
-        Cycles of a warp that runs alone before its first load, from there to the main loop, in a
-        turn of it, and after the last one, in the block that has most to do.
-    contenders, head_contenders : int
-        Blocks that update one address after the main loop, and before it.
-    """
+    """A launch of a kernel."""
 
     blocks: int
     threads: int
+    """``blocks`` and ``threads``: of the grid, and of a block."""
     registers: int
     shared_bytes: int
-    turn_bytes: int
-    flight_bytes: int
-    turn_instructions: int
+    """``registers`` and ``shared_bytes``: registers of a thread, and shared memory of a block."""
+    turn_bytes: int  # Bytes that a thread loads in a turn of its main loop.
+    flight_bytes: int  # Those of them that are under way before the first one is used.
+    turn_instructions: int  # Instructions of a turn.
     start_cycles: float
     head_cycles: float
     turn_cycles: float
     finish_cycles: float
+    """``start_cycles``, ``head_cycles``, ``turn_cycles`` and ``finish_cycles``: cycles of a warp
+    that runs alone before its first load, from there to the main loop, in a turn of it, and after
+    the last one, in the block that has most to do."""
     contenders: int = 1
     head_contenders: int = 1
+    """``contenders`` and ``head_contenders``: blocks that update one address after the main loop,
+    and before it."""
 
     @property
     def resident(self) -> int:
@@ -92,30 +80,16 @@ class StreamingKernel:
 
 @dataclass(frozen=True)
 class StreamingTime:
-    """A predicted launch.
+    """A predicted launch."""
 
-    Parameters
-    ----------
-    seconds : float
-        From the first instruction to the last one, without the launch.
-    share : float
-        Of the reachable bandwidth, in which the bytes alone would take ``share * seconds``.
-    waves : float
-        Blocks by those that run at once.
-    flight_bytes : int
-        Bytes under way on a multiprocessor that is full, or has its share of the blocks.
-    instructions_per_byte : float
-        Of a lane in the main loop.
-    finish_seconds : float
-        After the last byte of the input has come.
-    """
-
-    seconds: float
+    seconds: float  # From the first instruction to the last one, without the launch.
     share: float
-    waves: float
+    """Of the reachable bandwidth, in which the bytes alone would take ``share * seconds``."""
+    waves: float  # Blocks by those that run at once.
     flight_bytes: int
-    instructions_per_byte: float
-    finish_seconds: float
+    """Bytes under way on a multiprocessor that is full, or has its share of the blocks."""
+    instructions_per_byte: float  # Of a lane in the main loop.
+    finish_seconds: float  # After the last byte of the input has come.
 
 
 def predict_streaming(

@@ -38,18 +38,10 @@ def table_width(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """A region in memory.
+    """A region in memory."""
 
-    Parameters
-    ----------
-    offset : int
-        Bytes before its first element.
-    steps : tuple[int, ...]
-        Bytes from one index of each axis to the next.
-    """
-
-    offset: int
-    steps: tuple[int, ...]
+    offset: int  # Bytes before its first element.
+    steps: tuple[int, ...]  # Bytes from one index of each axis to the next.
 
 
 def layout_in(region: Region, window: Region, itemsize: int) -> Layout:

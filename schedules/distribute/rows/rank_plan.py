@@ -31,89 +31,52 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Segment:
-    """Stages between two exchanges, and the exchange after them.
-
-    Parameters
-    ----------
-    first, last : str
-        Names of the first and last stage.
-    stages : int
-        Their number.
-    rows : tuple[tuple[int, int], ...]
-        Rows of the last stage that each rank computes, or blocks of its channels; (0, 0) where it
-        computes none.
-    recomputed : float
-        Operations that more than one rank does, as a share of those of one rank alone.
-    end : str
-        ``exchange`` of rows with neighbours, ``gather`` on the first rank, or ``result``.
-    halo : int
-        Most rows that a rank receives.
-    messages, bytes : int
-        What all ranks send in the exchange.
-    compute, exchange : float
-        Predicted seconds, of the slowest rank.
-    split : str
-        ``rows`` or ``channels``: what ranks share of the last stage.
-    """
+    """Stages between two exchanges, and the exchange after them."""
 
     first: str
     last: str
-    stages: int
+    """``first`` and ``last``: names of the first and last stage."""
+    stages: int  # Their number.
     rows: tuple[tuple[int, int], ...]
+    """Rows of the last stage that each rank computes, or blocks of its channels; (0, 0) where it
+    computes none."""
     recomputed: float
-    end: str
-    halo: int
+    """Operations that more than one rank does, as a share of those of one rank alone."""
+    end: str  # ``exchange`` of rows with neighbours, ``gather`` on the first rank, or ``result``.
+    halo: int  # Most rows that a rank receives.
     messages: int
     bytes: int
+    """``messages`` and ``bytes``: what all ranks send in the exchange."""
     compute: float
     exchange: float
-    split: str = "rows"
+    """``compute`` and ``exchange``: predicted seconds, of the slowest rank."""
+    split: str = "rows"  # ``rows`` or ``channels``: what ranks share of the last stage.
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """Program of one rank.
+    """Program of one rank."""
 
-    Parameters
-    ----------
-    function : str
-        Its function; empty if it has nothing to do.
-    inputs : tuple[Range | None, ...]
-        For each input of the model the rows that the function takes; None where it takes none.
-    in_place : tuple[int, ...]
-        Numbers of the exchanges for which its own rows lie in a tensor of all that it needs, where
-        it exchanges by kernels.
-    """
-
-    function: str
+    function: str  # Its function; empty if it has nothing to do.
     inputs: tuple[Range | None, ...]
+    """For each input of the model the rows that the function takes; None where it takes none."""
     in_place: tuple[int, ...] = ()
+    """Numbers of the exchanges for which its own rows lie in a tensor of all that it needs, where
+    it exchanges by kernels."""
 
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Exchange of rows of one tensor.
+    """Exchange of rows of one tensor."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the tensor.
-    shape : tuple[int, ...]
-        All of it; rows are axis 2, and a tensor without that axis has one.
-    dtype : str
-        Type of its elements.
-    own, held : tuple[Range, ...]
-        Rows that each rank has computed, and those that it needs; (0, 0) for none.
-    by_channels : bool
-        ``own`` are indices of axis 1, with all rows.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: str  # Name of the tensor.
+    shape: tuple[int, ...]  # All of it; rows are axis 2, and a tensor without that axis has one.
+    dtype: str  # Type of its elements.
     own: tuple[Range, ...]
     held: tuple[Range, ...]
-    by_channels: bool = False
+    """``own`` and ``held``: rows that each rank has computed, and those that it needs; (0, 0) for
+    none."""
+    by_channels: bool = False  # ``own`` are indices of axis 1, with all rows.
 
     def transfers(self) -> np.ndarray:
         """Messages: source, destination, first and past the last row."""
@@ -139,27 +102,15 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A network over ranks.
+    """A network over ranks."""
 
-    Parameters
-    ----------
-    parts : tuple[RankPart, ...]
-        One for each rank.
-    exchanges : tuple[RowExchange, ...]
-        In the order in which all ranks make them.
-    segments : tuple[Segment, ...]
-        For reports.
-    constants : str
-        Digest of the constants in the functions, so that ranks can compare their models.
-    takes_table : bool
-        Whether the functions exchange rows by kernels, whose table is the parameter after inputs.
-    """
-
-    parts: tuple[RankPart, ...]
-    exchanges: tuple[RowExchange, ...]
-    segments: tuple[Segment, ...]
+    parts: tuple[RankPart, ...]  # One for each rank.
+    exchanges: tuple[RowExchange, ...]  # In the order in which all ranks make them.
+    segments: tuple[Segment, ...]  # For reports.
     constants: str = ""
+    """Digest of the constants in the functions, so that ranks can compare their models."""
     takes_table: bool = False
+    """Whether the functions exchange rows by kernels, whose table is the parameter after inputs."""
 
     @property
     def ranks(self) -> int:

@@ -32,18 +32,10 @@ _MOST_KEPT = 16  # placements, which are large where there are many ranks
 
 @dataclass(frozen=True)
 class RowCost:
-    """Predicted times, in seconds for each rank: float64 [stages, ranks].
+    """Predicted times, in seconds for each rank: float64 [stages, ranks]."""
 
-    Parameters
-    ----------
-    compute : np.ndarray
-        Of each stage.
-    exchange : np.ndarray
-        Of the exchange after it; 0 where there is none.
-    """
-
-    compute: np.ndarray
-    exchange: np.ndarray
+    compute: np.ndarray  # Of each stage.
+    exchange: np.ndarray  # Of the exchange after it; 0 where there is none.
 
     @property
     def seconds(self) -> float:

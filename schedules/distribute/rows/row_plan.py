@@ -38,24 +38,12 @@ class RowMap(Protocol):
 
 @dataclass(frozen=True)
 class RowWindow:
-    """Rows that a convolution or a pooling reads.
+    """Rows that a convolution or a pooling reads."""
 
-    Parameters
-    ----------
-    extent : int
-        Rows of the operand, without padding.
-    stride : int
-        Rows between two windows.
-    reach : int
-        Rows of a window, ``(kernel - 1) * dilation + 1``.
-    top : int
-        Rows of padding before the first row; fewer than ``reach``.
-    """
-
-    extent: int
-    stride: int
-    reach: int
-    top: int
+    extent: int  # Rows of the operand, without padding.
+    stride: int  # Rows between two windows.
+    reach: int  # Rows of a window, ``(kernel - 1) * dilation + 1``.
+    top: int  # Rows of padding before the first row; fewer than ``reach``.
 
     def read(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows that lie in the operand."""
@@ -69,21 +57,11 @@ class RowWindow:
 
 @dataclass(frozen=True)
 class Enlargement:
-    """Rows that an enlargement by a whole factor reads.
+    """Rows that an enlargement by a whole factor reads."""
 
-    Parameters
-    ----------
-    extent : int
-        Rows of the operand.
-    factor : int
-        Result rows of each of them.
-    halo : int
-        Rows read before and after.
-    """
-
-    extent: int
-    factor: int
-    halo: int
+    extent: int  # Rows of the operand.
+    factor: int  # Result rows of each of them.
+    halo: int  # Rows read before and after.
 
     def read(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows that lie in the operand."""
@@ -93,57 +71,29 @@ class Enlargement:
 
 @dataclass(frozen=True)
 class StageOperand:
-    """A stage that another one reads.
+    """A stage that another one reads."""
 
-    Parameters
-    ----------
-    stage : int
-        Its place in the list.
-    maps : tuple[RowMap, ...] | None
-        From the reader to it, one after the other; none of them where it reads the rows that it
-        makes, None where it reads all rows.
-    """
-
-    stage: int
+    stage: int  # Its place in the list.
     maps: tuple[RowMap, ...] | None
+    """From the reader to it, one after the other; none of them where it reads the rows that it
+    makes, None where it reads all rows."""
 
 
 @dataclass(frozen=True)
 class NetworkStage:
-    """One operation of a network, or one of its inputs.
+    """One operation of a network, or one of its inputs."""
 
-    Parameters
-    ----------
-    name : str
-        Name of its result.
-    op : str
-        What it computes; ``input`` if nothing.
-    rows : int
-        Rows of the result; 1 where it has none.
-    row_bytes : int
-        Bytes of a row.
-    operands : tuple[StageOperand, ...]
-        Earlier stages.
-    flops : float
-        Operations for a row.
-    fixed_bytes : int
-        Bytes read whatever the rows, such as weights.
-    grain : int
-        Rows come in multiples of so many, but for the last ones, since they are rounded together:
-        those of a tile of Winograd's algorithm, or all rows of an operation that cannot be split.
-    blocks : int
-        Equal blocks of channels that can be computed apart; 1 where they cannot.
-    """
-
-    name: str
-    op: str
-    rows: int
-    row_bytes: int
-    operands: tuple[StageOperand, ...] = ()
-    flops: float = 0.0
-    fixed_bytes: int = 0
+    name: str  # Name of its result.
+    op: str  # What it computes; ``input`` if nothing.
+    rows: int  # Rows of the result; 1 where it has none.
+    row_bytes: int  # Bytes of a row.
+    operands: tuple[StageOperand, ...] = ()  # Earlier stages.
+    flops: float = 0.0  # Operations for a row.
+    fixed_bytes: int = 0  # Bytes read whatever the rows, such as weights.
     grain: int = 1
-    blocks: int = 1
+    """Rows come in multiples of so many, but for the last ones, since they are rounded together:
+    those of a tile of Winograd's algorithm, or all rows of an operation that cannot be split."""
+    blocks: int = 1  # Equal blocks of channels that can be computed apart; 1 where they cannot.
 
     @property
     def is_input(self) -> bool:
@@ -158,26 +108,17 @@ class NetworkStage:
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """Rows of every stage on every rank.
+    """Rows of every stage on every rank."""
 
-    Parameters
-    ----------
-    exchanged : tuple[int, ...]
-        The stages that are exchanged, ascending.
-    computed : tuple[Rows, ...]
-        For each stage the rows that the ranks compute; of inputs those that they read; of stages in
-        ``by_channels`` blocks of channels, of all rows.
-    held : tuple[Rows, ...]
-        The rows that they need, which arrive by messages where they are not computed.
-    by_channels : frozenset[int]
-        Stages of which ranks compute channels. One that reads another element by element has the
-        same channels there.
-    """
-
-    exchanged: tuple[int, ...]
+    exchanged: tuple[int, ...]  # The stages that are exchanged, ascending.
     computed: tuple[Rows, ...]
+    """For each stage the rows that the ranks compute; of inputs those that they read; of stages in
+    ``by_channels`` blocks of channels, of all rows."""
     held: tuple[Rows, ...]
+    """The rows that they need, which arrive by messages where they are not computed."""
     by_channels: frozenset[int] = frozenset()
+    """Stages of which ranks compute channels. One that reads another element by element has the
+    same channels there."""
 
     def transfers(self, stage: int) -> np.ndarray:
         """Messages after an exchanged stage, as :func:`transfers` gives them."""

@@ -75,34 +75,17 @@ class Device:
 
 @dataclass(frozen=True)
 class ResolvedDevice:
-    """A device with a complete target.
+    """A device with a complete target."""
 
-    Parameters
-    ----------
-    target : tvm.target.Target
-        With a host.
-    index : int
-        Its number among the devices of its kind.
-    schedule, chunks
-        As given.
-    accelerator : Accelerator
-        Figures of its operations.
-    has_cores : bool
-        Whether it computes on other cores than the CPU.
-    in_place : bool
-        Whether it computes in the host's memory.
-    cpu : tvm.target.Target, optional
-        Of an OpenCL device that is a CPU: the cores that are left to it.
-    """
-
-    target: Target
-    index: int
+    target: Target  # With a host.
+    index: int  # Its number among the devices of its kind.
     schedule: Schedule | None
     chunks: int | None
-    accelerator: Accelerator
-    has_cores: bool = True
-    in_place: bool = False
-    cpu: Target | None = None
+    """``schedule`` and ``chunks``: as given."""
+    accelerator: Accelerator  # Figures of its operations.
+    has_cores: bool = True  # Whether it computes on other cores than the CPU.
+    in_place: bool = False  # Whether it computes in the host's memory.
+    cpu: Target | None = None  # Of an OpenCL device that is a CPU: the cores that are left to it.
 
     @property
     def kind(self) -> str:

@@ -29,18 +29,10 @@ from .device import ResolvedDevice
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that a function needs for an intermediate result.
+    """Memory that a function needs for an intermediate result."""
 
-    Parameters
-    ----------
-    number : int
-        Which of the function's.
-    nbytes : int
-        Its size.
-    """
-
-    number: int
-    nbytes: int
+    number: int  # Which of the function's.
+    nbytes: int  # Its size.
 
 
 Argument: TypeAlias = "int | Scratch | np.generic"
@@ -49,44 +41,23 @@ Argument: TypeAlias = "int | Scratch | np.generic"
 
 @dataclass(frozen=True)
 class DeviceCall:
-    """One launch.
+    """One launch."""
 
-    Parameters
-    ----------
-    launch : Launch
-        Kernel, grid and block.
-    arguments : tuple[Argument, ...]
-        In the order of the kernel's parameters.
-    """
-
-    launch: Launch
-    arguments: tuple[Argument, ...]
+    launch: Launch  # Kernel, grid and block.
+    arguments: tuple[Argument, ...]  # In the order of the kernel's parameters.
 
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Compiled functions of a device.
+    """Compiled functions of a device."""
 
-    Parameters
-    ----------
-    kind : str
-        ``cuda`` or ``opencl``.
-    text : str
-        All kernels as text.
-    cubin : bytes
-        Their machine code for CUDA, else empty.
-    before : str
-        OpenCL that stands before each kernel: functions that they call.
-    hosts, kernels : Mapping[str, tirx.PrimFunc]
-        Host functions and kernels.
-    """
-
-    kind: str
-    text: str
-    cubin: bytes
-    before: str
+    kind: str  # ``cuda`` or ``opencl``.
+    text: str  # All kernels as text.
+    cubin: bytes  # Their machine code for CUDA, else empty.
+    before: str  # OpenCL that stands before each kernel: functions that they call.
     hosts: Mapping[str, tirx.PrimFunc]
     kernels: Mapping[str, tirx.PrimFunc]
+    """``hosts`` and ``kernels``: host functions and kernels."""
 
     @property
     def programs(self) -> dict[str, str]:

@@ -89,18 +89,10 @@ class Driver(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a region in the memory of a device.
+    """Place of a region in the memory of a device."""
 
-    Parameters
-    ----------
-    offset : int
-        Byte of its first element.
-    strides : tuple[int, ...]
-        Bytes from an element to the next along each dimension.
-    """
-
-    offset: int
-    strides: tuple[int, ...]
+    offset: int  # Byte of its first element.
+    strides: tuple[int, ...]  # Bytes from an element to the next along each dimension.
 
     @classmethod
     def of(cls, region: Region, window: Region, itemsize: int) -> Place:
@@ -117,24 +109,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Plane:
-    """Rows of bytes in the host's memory, and where they lie in a device's.
+    """Rows of bytes in the host's memory, and where they lie in a device's."""
 
-    Parameters
-    ----------
-    address : int
-        Of the first row.
-    rows, length, pitch : int
-        Number of rows, bytes of each, and bytes from one to the next.
-    offset, offset_pitch : int
-        Byte of the first row in the device's memory, and bytes from one to the next there.
-    """
-
-    address: int
+    address: int  # Of the first row.
     rows: int
     length: int
     pitch: int
+    """``rows``, ``length`` and ``pitch``: number of rows, bytes of each, and bytes from one to the
+    next."""
     offset: int
     offset_pitch: int
+    """``offset`` and ``offset_pitch``: byte of the first row in the device's memory, and bytes from
+    one to the next there."""
 
     @property
     def nbytes(self) -> int:

@@ -42,30 +42,14 @@ Split: TypeAlias = "RankSplit | Mapping[int, Sequence[int]]"
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """Rows of a rank that one of its devices computes.
+    """Rows of a rank that one of its devices computes."""
 
-    Parameters
-    ----------
-    device : ResolvedDevice
-        The device.
-    rows : Region
-        Range of each distributed loop.
-    sequence : OperationSequence
-        The rows in chunks.
-    calls : tuple[tuple[DeviceCall, ...], ...]
-        The launches of each chunk.
-    code : DeviceCode
-        Their kernels.
-    seconds : float
-        Predicted time.
-    """
-
-    device: ResolvedDevice
-    rows: Region
-    sequence: OperationSequence
-    calls: tuple[tuple[DeviceCall, ...], ...]
-    code: DeviceCode
-    seconds: float
+    device: ResolvedDevice  # The device.
+    rows: Region  # Range of each distributed loop.
+    sequence: OperationSequence  # The rows in chunks.
+    calls: tuple[tuple[DeviceCall, ...], ...]  # The launches of each chunk.
+    code: DeviceCode  # Their kernels.
+    seconds: float  # Predicted time.
 
     def identity(self) -> str:
         """Text of what must be the same on all ranks."""
@@ -76,21 +60,11 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of all ranks.
+    """Shares of all ranks."""
 
-    Parameters
-    ----------
-    cpu : tuple[Region, ...]
-        Rows of each rank's CPU; perhaps none.
-    devices : tuple[tuple[DeviceShare, ...], ...]
-        Those of its devices that have rows.
-    named : tuple[tuple[ResolvedDevice, ...], ...]
-        All of its devices.
-    """
-
-    cpu: tuple[Region, ...]
-    devices: tuple[tuple[DeviceShare, ...], ...]
-    named: tuple[tuple[ResolvedDevice, ...], ...]
+    cpu: tuple[Region, ...]  # Rows of each rank's CPU; perhaps none.
+    devices: tuple[tuple[DeviceShare, ...], ...]  # Those of its devices that have rows.
+    named: tuple[tuple[ResolvedDevice, ...], ...]  # All of its devices.
 
 
 def plan_shares(

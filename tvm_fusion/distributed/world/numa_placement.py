@@ -17,21 +17,11 @@ NUMA: tuple[Numa, ...] = ("same", "other", "unbound")
 
 @dataclass(frozen=True)
 class Placement:
-    """Place of a rank.
+    """Place of a rank."""
 
-    Parameters
-    ----------
-    node : int
-        NUMA node whose processors it has.
-    processors : tuple[int, ...]
-        Its share of them, ascending.
-    memory : int or None
-        Node to which its memory is bound; None where it is not.
-    """
-
-    node: int
-    processors: tuple[int, ...]
-    memory: int | None
+    node: int  # NUMA node whose processors it has.
+    processors: tuple[int, ...]  # Its share of them, ascending.
+    memory: int | None  # Node to which its memory is bound; None where it is not.
 
     def __str__(self) -> str:
         bound = "not bound" if self.memory is None else f"bound to node {self.memory}"

@@ -58,21 +58,11 @@ _FIGURE = "parcel_seconds"
 
 
 class ParcelShape(NamedTuple):
-    """What the time of a parcel depends on.
+    """What the time of a parcel depends on."""
 
-    Parameters
-    ----------
-    nbytes : int
-        Of all its regions.
-    segment : int
-        Bytes of the shortest contiguous pieces of which they consist.
-    regions : int
-        Their number.
-    """
-
-    nbytes: int
-    segment: int
-    regions: int = 1
+    nbytes: int  # Of all its regions.
+    segment: int  # Bytes of the shortest contiguous pieces of which they consist.
+    regions: int = 1  # Their number.
 
     @property
     def is_whole(self) -> bool:
