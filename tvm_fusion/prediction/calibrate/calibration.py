@@ -20,8 +20,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import COPY, LEVELS, bare_seconds, level_of
-from schedules.cost.kernels.cpu_kernels import PREFIX, TERMS, family, terms
+from schedules.cost.kernels.cpu_kernels import (
+    COPY,
+    LEVELS,
+    PREFIX,
+    TERMS,
+    bare_seconds,
+    family,
+    level_of,
+    terms,
+)
 from schedules.cost.machine import Figure, Machine, machine_from_json, read_json
 from schedules.cpu.core.machine import CPUInfo
 
