@@ -20,6 +20,7 @@ from cpu.rule_cases import (
     close,
     compiled,
     draw,
+    extents,
     function,
     guards,
     loops,
@@ -193,6 +194,15 @@ def conditions_on(loop: tirx.For) -> bool:
     )
     pixels = [one for one in inner if int(one.extent) == 8]
     return any(uses(test, *(one.loop_var for one in (loop, *pixels))) for test in tests)
+
+
+@pytest.mark.parametrize(("layout", "kernel"), [("NCHW8c", 5), ("NCHW", 5), ("NHWC", 13)])
+def test_only_a_row_of_a_large_window_is_unrolled(layout: str, kernel: int) -> None:
+    half = kernel // 2
+    pool = Pool("max", layout, (20, 20), (kernel, kernel), (1, 1), (half,) * 4, channels=8)
+    func = schedule(Pooling(), pool.build(), AVX2)
+    assert kernel in extents(func, tirx.ForKind.SERIAL)
+    assert kernel in extents(func, tirx.ForKind.UNROLLED)
 
 
 def test_only_the_tiles_at_the_border_keep_conditions():
