@@ -131,7 +131,7 @@ def met(states: list[np.float32]) -> np.float32:
     max_examples=max(2, settings.default.max_examples // 10),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(size=st.integers(2, 300_000), seed=st.integers(0, 99))
+@given(size=st.integers(2, 260_000), seed=st.integers(0, 99))
 def test_bits_are_those_of_the_order(size: int, seed: int) -> None:
     """Whatever the size of the modelled device, and at every call."""
     rng = np.random.default_rng(seed)
