@@ -73,7 +73,7 @@ def _compiled(triple: str) -> bytes:
     if arch not in _ARCHITECTURES:
         raise ArtifactError(f"cannot link for {arch!r}; expected one of {list(_ARCHITECTURES)}")
     target = json.dumps({"kind": "llvm", "mtriple": triple}).replace('"', r"\22")
-    text = Template(Path(__file__).with_suffix(".ll").read_text())
+    text = Template(Path(__file__).with_name("worker_pool.ll").read_text())
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder, "pool.ll"), Path(folder, "pool.o")
         source.write_text(text.substitute(_ARCHITECTURES[arch], triple=triple, target=target))
