@@ -68,9 +68,8 @@ def faster_precision(precision: str, target: Target) -> str | None:
         return None
     if chosen_precision("auto", target) == "fp32":
         return None
-    in_tiles = "bfloat16" in CPUInfo.from_target(target).tiles
-    unit = "in tile registers (AMX)" if in_tiles else "in pairs (AVX512-BF16)"
+    unit = "AMX" if "bfloat16" in CPUInfo.from_target(target).tiles else "AVX512-BF16"
     return (
-        f"precision='bf16' is faster on this CPU, which multiplies it {unit}; it rounds factors "
-        "to 8 bits: tvm_fusion.compare and `tvm-fusion compare --precision bf16` tell its errors"
+        f"precision='bf16' is faster on this CPU ({unit}); "
+        "its errors: tvm-fusion compare --precision bf16"
     )
