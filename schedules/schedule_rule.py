@@ -17,20 +17,13 @@ from tvm import s_tir, tirx
 from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
+from schedules import attributes
+
 from .errors import CompilationError, SlowPathWarning, TVMFusionError, reason
 
-RULE = "tvm_fusion.rule"
-"""Attribute of a scheduled function: the rule that scheduled it."""
-FAILED = "tvm_fusion.failed_rules"
-"""Attribute of a function on which rules failed: from their names to the reasons, as JSON."""
 STRICT = "TVM_FUSION_STRICT"
 """Environment variable; unless it is empty or 0, a rule that fails stops the compilation."""
 
-CONSTANTS = "tvm_fusion.constants"
-"""Attribute of a function: positions of the parameters that are constants in all calls."""
-LAID_OUT = "tvm_fusion.laid_out"
-"""Attribute of a scheduled function one of whose parameters, a constant matrix, got the layout
-[extent / lanes, other extent, lanes]: its position, the axis that is cut, and the lanes."""
 
 _LONGEST_REASON = 300
 
@@ -104,8 +97,8 @@ def schedule_function(
         if found is not None:
             schedule = found[0] if isinstance(found, list) else found
             scheduled = schedule.mod["main"].with_attr("tirx.is_scheduled", True)
-            if RULE not in scheduled.attrs:
-                scheduled = scheduled.with_attr(RULE, rule_name(rule))
+            if attributes.RULE not in scheduled.attrs:
+                scheduled = scheduled.with_attr(attributes.RULE, rule_name(rule))
             return _with_failed(scheduled, failed)
     return _with_failed(func, failed)
 
@@ -118,12 +111,12 @@ def rule_name(rule: ScheduleRule) -> str:
 
 def failed_rules(func: tirx.PrimFunc) -> dict[str, str]:
     """Return which rules failed on a function, and why."""
-    text = func.attrs.get(FAILED) if func.attrs else None
+    text = func.attrs.get(attributes.FAILED_RULES) if func.attrs else None
     return {} if text is None else json.loads(str(text))
 
 
 def _with_failed(func: tirx.PrimFunc, failed: Mapping[str, str]) -> tirx.PrimFunc:
-    return func.with_attr(FAILED, json.dumps(failed)) if failed else func
+    return func.with_attr(attributes.FAILED_RULES, json.dumps(failed)) if failed else func
 
 
 def _report(name: str, rule: str, error: Exception) -> None:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import family_map
+from schedules import attributes
 from tests.selection import one_test
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,3 +34,17 @@ def test_walk(step: tuple[str, str]) -> None:
 
 def test_walks_are_found() -> None:
     assert len(STEP.findall(PAGE)) > 25
+
+
+def test_names_of_attributes_stand_in_one_file() -> None:
+    names = {value for name, value in vars(attributes).items() if name.isupper()}
+    assert len(names) > 30
+    wrong = [
+        f"{path}:{node.lineno}: {node.value}"
+        for family in ("schedules", "relay_passes", "tvm_fusion")
+        for path in (ROOT / family).rglob("*.py")
+        if path != Path(attributes.__file__)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not wrong, "take these from schedules.attributes:\n" + "\n".join(wrong)

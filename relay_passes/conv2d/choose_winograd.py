@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.ir import GenericConst, IRModule, Op
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.winograd_knobs import takes_bytes, takes_winograd
 from schedules.tuning.records import Records
@@ -28,7 +29,7 @@ from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
 from ..op.quantized_conv2d import MOST_PRODUCTS, QUANTIZED_CONV2D, read_quantized
 from ..op.winograd_conv2d import winograd_conv2d
-from .fusion_report import RECORDED_LAYERS, Entry
+from .fusion_report import Entry
 from .winograd_decision import check_mode, decide_winograd, recorded_tile
 
 
@@ -89,7 +90,7 @@ class ChooseWinograd:
                     rewriter.builder_.update_func(name, rewriter.visit_expr(func))
         result = rewriter.builder_.get()
         if rewriter.recorded:
-            result = result.with_attr(RECORDED_LAYERS, json.dumps(rewriter.recorded))
+            result = result.with_attr(attributes.RECORDED_LAYERS, json.dumps(rewriter.recorded))
         return result
 
 

@@ -8,23 +8,21 @@ from typing import Any
 
 from tvm import IRModule
 
+from schedules import attributes
 from schedules.workload.conv2d import FusedConv2DWorkload
-
-ATTRIBUTE = "tvm_fusion.fusion_report"
-RECORDED_LAYERS = "tvm_fusion.recorded_layers"
 
 Entry = dict[str, Any]
 
 
 def read_report(mod: IRModule) -> list[Entry]:
     """The entries that earlier passes left in ``mod``; none if no pass did."""
-    text = mod.attrs.get(ATTRIBUTE) if mod.attrs else None
+    text = mod.attrs.get(attributes.FUSION_REPORT) if mod.attrs else None
     return [] if text is None else json.loads(str(text))
 
 
 def write_report(mod: IRModule, entries: list[Entry]) -> IRModule:
     """A copy of ``mod`` that carries ``entries``."""
-    return mod.with_attr(ATTRIBUTE, json.dumps(entries))
+    return mod.with_attr(attributes.FUSION_REPORT, json.dumps(entries))
 
 
 def recorded_forms(mod: IRModule) -> list[Entry]:
@@ -34,7 +32,7 @@ def recorded_forms(mod: IRModule) -> list[Entry]:
         for entry in read_report(mod)
         if "record" in entry
     ]
-    text = mod.attrs.get(RECORDED_LAYERS) if mod.attrs else None
+    text = mod.attrs.get(attributes.RECORDED_LAYERS) if mod.attrs else None
     return [*pairs, *([] if text is None else json.loads(str(text)))]
 
 

@@ -10,12 +10,12 @@ import tvm
 from tvm import IRModule, relax
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.rows.exchange_kernel import exchange_kernel
 from schedules.distribute.rows.exchange_table import table_width
 from schedules.distribute.rows.rank_plan import plan_from_json
 
-from .distribute_rows import PLAN
 from .rank_function import is_exchange
 
 
@@ -52,9 +52,9 @@ class CompileExchanges:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Return the module with other programs."""
-        if not mod.attrs or PLAN not in mod.attrs:
+        if not mod.attrs or attributes.RANK_PLAN not in mod.attrs:
             return mod
-        plan = plan_from_json(json.loads(str(mod.attrs[PLAN])))
+        plan = plan_from_json(json.loads(str(mod.attrs[attributes.RANK_PLAN])))
         shape = max(1, len(plan.exchanges)), table_width(plan.ranks)
         builder = relax.BlockBuilder(mod)
         in_place: dict[str, tuple[int, ...]] = {"": ()}
@@ -64,7 +64,7 @@ class CompileExchanges:
             in_place[name] = tuple(writer.silent)
         parts = tuple(replace(part, in_place=in_place[part.function]) for part in plan.parts)
         plan = replace(plan, parts=parts, takes_table=True)
-        return builder.get().with_attr(PLAN, json.dumps(plan.to_json()))
+        return builder.get().with_attr(attributes.RANK_PLAN, json.dumps(plan.to_json()))
 
 
 class _Writer:

@@ -15,6 +15,7 @@ import tvm
 from tvm import IRModule, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from schedules import attributes
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost, segments
@@ -26,9 +27,6 @@ from ..op.conv2d import FUSED_CONV2D, conv2d
 from ..op.conv_types import read_kernel
 from .rank_function import rank_function
 from .row_stages import BoundStage, read_stages
-
-PLAN = "tvm_fusion.rank_plan"
-"""The module attribute with the :class:`schedules.distribute.rows.rank_plan.RankPlan`, as JSON."""
 
 
 @tvm.transform.module_pass(opt_level=0, name="DistributeRows")
@@ -107,7 +105,7 @@ class DistributeRows:
         )
         for func in functions.values():
             result[str(func.attrs["global_symbol"])] = func
-        return result.with_attr(PLAN, json.dumps(plan.to_json()))
+        return result.with_attr(attributes.RANK_PLAN, json.dumps(plan.to_json()))
 
 
 def _inputs(

@@ -11,14 +11,13 @@ import tvm
 from tvm import IRModule, relax, tirx
 from tvm.ir import GlobalVar
 
+from schedules import attributes
 from schedules.distribute.rows.rank_plan import EXCHANGE, RankPlan, plan_from_json
 from schedules.tir.expression_walk import nodes
 from schedules.tir.index_math import simplified
 from schedules.tir.parameter_windows import Window, with_window
-from schedules.tuning.tunable import WORKLOAD
 
 from ..core.expressions import op_name, operands
-from .distribute_rows import PLAN
 from .rank_function import is_exchange
 
 _SENT_ONLY = relax.TensorType([1], "uint8")
@@ -49,9 +48,9 @@ class ExchangeInPlace:
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Return the module with other programs."""
-        if not mod.attrs or PLAN not in mod.attrs:
+        if not mod.attrs or attributes.RANK_PLAN not in mod.attrs:
             return mod
-        plan = plan_from_json(json.loads(str(mod.attrs[PLAN])))
+        plan = plan_from_json(json.loads(str(mod.attrs[attributes.RANK_PLAN])))
         builder = relax.BlockBuilder(mod)
         for name in plan.functions:
             program = _Program(mod, mod[name])
@@ -203,7 +202,7 @@ class _Program:
             return None
         func = self._mod[value.args[0]]
         is_packed = isinstance(value.ty, relax.TensorType) and value.ty.ndim == _PACKED
-        return func if is_packed and WORKLOAD in func.attrs else None
+        return func if is_packed and attributes.WORKLOAD in func.attrs else None
 
     def _reads_images(self, reader: relax.VarBinding) -> bool:
         """True if a reader takes what it reads as an image, or slices it for one that does."""

@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.ir import GlobalVar, IRModule, Op
 
+from schedules import attributes
 from schedules.compute import conv2d as compute_conv2d
 from schedules.compute import pack as compute_pack
 from schedules.cpu.cost.fused_conv2d_limits import takes_plain
@@ -102,8 +103,8 @@ class _Rewriter(relax.PyExprMutator):
             *[self.visit_expr(argument) for argument in arguments],
             primfunc_name_hint="fused_conv2d",
             primfunc_attrs={
-                "tvm_fusion.op": "fused_conv2d",
-                "tvm_fusion.workload": to_json(kernel),
+                attributes.OP: "fused_conv2d",
+                attributes.WORKLOAD: to_json(kernel),
                 "op_pattern": OPAQUE_PATTERN,
             },
         )
@@ -113,7 +114,7 @@ class _Rewriter(relax.PyExprMutator):
     def _kind(self, call: relax.Call) -> str:
         """Kind of the called function as legalization marked it; empty for others."""
         func = self._function(call)
-        return str(func.attrs.get("tvm_fusion.op", "")) if func and func.attrs else ""
+        return str(func.attrs.get(attributes.OP, "")) if func and func.attrs else ""
 
     def _function(self, call: relax.Call) -> tirx.PrimFunc | None:
         if not isinstance(call.op, Op) or call.op.name != "relax.call_tir":
@@ -128,7 +129,7 @@ class _Rewriter(relax.PyExprMutator):
             return None
         func = self._function(call)
         assert func is not None
-        kernel = from_json(str(func.attrs["tvm_fusion.workload"]))
+        kernel = from_json(str(func.attrs[attributes.WORKLOAD]))
         merged = kernel.plain_data or kernel.plain_out or kernel.out_layout == "NCHW"
         return None if merged else kernel
 

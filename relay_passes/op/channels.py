@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tvm import relax, te, tirx
 
+from schedules import attributes
 from schedules.compute import channel_norm as compute
 from schedules.compute.pack import channel_blocks, packed_channels
 from schedules.errors import OpError
@@ -258,9 +259,9 @@ def _legalize_norm(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         epsilon,
         primfunc_name_hint="channel_norm",
         primfunc_attrs={
-            "tvm_fusion.op": "channel_norm",
-            "tvm_fusion.channels": channels,
-            "tvm_fusion.epsilon": epsilon,
+            attributes.OP: "channel_norm",
+            attributes.CHANNELS: channels,
+            attributes.EPSILON: epsilon,
             "op_pattern": OPAQUE_PATTERN,
         },
     )

@@ -10,6 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.workload.conv2d import Activation, Conv2DKernel, to_json
 
@@ -99,8 +100,8 @@ def legalize_kernel(
         *call.args,
         primfunc_name_hint=short_name,
         primfunc_attrs={
-            "tvm_fusion.op": short_name,
-            "tvm_fusion.workload": to_json(kernel),
+            attributes.OP: short_name,
+            attributes.WORKLOAD: to_json(kernel),
             "op_pattern": OPAQUE_PATTERN,
         },
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from tvm import relax, tirx
 
+from schedules import attributes
 from schedules.compute import pack as compute
 from schedules.errors import OpError
 
@@ -118,7 +119,7 @@ def _legalize_pack(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         call.args[0],
         int(call.attrs["block"]),
         primfunc_name_hint="pack",
-        primfunc_attrs={"tvm_fusion.op": "pack"},
+        primfunc_attrs={attributes.OP: "pack"},
     )
 
 
@@ -128,7 +129,7 @@ def _legalize_unpack(builder: relax.BlockBuilder, call: relax.Call) -> relax.Exp
         call.args[0],
         int(call.attrs["channels"]),
         primfunc_name_hint="unpack",
-        primfunc_attrs={"tvm_fusion.op": "unpack"},
+        primfunc_attrs={attributes.OP: "unpack"},
     )
 
 

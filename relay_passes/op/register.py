@@ -9,10 +9,8 @@ import tvm
 from tvm import relax
 from tvm.ir import Op
 
+from schedules import attributes
 from schedules.errors import OpError
-
-_REGISTERED = "tvm_fusion.registered"
-"""Attribute of an op that has its own functions, not stand-ins that import them."""
 
 
 def register_op(
@@ -43,8 +41,8 @@ def register_op(
         tvm.ir._ffi_api.RegisterOp(name, description)
     op = Op.get(name)
     # has_attr tells whether any op has it; without it, there may be stand-ins for the functions.
-    if not (op.has_attr(_REGISTERED) and op.get_attr(_REGISTERED)):
-        tvm.ir.register_op_attr(name, _REGISTERED, True)
+    if not (op.has_attr(attributes.REGISTERED) and op.get_attr(attributes.REGISTERED)):
+        tvm.ir.register_op_attr(name, attributes.REGISTERED, True)
         tvm.ir.register_op_attr(name, "FInferType", infer_type)
         tvm.ir.register_op_attr(name, "FLegalize", legalize)
         tvm.ir.register_op_attr(name, "FPurity", True)

@@ -10,12 +10,10 @@ import tvm
 from tvm import IRModule, relax
 from tvm.ir import GlobalVar
 
+from schedules import attributes
 from schedules.workload.reduce import constant
 
 from .check_alignment import CHECK
-
-LIFTED = "tvm_fusion.lifted_outputs"
-"""Attribute of a function: for each of its results, whether it is an argument."""
 
 _PREPARATIONS = frozenset(
     [
@@ -79,7 +77,7 @@ class LiftOutputs:
         body = relax.BlockBuilder(mod).normalize(relax.SeqExpr(blocks, main.body.body))
         func = relax.Function(
             [*main.params, *lifted], body, main.ret_ty, main.is_pure, main.attrs
-        ).with_attr(LIFTED, is_lifted)
+        ).with_attr(attributes.LIFTED_OUTPUTS, is_lifted)
         mod = mod.clone()
         mod.update_func(mod.get_global_var("main"), func)
         return mod

@@ -11,8 +11,7 @@ import tvm_ffi
 from tvm import IRModule, relax, tirx
 from tvm.ir import GenericConst, GlobalVar
 
-from schedules.gpu.gemm.matmul.tensor_core_tile import TF32
-from schedules.schedule_rule import CONSTANTS
+from schedules import attributes
 
 from ..core.element_function import ElementFunction
 from ..core.expressions import op_name
@@ -66,7 +65,7 @@ class MarkConstants:
             places = sorted(constants.get(name.name_hint, ()))
             is_open = isinstance(func, tirx.PrimFunc) and "tirx.is_scheduled" not in func.attrs
             if is_open and places:
-                result.update_func(name, func.with_attr(CONSTANTS, places))
+                result.update_func(name, func.with_attr(attributes.CONSTANTS, places))
         return result
 
 
@@ -121,7 +120,7 @@ class AllowTF32:
         changed = mod.clone()
         for var, func in mod.functions_items():
             if isinstance(func, tirx.PrimFunc):
-                changed.update_func(var, func.with_attr(TF32, True))
+                changed.update_func(var, func.with_attr(attributes.TF32, True))
         return changed
 
 

@@ -14,6 +14,8 @@ from tvm import IRModule, relax, s_tir, tirx
 from tvm.ir import BaseFunc, GlobalVar
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from schedules import attributes
+
 
 def calling(
     functions: Mapping[GlobalVar, BaseFunc], names: Mapping[GlobalVar, GlobalVar]
@@ -37,10 +39,6 @@ class _Rename(PyExprMutator):
     def visit_global_var_(self, op: GlobalVar) -> GlobalVar:
         """The new variable, if there is one."""
         return self._names.get(op, op)
-
-
-WORKLOAD = "tvm_fusion.workload"
-"""Attribute of scheduled convolutions."""
 
 
 @tvm.transform.module_pass(opt_level=0, name="ShareKernels")
@@ -106,7 +104,7 @@ def _with_one_output(mod: IRModule) -> list[list[tuple[GlobalVar, tirx.PrimFunc]
     """Packed convolutions in groups of equal outputs, without groups of one."""
     groups: dict[tuple[str, ...], list[tuple[GlobalVar, tirx.PrimFunc]]] = {}
     for var, func in mod.functions_items():
-        if not isinstance(func, tirx.PrimFunc) or WORKLOAD not in func.attrs:
+        if not isinstance(func, tirx.PrimFunc) or attributes.WORKLOAD not in func.attrs:
             continue
         shape = func.params[0].shape
         if len(shape) == len("NCHWc") and isinstance(shape[1], tirx.IntImm):

@@ -12,15 +12,12 @@ from tvm.ir import GenericConst, GlobalVar
 from tvm.ir.transform import PassContext
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.schedule_rule import LAID_OUT
+from schedules import attributes
 from schedules.workload.workspace_layout import is_workspace
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import op_name
 from .lift_outputs import sole_kernel
-
-WEIGHTS = "tvm_fusion.weights"
-"""The module attribute with the tensors for the new parameters, in order."""
 
 LEAST_BYTES = 4096
 """Bytes below which constants stay: as arguments they would cost more than they save."""
@@ -81,8 +78,14 @@ class LiftWeights:
             taken = [*func.params, *lifted]
             func = relax.Function(taken, func.body, func.ret_ty, func.is_pure, func.attrs)
             mod.update_func(mod.get_global_var(name), func)
-        before = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
-        return mod.with_attr(WEIGHTS, before + [constant.value for constant in weights.values()])
+        before = (
+            list(mod.attrs[attributes.WEIGHTS])
+            if mod.attrs and attributes.WEIGHTS in mod.attrs
+            else []
+        )
+        return mod.with_attr(
+            attributes.WEIGHTS, before + [constant.value for constant in weights.values()]
+        )
 
 
 _Place = tuple[int, str, tuple[int, ...]]
@@ -150,9 +153,9 @@ class PackWeights:
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite the calls of every marked function."""
         marked = {
-            name.name_hint: [int(number) for number in func.attrs[LAID_OUT]]
+            name.name_hint: [int(number) for number in func.attrs[attributes.LAID_OUT]]
             for name, func in mod.functions_items()
-            if isinstance(func, tirx.PrimFunc) and func.attrs and LAID_OUT in func.attrs
+            if isinstance(func, tirx.PrimFunc) and func.attrs and attributes.LAID_OUT in func.attrs
         }
         if not marked:
             return mod
@@ -161,7 +164,7 @@ class PackWeights:
         }
         packer = _Packer(IRModule(others), marked)
         for name in marked:  # a name of a function has its type
-            packer.add(name, mod[name].without_attr(LAID_OUT))
+            packer.add(name, mod[name].without_attr(attributes.LAID_OUT))
         for name, func in others.items():
             if isinstance(func, relax.Function):
                 packer.builder_.update_func(name, packer.visit_expr(func))
@@ -246,7 +249,9 @@ class CaptureGraphs:
 
     def transform_module(self, mod: IRModule, ctx: PassContext) -> IRModule:
         """Return the module with captured functions."""
-        weights = mod.attrs[WEIGHTS] if mod.attrs and WEIGHTS in mod.attrs else ()
+        weights = (
+            mod.attrs[attributes.WEIGHTS] if mod.attrs and attributes.WEIGHTS in mod.attrs else ()
+        )
         mod = mod.clone()
         for name in self.functions:
             func = mod[name]

@@ -12,7 +12,7 @@ from tvm import DataType, relax, s_tir, tirx
 from tvm.ir import GlobalVar, IRModule, Var
 from tvm.sym import Analyzer
 
-from schedules.compute.coalesced_reduce import ATTRIBUTE
+from schedules import attributes
 from schedules.tir.expression_walk import nodes
 from schedules.workload.reduce import ReduceWorkload, constant
 
@@ -89,7 +89,7 @@ class TIRCalls:
         """The workload of a reduction."""
         block = reduction_block(self.function(var))
         assert block is not None, f"{var} is no reduction"
-        return ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
+        return ReduceWorkload.from_json(str(block.annotations[attributes.REDUCE]))
 
     def is_reshape(self, var: relax.Var) -> bool:
         """Return whether TVM makes a view of an injective tensor, if it is not fused."""
@@ -120,7 +120,7 @@ def is_reduction(func: tirx.PrimFunc) -> bool:
 def reduction_block(func: tirx.PrimFunc) -> s_tir.SBlock | None:
     """The annotated block of a coalesced reduction."""
     blocks = nodes(func.body, s_tir.SBlock)
-    return next((block for block in blocks if ATTRIBUTE in block.annotations), None)
+    return next((block for block in blocks if attributes.REDUCE in block.annotations), None)
 
 
 def count_elements(tensor: relax.Expr) -> int:

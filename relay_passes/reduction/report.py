@@ -9,7 +9,7 @@ from typing import Any
 
 from tvm import IRModule
 
-ATTRIBUTE = "tvm_fusion.reduction_report"
+from schedules import attributes
 
 Entry = dict[str, Any]
 
@@ -28,7 +28,7 @@ def read_reduction_report(mod: IRModule) -> Entry:
         they call its ``reductions``, its other ``members``, the ``producers`` that it absorbed, and
         the ``results`` that it returns.
     """
-    text = mod.attrs.get(ATTRIBUTE) if mod.attrs else None
+    text = mod.attrs.get(attributes.REDUCTION_REPORT) if mod.attrs else None
     return {"rewritten": 0, "groups": []} if text is None else json.loads(str(text))
 
 
@@ -41,4 +41,4 @@ def extend_reduction_report(
     report = read_reduction_report(mod)
     report["rewritten"] += rewritten
     report["groups"] += groups
-    return mod.with_attr(ATTRIBUTE, json.dumps(report))
+    return mod.with_attr(attributes.REDUCTION_REPORT, json.dumps(report))

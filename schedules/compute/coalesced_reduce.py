@@ -14,13 +14,13 @@ import json
 
 from tvm import te, tirx
 
+from schedules import attributes
+
 from ..tir.index_math import i64, ravel
 from ..workload.reduce import CanonicalLoops, ReduceWorkload, constant
 from ..workload.reduce_operator import combine, field_dtypes, finish, identity, lift, state_of_one
 
 VALUE, STATE, FINISH = "reduce_value", "reduce_state", "reduce_finish"
-ATTRIBUTE = "tvm_fusion.reduce"
-SHAPE_ATTRIBUTE = "tvm_fusion.reduce_shape"  # of the data, which fused producers hide; JSON
 
 
 def coalesced_reduce(data: te.Tensor, workload: ReduceWorkload) -> te.Tensor:
@@ -46,8 +46,8 @@ def coalesced_reduce(data: te.Tensor, workload: ReduceWorkload) -> te.Tensor:
         lambda m, n: lift(workload, data(*loops.subscripts(m, n))),
         name=VALUE,
         attrs={
-            ATTRIBUTE: workload.to_json(),
-            SHAPE_ATTRIBUTE: json.dumps([constant(extent) for extent in data.shape]),
+            attributes.REDUCE: workload.to_json(),
+            attributes.REDUCE_SHAPE: json.dumps([constant(extent) for extent in data.shape]),
         },
     )
     state = _reduce(value, workload, i64(outputs), i64(reduced))

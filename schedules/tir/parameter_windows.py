@@ -14,9 +14,7 @@ from typing import TypeAlias
 import tvm_ffi
 from tvm import ir, tirx
 
-WINDOWS = "tvm_fusion.windows"
-"""Attribute of a function: from positions of parameters to the region of them that it accesses, as
-JSON; its body says the same."""
+from schedules import attributes
 
 Window: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each dimension."""
@@ -24,7 +22,7 @@ Window: TypeAlias = tuple[tuple[int, int], ...]
 
 def windows_of(func: tirx.PrimFunc) -> dict[int, Window]:
     """Windows of a function's parameters, by position; others are accessed as a whole."""
-    text = func.attrs.get(WINDOWS) if func.attrs else None
+    text = func.attrs.get(attributes.WINDOWS) if func.attrs else None
     if text is None:
         return {}
     return {int(at): tuple((b, e) for b, e in axes) for at, axes in json.loads(str(text)).items()}
@@ -73,7 +71,7 @@ def with_window(
     body = tvm_ffi.structural_map(func.body, rules)
     known = {str(at): axes for at, axes in windows_of(func).items()} | {str(position): window}
     return tirx.PrimFunc(params, body, func.ret_type, func.attrs).with_attr(
-        WINDOWS, json.dumps(known, sort_keys=True)
+        attributes.WINDOWS, json.dumps(known, sort_keys=True)
     )
 
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from .template import Space
 
-RECORD = "tvm_fusion.record"
-"""Attribute of a scheduled function: the record that chose its knobs, as JSON."""
 
 LONGEST_LINE = 1 << 16
 _SHOWN = 3

@@ -16,12 +16,10 @@ from typing import Any
 
 from tvm import s_tir, tirx
 
+from schedules import attributes
 from schedules.errors import OpError
 
 from .template import Template, choices_of
-
-PREFIX = "tvm_fusion.knob."
-TEMPLATE, VERSION, WORKLOAD = "tvm_fusion.template", "tvm_fusion.version", "tvm_fusion.workload"
 
 AnyTemplate = Template[Any, Any, Any]
 
@@ -52,7 +50,11 @@ def sample_knobs(
         A setting of the space, whose decisions are then taken.
     """
     root = sch.get_sblock("root")
-    for key, text in ((TEMPLATE, template.name), (VERSION, template.version), (WORKLOAD, workload)):
+    for key, text in (
+        (attributes.TEMPLATE, template.name),
+        (attributes.VERSION, template.version),
+        (attributes.WORKLOAD, workload),
+    ):
         sch.annotate(root, key, text)
     settings = [_numbers(template, one) for one in space]
     wanted = None if chosen is None else _numbers(template, chosen)
@@ -63,7 +65,7 @@ def sample_knobs(
         sampled = sch.sample_categorical(
             values, [count / len(settings) for _, count in counts], decision
         )
-        sch.annotate(root, PREFIX + name, sampled)
+        sch.annotate(root, attributes.KNOB + name, sampled)
         value = int(sch.get(sampled))
         settings = [one for one in settings if one[name] == value]
 
@@ -75,12 +77,13 @@ def decisions_of(func: tirx.PrimFunc) -> dict[str, Any]:
     """
     root = getattr(func.body, "block", None)
     annotations = dict(root.annotations) if root is not None else {}
-    if TEMPLATE not in annotations:
+    if attributes.TEMPLATE not in annotations:
         return {}
     return {
         str(key): int(value) if isinstance(value, int | tirx.IntImm) else str(value)
         for key, value in annotations.items()
-        if key in (TEMPLATE, VERSION, WORKLOAD) or key.startswith(PREFIX)
+        if key in (attributes.TEMPLATE, attributes.VERSION, attributes.WORKLOAD)
+        or key.startswith(attributes.KNOB)
     }
 
 
@@ -106,16 +109,17 @@ def read_setting(
     OpError
         If they name another template or another version, or lack a knob.
     """
-    name = decisions.get(TEMPLATE)
+    name = decisions.get(attributes.TEMPLATE)
     template = next((one for one in templates if one.name == name), None)
-    if template is None or decisions.get(VERSION) != template.version:
+    if template is None or decisions.get(attributes.VERSION) != template.version:
         known = ", ".join(f"{one.name} {one.version}" for one in templates)
         raise OpError(
-            f"the decisions are for version {decisions.get(VERSION)} of {name!r}; expected {known}"
+            f"the decisions are for version {decisions.get(attributes.VERSION)} of {name!r}; "
+            f"expected {known}"
         )
     values: dict[str, Any] = {}
     for knob, kind in template.knob_kinds().items():
-        number = decisions.get(PREFIX + knob)
+        number = decisions.get(attributes.KNOB + knob)
         if type(number) is not int:
             raise OpError(f"the decision on the knob {knob} is {number!r}; expected an integer")
         values[knob] = _value(number, kind, getattr(template.knobs, knob, None))

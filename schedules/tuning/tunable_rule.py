@@ -11,10 +11,11 @@ from tvm import s_tir, tirx
 from tvm.s_tir.dlight import ScheduleRule
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.schedule_rule import Rule
 
-from .records import RECORD, Key, Records, canonical
+from .records import Key, Records, canonical
 from .template import Template
 from .tunable import decisions_of, read_setting, sample_knobs, without_decisions
 
@@ -127,7 +128,7 @@ class TunableRule(Rule):
         if found is None:
             return None
         template, knobs, about = found
-        return template.write(func.with_attr(RECORD, about), workload, knobs, target)
+        return template.write(func.with_attr(attributes.RECORD, about), workload, knobs, target)
 
     def find(self, workload: Any, target: Target) -> tuple[AnyTemplate, Any, str] | None:
         """Find the template and the knobs of a workload, and the record's text for reports."""

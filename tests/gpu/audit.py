@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import tvm
 from tvm import s_tir, tirx
 
-from schedules.gpu.core.kernel_function import SCATTERED
-from schedules.schedule_rule import RULE
+from schedules import attributes
 from schedules.tir.expression_walk import loads
 from schedules.workload.reduce import constant
 
@@ -95,10 +94,12 @@ def audit(mod: tvm.IRModule) -> list[KernelAudit]:
 
 def audit_function(name: str, func: tirx.PrimFunc) -> list[KernelAudit]:
     """List the kernels of one function."""
-    rule = str(func.attrs.get(RULE, ""))
+    rule = str(func.attrs.get(attributes.RULE, ""))
     kernels = []
     for launch in _launches(func.body):
-        kernel = KernelAudit(name, rule, is_scattered=bool(func.attrs.get(SCATTERED, False)))
+        kernel = KernelAudit(
+            name, rule, is_scattered=bool(func.attrs.get(attributes.SCATTERED, False))
+        )
         if _extent(launch) is None:
             kernels.append(replace(kernel, is_scheduled=False, serial=_serial(launch, 1)))
             continue

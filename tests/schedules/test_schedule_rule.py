@@ -15,19 +15,11 @@ from tvm.error import InternalError
 from tvm.s_tir import dlight
 from tvm.target import Target
 
-from schedules import cpu, gpu
+from schedules import attributes, cpu, gpu
 from schedules.cpu.core.rule import CPURule
 from schedules.errors import CompilationError, OpError, SlowPathWarning
 from schedules.gpu.core.rule import GPURule
-from schedules.schedule_rule import (
-    FAILED,
-    RULE,
-    STRICT,
-    Rule,
-    failed_rules,
-    rule_name,
-    schedule_function,
-)
+from schedules.schedule_rule import STRICT, Rule, failed_rules, rule_name, schedule_function
 from schedules.tuning.tunable_rule import TunableRule
 
 X = tensor("x", 8, 24)
@@ -101,7 +93,7 @@ def test_a_rule_that_fails_is_told_of_and_the_next_one_asked(error, reason) -> N
         f"the schedule rule Broken failed on the kernel 'fused_relu': {reason}; it is "
         "compiled without this rule, and may be slow: please report the model"
     )
-    assert func.attrs[RULE] == "Elementwise" and failed_rules(func) == {"Broken": reason}
+    assert func.attrs[attributes.RULE] == "Elementwise" and failed_rules(func) == {"Broken": reason}
     x = draw([8, 24])
     np.testing.assert_array_equal(run(func, x)[0], np.maximum(x, 0))
 
@@ -114,7 +106,7 @@ def test_a_step_that_tvm_refuses_half_way_leaves_no_trace() -> None:
     with pytest.warns(SlowPathWarning, match="rule Late failed .*: ScheduleError: ") as caught:
         func = scheduled(total, Late())
     assert "T.prim_func" not in str(caught[0].message)
-    assert func.without_attr(FAILED).script() == scheduled(total).script()
+    assert func.without_attr(attributes.FAILED_RULES).script() == scheduled(total).script()
 
 
 @pytest.mark.usefixtures("lenient")
@@ -153,7 +145,10 @@ def test_where_no_rule_is_left_the_function_stays() -> None:
     with pytest.warns(SlowPathWarning):
         func = schedule_function("f", RELU, HOST, [Broken(raising(ValueError()))])
     assert failed_rules(func) == {"Broken": "ValueError"}
-    assert func.without_attr(FAILED).script() == RELU.script() and RULE not in func.attrs
+    assert (
+        func.without_attr(attributes.FAILED_RULES).script() == RELU.script()
+        and attributes.RULE not in func.attrs
+    )
 
 
 @pytest.mark.parametrize("value", ["1", "yes"])
@@ -189,7 +184,9 @@ def test_nothing_is_told_of_rules_that_do_not_fail(monkeypatch, strict: bool) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         func = scheduled(RELU)
-    assert func.attrs[RULE] == "Elementwise" and FAILED not in func.attrs
+    assert (
+        func.attrs[attributes.RULE] == "Elementwise" and attributes.FAILED_RULES not in func.attrs
+    )
     assert func.attrs["tirx.is_scheduled"]
 
 

@@ -23,8 +23,8 @@ from tvm.ir import Constant
 from tvm.s_tir.analysis import estimate_tir_flops
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.matmul.narrow_matrix import OPERATIONS, RATE, TITLE
 from schedules.workload.conv2d import Conv2DKernel, from_json
 
 from ..codegen.linker import SharedLinker
@@ -340,13 +340,13 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> Described:
     constant += [False] * (len(sizes) - len(constant))
     weights = sum(size for size, fixed in zip(sizes, constant, strict=True) if fixed)
     attrs = func.attrs or {}
-    text = attrs.get("tvm_fusion.workload")
+    text = attrs.get(attributes.WORKLOAD)
     kernel = None if text is None else from_json(str(text))
     numbers, rate = _FLOAT if kernel is None else multiplied(kernel), 1.0
-    if OPERATIONS in attrs:
-        operator = str(attrs[TITLE])
-        flops, rate = float(attrs[OPERATIONS]), float(attrs[RATE]) or 1.0
-        numbers = "uint8" if float(attrs[RATE]) else _FLOAT
+    if attributes.OPERATIONS in attrs:
+        operator = str(attrs[attributes.TITLE])
+        flops, rate = float(attrs[attributes.OPERATIONS]), float(attrs[attributes.RATE]) or 1.0
+        numbers = "uint8" if float(attrs[attributes.RATE]) else _FLOAT
     elif kernel is None:
         operator, flops = str(call.args[0].name_hint), _flops(func)
     else:

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import tvm
 from tvm import relax
 
+from schedules import attributes
 from schedules.cost.machine import load_machine
 from schedules.cpu.core.machine import TILE_PRODUCTS, CPUInfo
-from schedules.cpu.core.tile_unit import TILES
 from schedules.distribute.rows.rank_plan import RankPlan
 
 from ..codegen.library_bin import compile_kernels
@@ -34,10 +34,6 @@ from .failures import with_nodes
 from .interrupts import interrupts_kept
 from .record_reader import NONE, choose_records, used_records
 from .targets.target import arch_of, device_needs, host_of, is_gpu, required_features, resolve
-
-REPORT = "tvm_fusion.fusion_report"
-"""The module attribute with the records of the pairs, as JSON."""
-
 
 _MAKE_NEW = ("relax.call_tir", "relax.call_tir_with_grad", "relax.call_dps_packed")
 
@@ -320,7 +316,11 @@ def describe(
 def _features(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[str, ...]:
     """CPU features that a scheduled module needs: tile registers only where kernels use them."""
     functions = mod.functions.values()
-    products = {str(func.attrs[TILES]) for func in functions if TILES in (func.attrs or {})}
+    products = {
+        str(func.attrs[attributes.TILES])
+        for func in functions
+        if attributes.TILES in (func.attrs or {})
+    }
     used = {"amx-tile", *(TILE_PRODUCTS[dtype] for dtype in products)} if products else set()
     return tuple(
         name for name in required_features(target) if name not in TILE_FEATURES or name in used
@@ -329,5 +329,5 @@ def _features(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[str, ...]:
 
 def _records(mod: tvm.IRModule) -> Sequence[dict[str, Any]]:
     """The records of the pairs; none if nothing looked for pairs."""
-    report = mod.attrs.get(REPORT) if mod.attrs else None
+    report = mod.attrs.get(attributes.FUSION_REPORT) if mod.attrs else None
     return [] if report is None else json.loads(str(report))

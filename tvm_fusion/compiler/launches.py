@@ -12,7 +12,8 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from schedules.schedule_rule import RULE, failed_rules
+from schedules import attributes
+from schedules.schedule_rule import failed_rules
 
 from .record_reader import record_of
 
@@ -59,7 +60,7 @@ def kernel_uses(mod: tvm.IRModule) -> list[KernelUse]:
     for name, count in called.items():
         func = mod[name]
         if isinstance(func, tirx.PrimFunc):
-            rule, failed = str((func.attrs or {}).get(RULE, "none")), failed_rules(func)
+            rule, failed = str((func.attrs or {}).get(attributes.RULE, "none")), failed_rules(func)
             launched = count * launches(func.body)
             slow = _slow(func, rule, failed)
             uses.append(KernelUse(name, rule, count, launched, failed, slow, record_of(func)))
@@ -74,8 +75,10 @@ def _slow(func: tirx.PrimFunc, rule: str, failed: Mapping[str, str]) -> str:
         return "no other rule takes it"
     if rule.startswith("dlight."):
         return "none of our rules takes it"
-    attributes = func.attrs or {}
-    is_done = any(name in attributes for name in (RULE, "tirx.is_scheduled", "tirx.is_host_func"))
+    attrs = func.attrs or {}
+    is_done = any(
+        name in attrs for name in (attributes.RULE, "tirx.is_scheduled", "tirx.is_host_func")
+    )
     return "" if is_done or launches(func.body) else "no rule takes it"
 
 

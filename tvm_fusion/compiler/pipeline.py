@@ -49,13 +49,11 @@ from relay_passes import (
 )
 from relay_passes.conv2d.fusion_decision import Decision
 from relay_passes.op.legalizations import shared_legalizations
-from relay_passes.program.lift_outputs import LIFTED, sole_kernel
-from relay_passes.program.weights import WEIGHTS
-from schedules import cpu
+from relay_passes.program.lift_outputs import sole_kernel
+from schedules import attributes, cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.selections import CPU_ONLY
 from schedules.gpu.core.machine import reproducible_target
 from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
@@ -299,7 +297,7 @@ def optimize(
 
 def _refuse_cpu_kernels(mod: tvm.IRModule, target: Target) -> None:
     for function in mod.functions.values():
-        operator = function.attrs.get(CPU_ONLY) if function.attrs else None
+        operator = function.attrs.get(attributes.CPU_ONLY) if function.attrs else None
         if operator is not None:
             raise TargetError(
                 f"{operator} is compiled for CPUs only; the target is {target.kind.name!r}"
@@ -403,12 +401,20 @@ def build_apart(
         shared = [ShareKernels()] if on_cpu else []
         mod = tvm.transform.Sequential([lower, LiftWeights(functions), *shared])(mod)
     with target, own_errors("build", noted), _cuda_compiler(target, fast_math):
-        weights = list(mod.attrs[WEIGHTS]) if mod.attrs and WEIGHTS in mod.attrs else []
-        executable = _generate(mod.without_attr(WEIGHTS), target, built)
+        weights = (
+            list(mod.attrs[attributes.WEIGHTS])
+            if mod.attrs and attributes.WEIGHTS in mod.attrs
+            else []
+        )
+        executable = _generate(mod.without_attr(attributes.WEIGHTS), target, built)
         if not is_main:
             return Built(executable, weights, None, alignment=alignment)
         main = mod["main"]
-        lifted = map(bool, main.attrs[LIFTED]) if LIFTED in (main.attrs or {}) else ()
+        lifted = (
+            map(bool, main.attrs[attributes.LIFTED_OUTPUTS])
+            if attributes.LIFTED_OUTPUTS in (main.attrs or {})
+            else ()
+        )
         return Built(executable, weights, _kernel_call(main), tuple(lifted), alignment)
 
 

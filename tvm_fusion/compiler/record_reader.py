@@ -18,9 +18,9 @@ from tvm import tirx
 from tvm.target import Target
 
 from relay_passes.conv2d.fusion_report import recorded_forms
-from schedules import cpu, gpu
+from schedules import attributes, cpu, gpu
 from schedules.gpu.core.machine import GPUInfo
-from schedules.tuning.records import LONGEST_LINE, RECORD, AnySpace, Record, Records, parse_record
+from schedules.tuning.records import LONGEST_LINE, AnySpace, Record, Records, parse_record
 
 from ..errors import RecordWarning, TuningError
 from ..paths import as_path
@@ -176,7 +176,7 @@ def record_of(func: tirx.PrimFunc) -> dict[str, Any] | None:
 
     It has ``template``, ``knobs``, ``gain``, ``source`` (the name of its file) and ``date``.
     """
-    text = func.attrs.get(RECORD) if func.attrs else None
+    text = func.attrs.get(attributes.RECORD) if func.attrs else None
     return None if text is None else json.loads(str(text))
 
 

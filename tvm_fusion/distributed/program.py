@@ -18,11 +18,11 @@ from tvm import s_tir, tirx
 from tvm.s_tir.schedule import LoopRV
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.cost.machine import estimate_note
 from schedules.cpu import RULES
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.core.machine_costs import measured_family
-from schedules.cpu.nests.stencils.streaming_stores import CACHED
 from schedules.distribute.cost import Network, Processor, overlap_gain_of
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, difference, region_size
@@ -666,7 +666,7 @@ class _Kernels:
             name = self._names[key] = f"steps_{len(self._names)}"
             target = Target({**self.target.export(), "num-cores": 1})  # each thread has its rows
             block, row = (
-                schedule_function(name, one.func.with_attr(CACHED, True), target, RULES)
+                schedule_function(name, one.func.with_attr(attributes.CACHED, True), target, RULES)
                 for one in local
             )
             func = skewed_steps(block, row, self.plan.repeat, skew)

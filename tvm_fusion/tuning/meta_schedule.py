@@ -22,9 +22,9 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
-from schedules import cpu
+from schedules import attributes, cpu
 from schedules.schedule_rule import schedule_function
-from schedules.tuning.tunable import PREFIX, TEMPLATE, decisions_of, read_setting, without_decisions
+from schedules.tuning.tunable import decisions_of, read_setting, without_decisions
 from schedules.tuning.tunable_rule import AnyTemplate, TunableRule, tunable_rule_of
 
 from ..errors import OpError, TuningError
@@ -160,7 +160,9 @@ class _KnobFeatures(ms.feature_extractor.PyFeatureExtractor):
         for candidate in candidates:
             decisions = decisions_of(candidate.sch.mod["main"])
             row = [
-                decisions[PREFIX + knob] if template.name == decisions[TEMPLATE] else -1
+                decisions[attributes.KNOB + knob]
+                if template.name == decisions[attributes.TEMPLATE]
+                else -1
                 for template in cpu.TEMPLATES.values()
                 for knob in template.knob_kinds()
             ]

@@ -24,10 +24,10 @@ import tvm
 from tvm import s_tir
 from tvm.target import Target
 
-from schedules import cpu
+from schedules import attributes, cpu
 from schedules.cpu.core.machine import CPUInfo
 from schedules.tuning.records import Key, Record, canonical, parse_json
-from schedules.tuning.tunable import WORKLOAD, read_setting, sample_knobs
+from schedules.tuning.tunable import read_setting, sample_knobs
 
 from ..compiler.record_reader import bounded_lines
 from ..compiler.targets.target import resolve
@@ -165,7 +165,7 @@ def parse_measurement(line: bytes) -> Record:
         mean = statistics.fmean(map(float, seconds))
         options = {key: config[key] for key in _OPTIONS if key in config}
         cores = options["num-cores"]
-        workload = json.loads(decisions[WORKLOAD])
+        workload = json.loads(decisions[attributes.WORKLOAD])
     except (LookupError, TypeError, ArithmeticError, RecursionError, ValueError) as error:
         kind = type(error).__name__
         raise ValueError(f"it is not a measurement of a template ({kind}: {error})") from error
@@ -195,17 +195,17 @@ def _decisions(instructions: Sequence[Any], decided: Sequence[Any]) -> dict[str,
     choices = {int(number): choice for number, choice in decided}
     sampled: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    for number, (kind, inputs, attributes, outputs) in enumerate(instructions):
+    for number, (kind, inputs, arguments, outputs) in enumerate(instructions):
         if kind == "SampleCategorical":
             choice = choices[number]
-            if type(choice) is not int or not 0 <= choice < len(attributes[0]):
+            if type(choice) is not int or not 0 <= choice < len(arguments[0]):
                 raise IndexError(f"decision {choice!r} of instruction {number}")
-            sampled[outputs[0]] = attributes[0][choice]
+            sampled[outputs[0]] = arguments[0][choice]
         elif kind == "Annotate":
             value = inputs[1]
             if isinstance(value, str):  # a name of a sampled number, or a text in quotes
                 value = value[1:-1] if value.startswith('"') else sampled[value]
-            found[attributes[0]] = value
+            found[arguments[0]] = value
     return found
 
 

@@ -11,6 +11,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.tuning.template import Template
 from schedules.workload.reduce import constant
 
@@ -165,7 +166,7 @@ class ChannelNorm(TunableCPURule):
 
 def _workload(func: tirx.PrimFunc) -> ChannelNormWorkload | None:
     """Read what a marked function normalises; None for others."""
-    kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
+    kind = str(func.attrs.get(attributes.OP, "")) if func.attrs else ""
     if kind != "channel_norm":
         return None
     batch, *extents = (constant(extent) for extent in func.params[0].shape)
@@ -174,7 +175,7 @@ def _workload(func: tirx.PrimFunc) -> ChannelNormWorkload | None:
     blocks, height, width, lanes = (int(extent or 0) for extent in extents)
     if lanes < 2 or lanes & (lanes - 1) or str(func.params[0].dtype) != "float32":
         return None
-    channels = int(func.attrs["tvm_fusion.channels"])
+    channels = int(func.attrs[attributes.CHANNELS])
     return ChannelNormWorkload(batch, blocks, height * width, lanes, channels)
 
 
@@ -225,7 +226,7 @@ def _template(
                 pixels=pixels,
                 lanes=lanes,
                 channels=workload.channels,
-                epsilon=float(func.attrs["tvm_fusion.epsilon"]),
+                epsilon=float(func.attrs[attributes.EPSILON]),
             )
             span = chunk(len(sizes), tirx.floormod(index, pieces), pieces)
             for run, pixel in for_each_pixel_tile(runs, span):

@@ -24,6 +24,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import (
@@ -193,7 +194,7 @@ class Conv2D(PackedRule):
 
 def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> Conv2DKernel | None:
     """The workload of a marked function, or None if the packed templates cannot take it."""
-    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    text = func.attrs.get(attributes.WORKLOAD) if func.attrs else None
     if text is None:
         return None
     kernel = from_json(str(text))

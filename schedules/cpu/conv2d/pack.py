@@ -7,6 +7,8 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules import attributes
+
 from ..core.kernel_builder import KernelBuilder, buffers
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import loop
@@ -27,7 +29,7 @@ class Pack(CPURule):
 
     def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
         """Schedule ``func`` for a CPU target."""
-        kind = str(func.attrs.get("tvm_fusion.op", "")) if func.attrs else ""
+        kind = str(func.attrs.get(attributes.OP, "")) if func.attrs else ""
         if kind not in ("pack", "unpack"):
             return None
         plain, packed = buffers(func) if kind == "pack" else reversed(buffers(func))

@@ -27,6 +27,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.compute.conv2d import activate
 from schedules.workload.conv2d import Conv2DKernel
 
@@ -43,7 +44,7 @@ from ..core.micro_kernel import (
     unrolled,
     with_residual,
 )
-from ..core.tile_unit import TILE_ELEMENTS, TILE_WORDS, TILES, TileShape, TileUnit, tile_unit
+from ..core.tile_unit import TILE_ELEMENTS, TILE_WORDS, TileShape, TileUnit, tile_unit
 from ..core.tiles import Span, chunk
 from ..cost.tile_conv2d_knobs import (
     TileConv2DKnobs,
@@ -111,7 +112,9 @@ def tile_conv2d_template(
     func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo
 ) -> s_tir.Schedule:
     """Write the loop nest of the module's docstring."""
-    builder = KernelBuilder(func if cpu.emulates_tiles else func.with_attr(TILES, kernel.dtype))
+    builder = KernelBuilder(
+        func if cpu.emulates_tiles else func.with_attr(attributes.TILES, kernel.dtype)
+    )
     found = TileGeometry.of(kernel)
     sums, left = TileShape(knobs.rows, TILE_WORDS), TileShape(knobs.rows, found.depth)
     right = TileShape(found.depth, TILE_WORDS)

@@ -12,6 +12,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.tir.parameter_windows import windows_of
 from schedules.tir.vector_math import vectorize_math
@@ -61,7 +62,7 @@ class KernelBuilder:
         if max(sizes) > MAX_ELEMENTS:
             buffer = self.buffers[sizes.index(max(sizes))]
             raise OpError(
-                f"{self.func.attrs.get('tvm_fusion.op', 'kernel')}: an image of {buffer.name!r} of "
+                f"{self.func.attrs.get(attributes.OP, 'kernel')}: an image of {buffer.name!r} of "
                 f"shape {', '.join(map(_text, buffer.shape))} has {max(sizes)} elements; "
                 f"at most {MAX_ELEMENTS} can be compiled: use smaller images"
             )

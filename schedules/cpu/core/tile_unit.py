@@ -23,8 +23,6 @@ from .machine import CPUInfo
 from .micro_kernel import word_part
 from .tiles import Index
 
-TILES = "tvm_fusion.tiles"
-"""Attribute of functions that use tile registers: the types of their products."""
 TILE_ROWS = 16
 TILE_WORDS = 16
 TILE_ELEMENTS = TILE_ROWS * TILE_WORDS

@@ -10,6 +10,7 @@ from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.tir.cut_points import cut_points
 from schedules.tir.expression_walk import substitute
 from schedules.tir.index_math import factor_of
@@ -26,7 +27,6 @@ from ..nests.loop_transforms import (
     worth_threads,
 )
 from ..nests.overlapping_tails import Overlap
-from ..nests.truncated_tails import TAIL
 
 _CACHE_LINE = 64
 _BLOCKS = (4, 8, 16, 32, 64)
@@ -163,7 +163,7 @@ def _transpose(
     if fused[writes.group] is None:
         cuts = cut_points(sch, facts.block, groups[writes.group][-1])
         if cuts:
-            sch.annotate(written, TAIL, [1, *cuts, extents[writes.group]])
+            sch.annotate(written, attributes.TAIL, [1, *cuts, extents[writes.group]])
     if worth_threads(facts):
         parallel_outer(sch, outside, kernel.cpu.num_cores)
     return overlaps

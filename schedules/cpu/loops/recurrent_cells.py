@@ -37,6 +37,7 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.tir.vector_math import vectorize_math
 
@@ -166,7 +167,7 @@ def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
                 buffer = tirx.decl_buffer(shape, dtype, name)
                 T.arg(name, buffer)
                 views[name] = buffer
-            T.func_attr({"tirx.is_scheduled": True, "tvm_fusion.rule": "RecurrentCell"})
+            T.func_attr({"tirx.is_scheduled": True, attributes.RULE: "RecurrentCell"})
             with T.sblock("root"):
                 T.reads()
                 T.writes()

@@ -22,10 +22,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.workload.reduce import Extent
-
-CPU_ONLY = "tvm_fusion.cpu_only"
-"""Attribute of kernels that no thread of a GPU may run; its value names the operator."""
 
 Shapes = dict[str, tuple[Sequence[Extent], str] | tirx.Var]
 """The arguments of a kernel: the shapes and types of its buffers, or numbers."""
@@ -191,7 +189,11 @@ def cpu_kernel(
                 else:
                     buffers.append(tirx.decl_buffer(*argument, name))
                     T.arg(name, buffers[-1])
-            marks = {"tirx.is_scheduled": True, "tvm_fusion.rule": operator, CPU_ONLY: operator}
+            marks = {
+                "tirx.is_scheduled": True,
+                attributes.RULE: operator,
+                attributes.CPU_ONLY: operator,
+            }
             T.func_attr(marks | dict(attrs or {}))
             with T.sblock("root"):
                 T.reads()

@@ -7,7 +7,7 @@ import tvm_ffi
 from tvm import ir, s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from schedules.schedule_rule import LAID_OUT
+from schedules import attributes
 from schedules.tir.expression_walk import uses
 
 from .blocks import BlockFacts, realize_of
@@ -95,7 +95,7 @@ def lay_out_matrix(func: tirx.PrimFunc, place: int, axis: int, lanes: int) -> ti
     body = tvm_ffi.structural_map(func.body, [(ir.TensorLoad, load), (ir.TensorRegion, region)])
     params = [matrix if k == place else param for k, param in enumerate(func.params)]
     result = tirx.PrimFunc(params, body, func.ret_type, func.attrs)
-    return result.with_attr(LAID_OUT, [place, axis, lanes])
+    return result.with_attr(attributes.LAID_OUT, [place, axis, lanes])
 
 
 def _permutation(order: list[int]):  # noqa: ANN202 - an index map is any callable

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from tvm import s_tir
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from schedules import attributes
 from schedules.tir.cut_points import cut_points
 
 from .blocks import BlockFacts, Kernel, block_facts, item_bytes
-from .interleaved_loads import INTERLEAVED, is_interleaved
+from .interleaved_loads import is_interleaved
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
 from .overlapping_tails import Overlap
-from .stencils.conditional_rows import STEP
-from .stencils.shared_rows import MULTIPLY_ADD, is_filter, rows_of_step, shared_rows
-from .stencils.streaming_stores import STREAM, worth_streaming
-from .truncated_tails import TAIL
+from .stencils.shared_rows import is_filter, rows_of_step, shared_rows
+from .stencils.streaming_stores import worth_streaming
 
 
 def schedule_spatial(
@@ -53,14 +52,14 @@ def schedule_spatial(
     # Parts of a register, such as pixels of 8 bits, reach memory one by one.
     streams = is_adjacent and stored >= register and worth_streaming(kernel, facts)
     if streams:
-        sch.annotate(block, STREAM, [register, kernel.cpu.l2_bytes // 4])
+        sch.annotate(block, attributes.STREAM, [register, kernel.cpu.l2_bytes // 4])
     if is_interleaved(facts, groups[-1][-1]):
-        sch.annotate(block, INTERLEAVED, 1)
+        sch.annotate(block, attributes.INTERLEAVED, 1)
     row = shared_rows(sch.get(block), facts, groups)
     vectors, lane, overlaps = _vectorize_last(kernel, facts, groups[-1], fused[-1], lanes, streams)
     any_chunks = bool(overlaps)
     if is_filter(facts):
-        sch.annotate(block, MULTIPLY_ADD, 1)
+        sch.annotate(block, attributes.MULTIPLY_ADD, 1)
     chunked = vectors if lane is not None else None
     if row is not None and vectors is not None:
         conditional = lane is None or row in facts.guards
@@ -72,7 +71,7 @@ def schedule_spatial(
             extents[place] = -(-extents[place] // count)
             if conditional:
                 sch.reorder(*fused[:-1], rows)
-                sch.annotate(rows, STEP, groups[-1])
+                sch.annotate(rows, attributes.STEP, groups[-1])
                 chunked = None
             else:
                 sch.reorder(*fused[:-1], vectors, rows, lane)
@@ -123,7 +122,7 @@ def _vectorize_last(
         ends = _aligned(ends, tile)
     sch.vectorize(inner)
     if symbolic or len(ends) > 1:
-        sch.annotate(outer, TAIL, [2, *ends])
+        sch.annotate(outer, attributes.TAIL, [2, *ends])
         return outer, None, []
     if extent % tile:
         return outer, inner, [Overlap(facts.name, tuple(group), tile)]

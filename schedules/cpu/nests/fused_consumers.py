@@ -10,13 +10,13 @@ import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from schedules import attributes
 from schedules.tir.expression_walk import uses
 from schedules.workload.reduce import constant, is_one
 
 from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of
 from .loop_transforms import attempt, fuse_group, static_extent
 from .overlapping_tails import overlap_of
-from .truncated_tails import TAIL
 
 Tiled = Sequence[tuple[LoopRV, int]]
 """Loops over tiles, and the number of iterations in each tile."""
@@ -169,7 +169,7 @@ def vectorize_under(kernel: Kernel, block: SBlockRV, depth: int) -> None:
     vectors, lane = sch.split(loop, [None, lanes])
     sch.vectorize(lane)
     if extent % lanes:
-        sch.annotate(vectors, TAIL, [2, extent])
+        sch.annotate(vectors, attributes.TAIL, [2, extent])
 
 
 def _contiguous_loops(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 
+from schedules import attributes
 from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute
 from schedules.tir.index_math import factor_of, ravel
 from schedules.workload.reduce import constant
@@ -25,9 +26,6 @@ from schedules.workload.reduce import constant
 from .blocks import BlockFacts
 from .imported_functions import axis_along, with_functions
 from .truncated_tails import fresh
-
-INTERLEAVED = "tvm_fusion.interleaved"
-"""Annotation of a block whose vectors are loaded together where they are interleaved."""
 
 _MOST_PERIOD = 4
 _NAME = re.compile(r"tvm_fusion_planes_(\d+)_(\d+)_(\d+)")
@@ -129,7 +127,9 @@ def _is_candidate(loop: tirx.For) -> bool:
     if loop.kind != tirx.ForKind.VECTORIZED or not isinstance(realize, s_tir.SBlockRealize):
         return False
     block = realize.block
-    if INTERLEAVED not in block.annotations or not isinstance(block.body, tirx.BufferStore):
+    if attributes.INTERLEAVED not in block.annotations or not isinstance(
+        block.body, tirx.BufferStore
+    ):
         return False
     is_whole = isinstance(realize.predicate, tirx.IntImm) and constant(loop.extent) is not None
     return is_whole and not any(map(is_if_then_else, nodes(block.body.value, ir.Call)))
@@ -199,7 +199,7 @@ def _loaded(loop: tirx.For, periods: Sequence[_Period]) -> tirx.Stmt:
         block.writes,
         block.name_hint,
         tirx.BufferStore(store.buffer, new, store.indices),
-        annotations={key: value for key, value in others if key != INTERLEAVED},
+        annotations={key: value for key, value in others if key != attributes.INTERLEAVED},
     )
     body = s_tir.SBlockRealize([*realize.iter_values, loop.loop_var], realize.predicate, computing)
     vectors = tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body)

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from tvm import s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from schedules import attributes
 from schedules.tir.expression_walk import uses
 
 from .blocks import realize_of
 from .loop_transforms import static_extent, tile_size, unroll
-from .truncated_tails import TAIL
 
 _PARTS = 4
 
@@ -137,7 +137,7 @@ def _arrange_first(
     sch.vectorize(lane)
     unroll(sch, [part, *rows])
     if split.extent % (split.parts * split.lanes):
-        sch.annotate(reduced[-1], TAIL, [3, split.extent])
+        sch.annotate(reduced[-1], attributes.TAIL, [3, split.extent])
     return reduced[0]
 
 

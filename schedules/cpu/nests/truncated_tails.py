@@ -17,13 +17,11 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 
+from schedules import attributes
 from schedules.tir.expression_walk import substitute, uses
 from schedules.workload.reduce import constant
 
 from .overlapping_tails import conjuncts
-
-TAIL = "tvm_fusion.tail"
-"""Annotation of the outermost part of a split loop; see :func:`truncate_tails`."""
 
 
 def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -45,9 +43,9 @@ def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
     buffers = _Buffers(func)
 
     def rewrite(loop: tirx.For) -> tirx.Stmt:
-        if TAIL not in loop.annotations:
+        if attributes.TAIL not in loop.annotations:
             return loop
-        depth, *ends = (int(value) for value in loop.annotations[TAIL])
+        depth, *ends = (int(value) for value in loop.annotations[attributes.TAIL])
         chain = _perfect_nest(loop, depth)
         bounds = [_like(loop.loop_var, end) for end in (0, *ends)]
         if ends[-1] < 0:

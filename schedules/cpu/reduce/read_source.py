@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.target import Target
 
-from schedules.compute.coalesced_reduce import ATTRIBUTE
+from schedules import attributes
 from schedules.tir.expression_walk import loads, substitute, uses
 from schedules.tir.index_math import as_type, ravel, volume
 from schedules.workload.reduce import (
@@ -71,7 +71,7 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
 
 
 def _attribute(block: s_tir.SBlock) -> str:
-    return str(block.annotations.get(ATTRIBUTE, ""))
+    return str(block.annotations.get(attributes.REDUCE, ""))
 
 
 class _SourceReader:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from schedules.schedule_rule import RULE
+from schedules import attributes
 from schedules.tuning.template import Template
 
 from ..core.machine import CPUInfo
@@ -74,7 +74,7 @@ class ReduceTemplate(Template[ReductionLoops, Knobs, CPUInfo]):
     def write_source(self, source: ReduceSource, knobs: Knobs) -> s_tir.Schedule:
         """Write the nest of a reduction that was read; ``RULE`` of the function names it."""
         func = finish(self.nest(source, knobs)).mod["main"]
-        return s_tir.Schedule(func.with_attr(RULE, f"CoalescedReduce ({self.form})"))
+        return s_tir.Schedule(func.with_attr(attributes.RULE, f"CoalescedReduce ({self.form})"))
 
     def nest(self, source: ReduceSource, knobs: Knobs) -> s_tir.Schedule:
         """Write the nest before what follows on every nest."""

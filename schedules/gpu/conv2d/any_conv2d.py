@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import ir, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
 from schedules.tir.index_math import ceildiv, i64, volume
@@ -38,7 +39,7 @@ class AnyConv2D(GPURule):
 
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+        text = func.attrs.get(attributes.WORKLOAD) if func.attrs else None
         if text is None:
             return None
         kernel = from_json(str(text))

@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.tir.branch import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, describe, from_json, to_json
@@ -141,7 +142,7 @@ def packed_kernel(func: tirx.PrimFunc, layers: int) -> Conv2DKernel | None:
     OpError
         If its groups do not consist of whole blocks of channels.
     """
-    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    text = func.attrs.get(attributes.WORKLOAD) if func.attrs else None
     if text is None:
         return None
     kernel = from_json(str(text))

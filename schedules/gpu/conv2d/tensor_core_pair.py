@@ -30,6 +30,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.tir.branch import when
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload, from_json
@@ -53,7 +54,7 @@ from .tensor_core_pair_tile import PANEL, ZEROS, PairTile, choose_pair_tile, hal
 
 def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
     """The scheduled function of a pair that legalization marked; None if it is none for them."""
-    text = func.attrs.get("tvm_fusion.workload") if func.attrs else None
+    text = func.attrs.get(attributes.WORKLOAD) if func.attrs else None
     kernel = None if text is None else from_json(str(text))
     if kernel is None or len(kernel.layers) != 2 or kernel.out_layout != "NCHW":
         return None

@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-_BIND = "tvm_fusion.bind"
+from schedules import attributes
 
 
 def convert_by_bits(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -45,11 +45,11 @@ def _as_attribute(bind: tirx.Bind) -> tirx.Stmt:
     tvm_ffi.structural_walk(bind.value, (ir.Call, look))
     if any(asked):
         return bind
-    return tirx.AttrStmt(bind.var, _BIND, bind.value, tirx.Evaluate(0))
+    return tirx.AttrStmt(bind.var, attributes.BIND, bind.value, tirx.Evaluate(0))
 
 
 def _as_bind(stmt: tirx.AttrStmt) -> tirx.Stmt:
-    return tirx.Bind(stmt.node, stmt.value) if stmt.attr_key == _BIND else stmt
+    return tirx.Bind(stmt.node, stmt.value) if stmt.attr_key == attributes.BIND else stmt
 
 
 def _convert(cast: tirx.Cast) -> tirx.Expr:

@@ -15,9 +15,6 @@ from schedules.workload.reduce import Extent, constant
 
 from .machine import GPUInfo
 
-SCATTERED = "tvm_fusion.scattered"
-"""Attribute of one whose neighbouring threads cannot all read and write neighbouring elements."""
-
 ROLLED = {"disable_unroll": True}
 """Annotation of loops that would load ahead, and spill, if the compiler unrolled them."""
 

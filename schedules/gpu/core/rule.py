@@ -10,7 +10,8 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.target import Target
 
-from schedules.schedule_rule import RULE, Rule
+from schedules import attributes
+from schedules.schedule_rule import Rule
 from schedules.tir.keep_nan import keep_nan
 from schedules.tuning.records import Key
 from schedules.tuning.template import Template
@@ -95,7 +96,7 @@ def _finished(kernel: tirx.PrimFunc, gpu: GPUInfo, rule: str) -> s_tir.Schedule:
     kernel = keep_nan(kernel)
     if not gpu.has_bfloat16:
         kernel = convert_by_bits(kernel)
-    named = kernel if RULE in kernel.attrs else kernel.with_attr(RULE, rule)
+    named = kernel if attributes.RULE in kernel.attrs else kernel.with_attr(attributes.RULE, rule)
     mod = tvm.IRModule({"main": named})
     # TVM's lowering does the same, but after passes whose time grows with accesses times lets.
     return s_tir.Schedule(s_tir.transform.StmtSimplify()(mod))

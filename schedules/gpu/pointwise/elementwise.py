@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant
 
-from ..core.kernel_function import SCATTERED, write_kernels
+from ..core.kernel_function import write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from .axis_order import best_lanes, injective_spaces
@@ -48,7 +49,7 @@ def write_spaces(
     plans = [best_lanes(space) for space in spaces if constant(space.size) != 0]
     kernel = write_kernels(func, lambda: write_lanes(func, plans, gpu))
     if any(is_scattered(plan) for plan in plans):
-        kernel = kernel.with_attr(SCATTERED, True)
+        kernel = kernel.with_attr(attributes.SCATTERED, True)
     return kernel
 
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.cost.decisions import Comparison, note
-from schedules.tuning.records import RECORD
 
 from ..core.machine import GPUInfo
 from ..core.rule import TunableGPURule
 from .kernel.group_kernel import write_kernel
-from .plan.configure import CONFIG, configure, prefers_chain, read_configured
+from .plan.configure import configure, prefers_chain, read_configured
 from .plan.group_workload import GroupWorkload
 from .plan.read_group import read_group
 from .templates import CHAIN, SISTERS, ReduceTemplate
@@ -66,7 +66,7 @@ class CoalescedReduce(TunableGPURule):
         if found is None:
             return configure(func, gpu)
         _, config, about = found
-        return configure(func.with_attr(RECORD, about), gpu, config)
+        return configure(func.with_attr(attributes.RECORD, about), gpu, config)
 
     def _note_cost(self, workload: GroupWorkload | None, gpu: GPUInfo, device: GPUInfo) -> None:
         """Compare the predicted times of a device's own configuration and of the one for all."""
@@ -87,7 +87,7 @@ class CoalescedReduce(TunableGPURule):
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> GroupWorkload | None:
         """Return the group, if its extents are known and its configuration is not chosen yet."""
-        group = None if CONFIG in func.attrs else read_group(func)
+        group = None if attributes.REDUCE_CONFIG in func.attrs else read_group(func)
         if group is None:
             return None
         found = GroupWorkload.of(group)

@@ -12,8 +12,8 @@ from graph_cases import CUDA, Build, functions, fused, run, scheduled
 from tvm import relax, te, tirx
 from tvm.relax import op
 
+from schedules import attributes
 from schedules.gpu import GroupedConv2D
-from schedules.schedule_rule import RULE
 
 F16, F32 = "float16", "float32"
 
@@ -36,7 +36,7 @@ def test_numbers(strides: int, has_epilogue: bool, rng: np.random.Generator) -> 
         return op.nn.relu(op.add(found, bias)) if has_epilogue else found
 
     [func] = scheduled(build, *((a.shape, str(a.dtype)) for a in (x, w, bias))).values()
-    assert func.attrs[RULE] == "GroupedConv2D"
+    assert func.attrs[attributes.RULE] == "GroupedConv2D"
     [got] = run(build, [x, w, bias])
     wanted = convolve_groups(x, w, 2, (strides, strides), (1, 1, 1, 1))
     wanted = np.maximum(wanted + bias, 0) if has_epilogue else wanted

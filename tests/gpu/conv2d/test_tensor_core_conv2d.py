@@ -15,9 +15,9 @@ from tvm.relax import op
 from tvm.target import Target
 
 from relay_passes.layout.packed.weight_packing import pack_array
+from schedules import attributes
 from schedules.compute.conv2d import activate, conv2d, padded
 from schedules.gpu import AnyConv2D
-from schedules.gpu.gemm.matmul.tensor_core_tile import TF32
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from tests.selection import in_turns
 
@@ -63,7 +63,7 @@ def scheduled(
         for shape, kind, name in zip(shapes, types, ("data", "weight", "bias"), strict=True)
     ]
     output = wide_conv2d(*tensors, layer) if wide else conv2d(*tensors, None, layer, *layouts)
-    func = te.create_prim_func([*tensors, output], "int64").with_attr(TF32, True)
+    func = te.create_prim_func([*tensors, output], "int64").with_attr(attributes.TF32, True)
     kernel = Conv2DKernel((layer,), batch, height, width, False, dtype, *layouts)
     schedule = AnyConv2D().apply(
         func.with_attr("tvm_fusion.workload", to_json(kernel)), target, False

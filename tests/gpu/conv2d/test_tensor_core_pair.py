@@ -20,6 +20,7 @@ from tensor_core_emulation import emulate_tensor_cores
 from tvm import te, tirx
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.compute.conv2d import fused_conv2d
 from schedules.gpu import FusedConv2D
 from schedules.gpu.conv2d import tensor_core_pair_tile
@@ -32,7 +33,7 @@ from schedules.gpu.conv2d.tensor_core_pair_tile import (
 )
 from schedules.gpu.core.bfloat16_bits import convert_by_bits
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm.matmul.tensor_core_tile import TF32, TILES, TensorTile
+from schedules.gpu.gemm.matmul.tensor_core_tile import TILES, TensorTile
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, FusedConv2DWorkload, to_json
 from tests.selection import in_turns, slow_where
 
@@ -70,7 +71,7 @@ def function(kernel: Conv2DKernel, batch: tirx.Var | None = None) -> tirx.PrimFu
     output = fused_conv2d(*tensors[:5], residual, first, second)
     func = te.create_prim_func([*tensors, output], "int64")
     marked = kernel if batch is None else replace(kernel, batch=None)
-    return func.with_attrs({"tvm_fusion.workload": to_json(marked), TF32: True})
+    return func.with_attrs({"tvm_fusion.workload": to_json(marked), attributes.TF32: True})
 
 
 def scheduled(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:

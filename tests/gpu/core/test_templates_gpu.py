@@ -18,14 +18,14 @@ from opencl import compile_opencl
 from tvm import te, tirx, topi
 from tvm.target import Target
 
-from schedules import gpu
+from schedules import attributes, gpu
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.errors import OpError
 from schedules.gpu.conv2d.conv2d import conv2d_template
 from schedules.gpu.conv2d.fused_tiles import FusedTile
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.conv_tiles import ConvTile
-from schedules.tuning.records import RECORD, Record, Records, parse_record
+from schedules.tuning.records import Record, Records, parse_record
 from schedules.tuning.tunable_rule import tunable_rule_of
 from schedules.workload.reduce import ReduceWorkload
 
@@ -222,9 +222,9 @@ def test_rules_follow_records(name: str) -> None:
     assert (again, again.kind, again.cpu) == (record, "cuda", "sm_90")
     rules = gpu.rules(Records([("mine.jsonl", again)]))
     written = next(found for one in rules if (found := one.apply(func, CUDA, False)))
-    about = str(written.mod["main"].attrs[RECORD])
+    about = str(written.mod["main"].attrs[attributes.RECORD])
     assert json.loads(about)["gain"] == 2
-    wanted = template.write(func.with_attr(RECORD, about), workload, knobs, CUDA)
+    wanted = template.write(func.with_attr(attributes.RECORD, about), workload, knobs, CUDA)
     tvm.ir.assert_structural_equal(written.mod, wanted.mod)
 
 

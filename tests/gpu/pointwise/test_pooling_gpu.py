@@ -13,8 +13,8 @@ from graph_cases import CUDA, fused, run, scheduled
 from tvm import relax, te, tirx
 from tvm.relax import op
 
+from schedules import attributes
 from schedules.gpu import Pooling
-from schedules.schedule_rule import RULE
 from tests.selection import in_turns
 
 F32 = "float32"
@@ -52,7 +52,7 @@ def _windows(x: np.ndarray, case: dict[str, Any], fill: float) -> np.ndarray:
     )
 
 
-def _pool(name: str, case: dict[str, Any], layout: str, **attributes: bool) -> Any:
+def _pool(name: str, case: dict[str, Any], layout: str, **options: bool) -> Any:
     def build(x: relax.Expr) -> relax.Expr:
         return getattr(op.nn, name)(
             x,
@@ -62,7 +62,7 @@ def _pool(name: str, case: dict[str, Any], layout: str, **attributes: bool) -> A
             ceil_mode=case["ceil_mode"],
             layout=layout,
             out_layout=layout,
-            **attributes,
+            **options,
         )
 
     return build
@@ -139,7 +139,7 @@ def test_depthwise_convolutions_of_float16(name: str, rng: np.random.Generator) 
         return op.nn.relu(conv)
 
     [func] = scheduled(build, (x.shape, "float16"), (w.shape, "float16")).values()
-    assert func.attrs[RULE] == "Pooling"
+    assert func.attrs[attributes.RULE] == "Pooling"
     [got] = run(build, [x, w])
     wanted = np.maximum(convolve_groups(x, w, groups, strides, padding, dilation), 0)
     np.testing.assert_allclose(got, wanted, 1e-5, 1e-5)

@@ -13,7 +13,7 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from relay_passes.op.pack import pack, unpack
-from schedules.schedule_rule import RULE
+from schedules import attributes
 
 F32 = "float32"
 
@@ -57,7 +57,7 @@ def test_numbers(name: str, rng: np.random.Generator) -> None:
     build, reference, shape, dtype = CASES[name]
     x = _random(rng, shape, dtype)
     [func] = scheduled(build, (shape, dtype)).values()
-    assert func.attrs[RULE] == "Transpose"
+    assert func.attrs[attributes.RULE] == "Transpose"
     [got] = run(build, [x])
     np.testing.assert_allclose(got.astype(F32), reference(x).astype(F32), 1e-5)
 
@@ -94,7 +94,7 @@ def test_more_inputs_than_tiles_fit_have_none(rng: np.random.Generator) -> None:
     for tensors, rule in ((3, "Transpose"), (4, "Elementwise")):
         inputs = [_random(rng, (40, 50), F32) for _ in range(tensors)]
         [func] = scheduled(build, *[((40, 50), F32)] * tensors).values()
-        assert func.attrs[RULE] == rule
+        assert func.attrs[attributes.RULE] == rule
         [got] = run(build, inputs)
         np.testing.assert_allclose(got, np.sum(inputs, axis=0).T, 1e-5, 1e-5)
 
@@ -123,7 +123,7 @@ def test_layouts_of_four_channels_move_pixels_at_once(is_pack: bool) -> None:
     else:
         shape = (1, 16, 56, 56, 4)
         [func] = scheduled(lambda x: unpack(x, 64), (shape, F32), target=CUDA).values()
-    assert func.attrs[RULE] == "Elementwise"
+    assert func.attrs[attributes.RULE] == "Elementwise"
     [code] = sass(cuda_source(func)).values()
     names = opcodes(code)
     assert count(names, "STG.E.128" if is_pack else "LDG.E.128") == 1
@@ -135,4 +135,4 @@ def test_a_last_axis_that_stays_needs_no_tile() -> None:
     [func] = scheduled(
         lambda x: op.permute_dims(x, [0, 2, 1, 3]), (shape, F32), target=CUDA
     ).values()
-    assert func.attrs[RULE] == "Elementwise"
+    assert func.attrs[attributes.RULE] == "Elementwise"

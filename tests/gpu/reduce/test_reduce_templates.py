@@ -24,15 +24,15 @@ from tvm import relax, te, tirx
 from tvm.target import Target
 
 from relay_passes import ConfigureReductions
-from schedules import gpu
+from schedules import attributes, gpu
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.errors import OpError
 from schedules.gpu.reduce.coalesced_reduce import CoalescedReduce
 from schedules.gpu.reduce.plan.config import ReduceConfig
-from schedules.gpu.reduce.plan.configure import CONFIG, choose_config
+from schedules.gpu.reduce.plan.configure import choose_config
 from schedules.gpu.reduce.templates import CHAIN, SISTERS, ReduceTemplate
 from schedules.schedule_rule import schedule_function
-from schedules.tuning.records import RECORD, Key, Record, Records
+from schedules.tuning.records import Key, Record, Records
 from schedules.workload.reduce import ReduceWorkload
 
 # Blocks as large as CUDA's: the settings are those of its spaces.
@@ -97,7 +97,7 @@ def unconfigured(group: Group) -> tirx.PrimFunc:
     func = group.plain.with_attr("global_symbol", "main")
     if group.config.finish == "last_block":
         func = tirx.PrimFunc(func.params[1:], func.body, func.ret_type, func.attrs)
-    return func.without_attr(CONFIG)
+    return func.without_attr(attributes.REDUCE_CONFIG)
 
 
 def spaces(func: tirx.PrimFunc, target: Target) -> Iterator[tuple[ReduceTemplate, Any, list]]:
@@ -323,8 +323,8 @@ def test_the_pass_follows_records(finish: str) -> None:
     records = Records([("mine.jsonl", record_of(func, config, CUDA))])
     done = ConfigureReductions(CUDA, records)(mod)
     [(_, configured)] = _kernels(done)
-    assert ReduceConfig(**json.loads(str(configured.attrs[CONFIG]))) == config
-    assert json.loads(str(configured.attrs[RECORD]))["source"] == "mine.jsonl"
+    assert ReduceConfig(**json.loads(str(configured.attrs[attributes.REDUCE_CONFIG]))) == config
+    assert json.loads(str(configured.attrs[attributes.RECORD]))["source"] == "mine.jsonl"
     assert len(configured.params) == len(func.params) + (finish == "last_block")
     written = schedule_function("main", configured, CUDA, gpu.RULES)
     wanted = SISTERS.write(func, RULE.workload(func, CUDA), config, CUDA).mod["main"]

@@ -10,14 +10,14 @@ from rank_programs import calls, distributed, residual_block
 from tvm.target import Target
 
 from relay_passes import CompileExchanges, ExchangeInPlace
-from relay_passes.distribute.distribute_rows import PLAN
+from schedules import attributes
 from schedules.distribute.rows.rank_plan import plan_from_json
 
 TARGET = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
 
 
 def plan_of(mod: tvm.IRModule) -> object:
-    return plan_from_json(json.loads(str(mod.attrs[PLAN])))
+    return plan_from_json(json.loads(str(mod.attrs[attributes.RANK_PLAN])))
 
 
 def test_kernels_and_their_table() -> None:
@@ -44,5 +44,5 @@ def test_processors_without_the_instruction() -> None:
 
 
 def test_modules_without_ranks_stay() -> None:
-    mod = distributed(residual_block).without_attr(PLAN)
+    mod = distributed(residual_block).without_attr(attributes.RANK_PLAN)
     assert CompileExchanges(TARGET)(mod).same_as(mod)

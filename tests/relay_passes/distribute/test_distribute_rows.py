@@ -13,10 +13,10 @@ import tvm
 from tvm import relax
 
 from relay_passes import DistributeRows, op
-from relay_passes.distribute.distribute_rows import PLAN
 from relay_passes.distribute.row_rules import row_op
 from relay_passes.distribute.row_stages import read_stages
 from relay_passes.op.pack import pack, unpack
+from schedules import attributes
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import plan_from_json
 from schedules.errors import OpError
@@ -80,7 +80,7 @@ def test_two_convolutions_on_two_ranks() -> None:
             map_free_vars=True,
         )
     assert "main" not in [name.name_hint for name in after.get_global_vars()]
-    plan = plan_from_json(json.loads(str(after.attrs[PLAN])))
+    plan = plan_from_json(json.loads(str(after.attrs[attributes.RANK_PLAN])))
     assert [part.inputs for part in plan.parts] == [((0, 5),), ((3, 8),)]
     assert [(e.shape, e.own, e.held) for e in plan.exchanges] == [
         ((1, 4, 8, 8), ((0, 4), (4, 8)), ((0, 5), (3, 8))),
@@ -91,7 +91,7 @@ def test_two_convolutions_on_two_ranks() -> None:
 
 def test_equal_ranks_share_a_function() -> None:
     after = DistributeRows(5, *FIGURES, "always")(function(two_convolutions, (1, 3, 20, 8)))
-    plan = plan_from_json(json.loads(str(after.attrs[PLAN])))
+    plan = plan_from_json(json.loads(str(after.attrs[attributes.RANK_PLAN])))
     names = [part.function for part in plan.parts]
     assert names[1] == names[2] == names[3] and len(plan.functions) == 3
 
@@ -121,7 +121,7 @@ def test_columns_of_a_product_on_two_ranks() -> None:
 
     figures = Network(1e-9, 1e15), Processor(1e15, 1e15, only_read=1e6)
     after = DistributeRows(2, *figures)(function(build, (1, 3, 8, 8)))
-    plan = plan_from_json(json.loads(str(after.attrs[PLAN])))
+    plan = plan_from_json(json.loads(str(after.attrs[attributes.RANK_PLAN])))
     last = plan.exchanges[-1]
     assert last.by_channels and last.own == ((0, 128), (128, 256))
     assert last.held == ((0, 1), (0, 0)) and plan.segments[-1].bytes == 128 * 4

@@ -11,7 +11,7 @@ from rank_programs import calls, distributed, packed, residual_block
 from tvm import relax
 
 from relay_passes import ExchangeInPlace
-from relay_passes.distribute.distribute_rows import PLAN
+from schedules import attributes
 from schedules.tir.parameter_windows import windows_of
 
 
@@ -78,13 +78,13 @@ def test_what_other_kernels_write_or_read_stays() -> None:
 def test_ranks_with_one_program_and_different_places() -> None:
     """Programs that are shared stay where their rows lie differently."""
     mod = distributed(residual_block)
-    plan = json.loads(str(mod.attrs[PLAN]))
+    plan = json.loads(str(mod.attrs[attributes.RANK_PLAN]))
     plan["parts"][1]["function"] = "part_0"
-    after = ExchangeInPlace()(mod.with_attr(PLAN, json.dumps(plan)))
+    after = ExchangeInPlace()(mod.with_attr(attributes.RANK_PLAN, json.dumps(plan)))
     first = calls(after, "part_0")["first"]
     assert windows(after, first) == {}
 
 
 def test_modules_without_ranks_stay() -> None:
-    mod = distributed(residual_block).without_attr(PLAN)
+    mod = distributed(residual_block).without_attr(attributes.RANK_PLAN)
     assert ExchangeInPlace()(mod).same_as(mod)

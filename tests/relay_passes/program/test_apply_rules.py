@@ -12,8 +12,7 @@ from tvm.s_tir import dlight
 from tvm.target import Target
 
 from relay_passes import ApplyRules
-from schedules import cpu
-from schedules.schedule_rule import RULE
+from schedules import attributes, cpu
 
 CPU = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v3", "num-cores": 2})
 
@@ -36,8 +35,8 @@ def test_functions_are_scheduled_as_by_tvm_and_carry_the_rule() -> None:
     with CPU:
         after = ApplyRules(*cpu.RULES)(before)
         expected = dlight.ApplyDefaultSchedule(*cpu.RULES)(module())
-    assert after["one"].attrs[RULE] == "Elementwise" and after.attrs["kept"] == "yes"
-    assert_structural_equal(after["one"].without_attr(RULE), expected["one"])
+    assert after["one"].attrs[attributes.RULE] == "Elementwise" and after.attrs["kept"] == "yes"
+    assert_structural_equal(after["one"].without_attr(attributes.RULE), expected["one"])
     assert_structural_equal(before, module())
 
 

@@ -16,7 +16,8 @@ from tvm.target import Target
 
 from relay_passes import LiftOutputs, LiftWeights
 from relay_passes.program.lift_outputs import sole_kernel
-from relay_passes.program.weights import LEAST_BYTES, WEIGHTS
+from relay_passes.program.weights import LEAST_BYTES
+from schedules import attributes
 from tvm_fusion.compiler.pipeline import lower_to_vm
 
 op = relax.op
@@ -154,7 +155,7 @@ def test_all_its_constants_become_parameters() -> None:
     weight = relax.const(np.ones((3, 4), "float32"))
     assert weight.value.numpy().nbytes < LEAST_BYTES
     one = LiftWeights()(lowered(lambda x: op.add(x, weight), (3, 4)))
-    assert len(one.attrs[WEIGHTS]) == 1
+    assert len(one.attrs[attributes.WEIGHTS]) == 1
     assert list(sole_kernel(one["main"]).args[:-1]) == list(one["main"].params)
     two = LiftWeights()(lowered(lambda x: op.sum(op.add(x, weight), 0), (3, 4)))
-    assert WEIGHTS not in (two.attrs or {})
+    assert attributes.WEIGHTS not in (two.attrs or {})

@@ -9,7 +9,8 @@ import tvm
 from tvm import relax
 
 from relay_passes import LiftWeights
-from relay_passes.program.weights import LEAST_BYTES, WEIGHTS
+from relay_passes.program.weights import LEAST_BYTES
+from schedules import attributes
 from schedules.workload.workspace_layout import HEADER_WORDS, MARK
 
 
@@ -37,9 +38,9 @@ def add_all(tensors: list[tvm.runtime.Tensor], bound: bool, name: str = "main") 
 def test_constants_become_parameters_behind_the_inputs() -> None:
     tensors = [weight((32, 32), seed=1), weight((32, 32), seed=2)]
     after = LiftWeights()(add_all(tensors, bound=True))
-    expected = add_all(tensors, bound=False).with_attr(WEIGHTS, tensors)
+    expected = add_all(tensors, bound=False).with_attr(attributes.WEIGHTS, tensors)
     tvm.ir.assert_structural_equal(after, expected)
-    for found, tensor in zip(after.attrs[WEIGHTS], tensors, strict=True):
+    for found, tensor in zip(after.attrs[attributes.WEIGHTS], tensors, strict=True):
         assert found.data_ptr() == tensor.data_ptr()
 
 
@@ -65,7 +66,7 @@ def test_a_tensor_that_is_used_twice_is_one_parameter() -> None:
     tensor = weight((32, 32))
     after = LiftWeights()(add_all([tensor, tensor], bound=True))
     assert len(after["main"].params) == 2
-    assert len(after.attrs[WEIGHTS]) == 1
+    assert len(after.attrs[attributes.WEIGHTS]) == 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_small_workspaces_are_lifted() -> None:
     content[-1] = MARK
     tensors = [tvm.runtime.tensor(content), tvm.runtime.tensor(np.ones_like(content))]
     after = LiftWeights()(add_all(tensors, bound=True))
-    [lifted] = after.attrs[WEIGHTS]
+    [lifted] = after.attrs[attributes.WEIGHTS]
     np.testing.assert_array_equal(lifted.numpy(), content)
 
 

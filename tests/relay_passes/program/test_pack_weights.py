@@ -12,8 +12,7 @@ from tvm.target import Target
 
 import relay_passes
 from relay_passes import ApplyRules, MarkConstants, PackWeights
-from schedules import cpu
-from schedules.schedule_rule import CONSTANTS, LAID_OUT
+from schedules import attributes, cpu
 
 TARGET = Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
 FIRST, SECOND = np.random.default_rng(0).standard_normal((2, 64, 64), dtype="float32")
@@ -56,7 +55,7 @@ def test_one_kernel_with_several_constants() -> None:
     before = products(FIRST, SECOND, FIRST)
     after = lay_out(before)
     (kernel,) = kernels(after)
-    assert LAID_OUT not in kernel.attrs and len(kernel.params[1].shape) == 3
+    assert attributes.LAID_OUT not in kernel.attrs and len(kernel.params[1].shape) == 3
     x, w = np.random.default_rng(1).standard_normal((2, 64, 64), dtype="float32")
     exact = x.astype("float64") @ FIRST @ SECOND @ FIRST
     np.testing.assert_allclose(run(after, x, w), exact, rtol=1e-3, atol=1e-3)
@@ -83,4 +82,4 @@ def test_a_weight_that_is_no_constant_everywhere_is_left_alone() -> None:
 
 def test_constants_are_marked_by_position() -> None:
     (kernel,) = kernels(MarkConstants()(products(FIRST, SECOND)))
-    assert list(map(int, kernel.attrs[CONSTANTS])) == [1]
+    assert list(map(int, kernel.attrs[attributes.CONSTANTS])) == [1]

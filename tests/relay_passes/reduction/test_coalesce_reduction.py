@@ -22,8 +22,8 @@ from tvm.script import relax as R
 import relay_passes
 from relay_passes import CoalesceReduction
 from relay_passes.op import coalesced_reduce
-from relay_passes.reduction.report import ATTRIBUTE, read_reduction_report
-from schedules import cpu
+from relay_passes.reduction.report import read_reduction_report
+from schedules import attributes, cpu
 
 PLAIN = ["sum", "prod", "min", "max", "mean", "argmin", "argmax"]
 
@@ -40,7 +40,7 @@ def coalesce(mod: tvm.IRModule) -> tvm.IRModule:
 def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
     after = coalesce(before)
     tvm.ir.assert_structural_equal(
-        after.without_attr(ATTRIBUTE) if after.attrs else after, expected
+        after.without_attr(attributes.REDUCTION_REPORT) if after.attrs else after, expected
     )
 
 

@@ -15,8 +15,7 @@ from tvm.target import Target
 
 import relay_passes
 from relay_passes import ApplyRules, ConfigureReductions
-from schedules import gpu
-from schedules.gpu.reduce.plan.configure import CONFIG
+from schedules import attributes, gpu
 from schedules.tir.expression_walk import nodes
 from schedules.workload.workspace_layout import is_workspace
 
@@ -48,7 +47,7 @@ def calls(mod: tvm.IRModule) -> list[relax.Call]:
 
 
 def config(mod: tvm.IRModule, call: relax.Call) -> dict:
-    return json.loads(str(mod[call.args[0]].attrs[CONFIG]))
+    return json.loads(str(mod[call.args[0]].attrs[attributes.REDUCE_CONFIG]))
 
 
 def test_pass_has_the_name_of_its_file_and_is_exported():
@@ -76,9 +75,9 @@ def test_the_rule_writes_what_was_chosen(target):
     mod = ConfigureReductions(target)(fused(lambda _, x: [total(x, [1])], data(*LONG)))
     [call] = calls(mod)
     func = mod[call.args[0]]
-    chosen = json.loads(str(func.attrs[CONFIG]))
+    chosen = json.loads(str(func.attrs[attributes.REDUCE_CONFIG]))
     chosen["splits"] += 1
-    mod.update_func(call.args[0], func.with_attr(CONFIG, json.dumps(chosen)))
+    mod.update_func(call.args[0], func.with_attr(attributes.REDUCE_CONFIG, json.dumps(chosen)))
     with target:
         scheduled = ApplyRules(*gpu.RULES)(mod)[call.args[0]]
     extents = {

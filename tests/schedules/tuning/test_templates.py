@@ -20,7 +20,7 @@ from tvm import s_tir, te, tirx, topi
 from tvm.s_tir.schedule import Trace
 from tvm.target import Target
 
-from schedules import cpu, gpu
+from schedules import attributes, cpu, gpu
 from schedules.compute.channel_norm import channel_norm
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.compute.conv2d import conv2d, fused_conv2d
@@ -30,14 +30,7 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.dense import DenseWorkload
 from schedules.errors import OpError
 from schedules.gpu.core.machine import GPUInfo
-from schedules.tuning.tunable import (
-    PREFIX,
-    VERSION,
-    decisions_of,
-    read_setting,
-    sample_knobs,
-    without_decisions,
-)
+from schedules.tuning.tunable import decisions_of, read_setting, sample_knobs, without_decisions
 from schedules.tuning.tunable_rule import AnyTemplate, TunableRule
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from schedules.workload.reduce import ReduceWorkload
@@ -424,10 +417,10 @@ def decide(sch: s_tir.Schedule, key: str, value: int) -> None:
 def test_decisions_that_are_not_in_the_space_are_refused() -> None:
     func = function("cpu.conv2d")
     sch = rule_of("cpu.conv2d", func).apply(func, TARGET, True)[0]
-    decide(sch, f"{PREFIX}pixels", 999)
+    decide(sch, f"{attributes.KNOB}pixels", 999)
     with pytest.raises(OpError, match="pixels=999.* is not in the space of conv 3x3 32->64"):
         cpu.Conv2D().apply(sch.mod["main"], TARGET, False)
-    decide(sch, VERSION, 999)
+    decide(sch, attributes.VERSION, 999)
     with pytest.raises(OpError, match="for version 999 of 'cpu.conv2d'; expected cpu.conv2d 1"):
         cpu.Conv2D().apply(sch.mod["main"], TARGET, False)
     assert cpu.Pack().apply(func, TARGET, True) is None

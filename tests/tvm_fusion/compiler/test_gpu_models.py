@@ -28,8 +28,7 @@ from tvm.script import tirx as T
 import tvm_fusion
 from relay_passes.conv2d.fusion_report import read_report
 from relay_passes.program import weights as weight_passes
-from schedules import gpu
-from schedules.schedule_rule import RULE
+from schedules import attributes, gpu
 from tvm_fusion.codegen import nvrtc
 from tvm_fusion.codegen.library_bin import compile_kernels, cuda_texts, packed
 from tvm_fusion.compiler import compile_model, gpu_phases, pipeline
@@ -150,7 +149,7 @@ def test_every_function_tells_its_rule(ours: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(gpu_phases.gpu, "RULES", ())
     mod = pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL))
     uses = kernel_uses(mod)
-    assert uses and all(str(mod[use.name].attrs[RULE]) == use.rule for use in uses)
+    assert uses and all(str(mod[use.name].attrs[attributes.RULE]) == use.rule for use in uses)
     names = {type(rule).__name__ for rule in gpu.RULES}
     assert all((use.rule in names) is ours for use in uses)
     assert all(use.rule.startswith("dlight.") is not ours for use in uses)
@@ -276,7 +275,7 @@ def test_kernels_between_the_first_and_the_last_are_captured(
     assert not any(_allocations(lowered[name].body) for name in names)
     assert "run_or_capture" in lowered["main"].script()
     assert not any(map(_constants, captured))
-    weights = len(lowered.attrs[weight_passes.WEIGHTS])
+    weights = len(lowered.attrs[attributes.WEIGHTS])
     assert weights == len(lowered["main"].params) - int(lowered["main"].attrs["num_input"]) > 0
 
 

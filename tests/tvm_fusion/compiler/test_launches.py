@@ -11,7 +11,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from schedules.schedule_rule import FAILED, RULE
+from schedules import attributes
 from tvm_fusion.compiler.launches import KernelUse, kernel_uses, launches
 
 
@@ -102,23 +102,26 @@ class Calls:
 
 def test_uses_are_listed_in_the_order_of_the_model() -> None:
     assert kernel_uses(Calls) == [KernelUse("two", "Twice", 2, 4), KernelUse("one", "none", 1, 1)]
-    assert RULE == "tvm_fusion.rule"
+    assert attributes.RULE == "tvm_fusion.rule"
     assert kernel_uses(tvm.IRModule({"two": two_kernels})) == []
 
 
 @pytest.mark.parametrize(
-    ("attributes", "why"),
+    ("marks", "why"),
     [
-        ({RULE: "Fallback", "tirx.is_scheduled": True}, "no other rule takes it"),
-        ({RULE: "dlight.GEMV", "tirx.is_scheduled": True}, "none of our rules takes it"),
-        ({RULE: "Dense", FAILED: '{"A": "b", "C": "d"}'}, "A failed: b; C failed: d"),
+        ({attributes.RULE: "Fallback", "tirx.is_scheduled": True}, "no other rule takes it"),
+        ({attributes.RULE: "dlight.GEMV", "tirx.is_scheduled": True}, "none of our rules takes it"),
+        (
+            {attributes.RULE: "Dense", attributes.FAILED_RULES: '{"A": "b", "C": "d"}'},
+            "A failed: b; C failed: d",
+        ),
         ({}, "no rule takes it"),
-        ({RULE: "Dense"}, ""),
+        ({attributes.RULE: "Dense"}, ""),
         ({"tirx.is_scheduled": True}, ""),
         ({"tirx.is_host_func": True}, ""),
     ],
 )
-def test_what_is_likely_to_be_slow_says_why(attributes: dict[str, object], why: str) -> None:
+def test_what_is_likely_to_be_slow_says_why(marks: dict[str, object], why: str) -> None:
     mod = tvm.IRModule(dict(Calls.functions_items()))
-    mod["one"] = no_kernel.with_attrs(attributes) if attributes else no_kernel
+    mod["one"] = no_kernel.with_attrs(marks) if marks else no_kernel
     assert kernel_uses(mod)[1].slow == why

@@ -14,12 +14,12 @@ from cpu.conv_cases import TARGET, Case, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import cpu
+from schedules import attributes, cpu
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
 from schedules.schedule_rule import schedule_function
-from schedules.tuning.records import LONGEST_LINE, RECORD, Record, Records, parse_record
+from schedules.tuning.records import LONGEST_LINE, Record, Records, parse_record
 from schedules.workload.conv2d import ConvLayer, to_json
 from tvm_fusion.compiler.record_reader import (
     choose_records,
@@ -62,7 +62,7 @@ LINE = record().to_line()
 def applied(found: Records) -> str | None:
     """Text of the record by which the rule schedules the case."""
     func = schedule_function("conv", build(CASE), TARGET, [Conv2D(found)])
-    text = func.attrs.get(RECORD)
+    text = func.attrs.get(attributes.RECORD)
     return None if text is None else str(text)
 
 

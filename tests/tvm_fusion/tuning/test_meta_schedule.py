@@ -18,8 +18,9 @@ from tvm import s_tir
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.schedule import Trace
 
+from schedules import attributes
 from schedules.tuning.records import Record
-from schedules.tuning.tunable import PREFIX, decisions_of
+from schedules.tuning.tunable import decisions_of
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.targets.target import resolve
@@ -149,9 +150,13 @@ def test_a_mutation_changes_one_knob_and_features_are_the_knobs(
     monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
     candidate = ms.MeasureCandidate(space, [])
     (row,) = knob_features().extract_from(ms.TuneContext(), [candidate])
-    knobs = {k: v for k, v in decisions_of(space.mod["main"]).items() if k.startswith(PREFIX)}
+    knobs = {
+        k: v for k, v in decisions_of(space.mod["main"]).items() if k.startswith(attributes.KNOB)
+    }
     own = [value for value in row.numpy()[0].tolist() if value != -1]
-    assert own == [float(knobs[PREFIX + name]) for name in tasks[0].templates[0].knob_kinds()]
+    assert own == [
+        float(knobs[attributes.KNOB + name]) for name in tasks[0].templates[0].knob_kinds()
+    ]
 
 
 def winner(task: Task, number: int, seconds: tuple[float, float]) -> Record:

@@ -18,9 +18,10 @@ from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from relay_passes.distribute.compile_exchanges import CompileExchanges
-from relay_passes.distribute.distribute_rows import PLAN, DistributeRows, SeparatePairs
+from relay_passes.distribute.distribute_rows import DistributeRows, SeparatePairs
 from relay_passes.distribute.exchange_in_place import ExchangeInPlace
 from relay_passes.distribute.row_stages import read_stages
+from schedules import attributes
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import Segment, plan_from_json
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost, segments
@@ -102,7 +103,7 @@ def compile_network(
     tell("import")
     imported = import_model(model, shapes)
     mod = pipeline.run_phases(imported.mod, resolved, phases, None, lambda phase, *_: tell(phase))
-    plan = plan_from_json(json.loads(str(mod.attrs[PLAN])))
+    plan = plan_from_json(json.loads(str(mod.attrs[attributes.RANK_PLAN])))
     plan = replace(plan, constants=_digest(mod, plan.functions))
     tell("build")
     built = pipeline.build_apart(mod, resolved, functions=plan.functions)

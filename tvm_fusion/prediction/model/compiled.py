@@ -16,7 +16,7 @@ from tvm import relax, s_tir, tirx
 from tvm.ir.transform import Pass
 from tvm.target import Target
 
-from schedules import cpu
+from schedules import attributes, cpu
 from schedules.cost.decisions import deciding_for
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.kernels.cpu_kernels import CONVOLUTIONS
@@ -27,7 +27,6 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.configure import read_configured
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
 from schedules.gpu.reduce.plan.streaming_call import streaming_call
-from schedules.schedule_rule import RULE
 from schedules.tir.expression_walk import nodes
 from schedules.tuning.records import Records
 from schedules.tuning.tunable_rule import TunableRule
@@ -119,14 +118,14 @@ def _without_tunable(mod: tvm.IRModule) -> tvm.IRModule:
     """Mark convolutions as scheduled: their cost model needs no schedule."""
     result = mod.clone()
     for name, func in mod.functions_items():
-        if isinstance(func, tirx.PrimFunc) and "tvm_fusion.workload" in (func.attrs or {}):
+        if isinstance(func, tirx.PrimFunc) and attributes.WORKLOAD in (func.attrs or {}):
             result.update_func(name, func.with_attr("tirx.is_scheduled", True))
     return result
 
 
 def _rule(func: tirx.PrimFunc) -> str:
     """Name of the rule that scheduled a function, in small letters, without its nest."""
-    return str((func.attrs or {}).get(RULE, "none")).split()[0].lower()
+    return str((func.attrs or {}).get(attributes.RULE, "none")).split()[0].lower()
 
 
 def _is_parallel(func: tirx.PrimFunc) -> bool:

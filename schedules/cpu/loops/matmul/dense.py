@@ -11,7 +11,7 @@ from tvm import s_tir, tirx
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
-from schedules.schedule_rule import CONSTANTS
+from schedules import attributes
 from schedules.tuning.template import Template
 
 from ...core.kernel_builder import STACK_BYTES
@@ -376,7 +376,7 @@ def _constant_matrix(
 ) -> tuple[int, int] | None:
     """Position of the right factor, if it is a constant matrix, and the axis of its columns."""
     func, buffer = kernel.sch.mod["main"], product.right.buffer
-    constants = func.attrs.get(CONSTANTS) or ()
+    constants = func.attrs.get(attributes.CONSTANTS) or ()
     if len(buffer.shape) != 2 or str(buffer.dtype) not in ("float32", "float64"):
         return None
     for place in map(int, constants):

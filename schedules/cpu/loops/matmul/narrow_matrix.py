@@ -13,6 +13,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.workload.reduce import Extent
 
@@ -21,12 +22,6 @@ from ...core.prefetch import CACHE_LINE_BYTES, prefetch
 from ..selections import long
 
 FLOAT = "float32"
-OPERATIONS, RATE = "tvm_fusion.operations", "tvm_fusion.rate"
-"""Attributes of a kernel that cannot be counted: its operations, two for a product that is added to
-a sum, and how many times as many a second a CPU does of them as of its words of bytes; 0 for those
-of floats."""
-TITLE = "tvm_fusion.title"
-"""Attribute of a kernel: its operation in a few words."""
 STORED = {"int4": "int32", "int8": "int8", "bfloat16": "uint16", "float16": "uint16"}
 """Types of the stored elements, by those of the numbers."""
 _BITS = {"int4": 4, "int8": 8, "bfloat16": 16, "float16": 16}
@@ -116,9 +111,9 @@ def work_of(
     blocks = f" in blocks of {matrix.block}" if matrix.is_scaled else ""
     shape = f"{count}x{matrix.depth} by {matrix.depth}x{matrix.columns}"
     return {
-        TITLE: f"matmul, {by}{matrix.dtype}{blocks}, {shape}",
-        OPERATIONS: 2.0 * count * matrix.depth * matrix.columns,
-        RATE: rate,
+        attributes.TITLE: f"matmul, {by}{matrix.dtype}{blocks}, {shape}",
+        attributes.OPERATIONS: 2.0 * count * matrix.depth * matrix.columns,
+        attributes.RATE: rate,
     }
 
 

@@ -28,23 +28,16 @@ from math import prod
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules import attributes
 from schedules.tir.bfloat16 import round_to_bits
 from schedules.tir.vector_math import vectorize_math
 
 from ...core.machine import CPUInfo
 from ...core.micro_kernel import Index, bound, loop
-from ...core.tile_unit import (
-    TILE_ELEMENTS,
-    TILE_ROWS,
-    TILE_WORDS,
-    TILES,
-    TileShape,
-    TileUnit,
-    tile_unit,
-)
+from ...core.tile_unit import TILE_ELEMENTS, TILE_ROWS, TILE_WORDS, TileShape, TileUnit, tile_unit
 from ...core.tiles import chunk
 from ..selections import Shapes, cpu_kernel
-from .narrow_matrix import OPERATIONS, RATE, TITLE, flat
+from .narrow_matrix import flat
 
 _HALF, _FLOAT = "bfloat16", "float32"
 _WORD = 2  # elements of bfloat16
@@ -141,9 +134,13 @@ def tile_attention(shape: AttentionShape, cpu: CPUInfo) -> tirx.PrimFunc:
 
     products = prod(shape.scores) * (shape.depth + shape.columns)
     title = f"attention, {shape.rows}x{shape.keys}, {batch * heads} heads of {shape.depth}"
-    attrs: dict[str, object] = {TITLE: title, OPERATIONS: 2.0 * products, RATE: 0.0}
+    attrs: dict[str, object] = {
+        attributes.TITLE: title,
+        attributes.OPERATIONS: 2.0 * products,
+        attributes.RATE: 0.0,
+    }
     if not cpu.emulates_tiles:
-        attrs[TILES] = _HALF
+        attrs[attributes.TILES] = _HALF
     return vectorize_math(cpu_kernel("TileAttention", buffers, write, attrs))
 
 

@@ -10,6 +10,7 @@ from tvm import s_tir
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from schedules import attributes
 from schedules.tir.cut_points import cut_points
 from schedules.tir.expression_walk import uses
 
@@ -18,7 +19,6 @@ from ...nests.elementwise_nest import schedule_spatial
 from ...nests.fused_consumers import Tiled, follow_or_copy
 from ...nests.loop_transforms import finish, parallel_outer, tile_size, unroll
 from ...nests.overlapping_tails import Tails
-from ...nests.truncated_tails import TAIL
 
 _UNROLLED = 16
 """Elements of a window that are unrolled, at most, unless one row has more."""
@@ -108,7 +108,7 @@ def pool_in_lanes(
     if threads:
         parallel_outer(sch, outer, kernel.cpu.num_cores)
     if len(cuts) > 1:
-        sch.annotate(slide, TAIL, [1, *cuts])
+        sch.annotate(slide, attributes.TAIL, [1, *cuts])
     init = tails.decompose(block, reduced[0])
     unroll(sch, sch.get_loops(init)[-2:-1])
     return _finish(kernel, tails, rest)
@@ -187,7 +187,7 @@ def pool_in_rows(
     if threads:
         parallel_outer(sch, outside, kernel.cpu.num_cores)
     if cuts:
-        sch.annotate(vectors, TAIL, [1, *tile_cuts(cuts, width, lanes)])
+        sch.annotate(vectors, attributes.TAIL, [1, *tile_cuts(cuts, width, lanes)])
     init = tails.decompose(block, reduced[0])
     sch.vectorize(sch.get_loops(init)[-1])
     return _finish(kernel, tails, rest)
@@ -211,4 +211,4 @@ def _place_padding(kernel: Kernel, padding: SBlockRV, outside: list[LoopRV]) -> 
     lanes = kernel.lanes(facts)
     vectors, lane = sch.split(row, [None, lanes])
     sch.vectorize(lane)
-    sch.annotate(vectors, TAIL, [2, *cuts, facts.extents[position]])
+    sch.annotate(vectors, attributes.TAIL, [2, *cuts, facts.extents[position]])

@@ -11,6 +11,7 @@ from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.tir.vector_math import is_expensive
 from schedules.tuning.template import Template
 
@@ -30,7 +31,6 @@ from ...nests.loop_transforms import (
 )
 from ...nests.overlapping_tails import Overlap, Tails
 from ...nests.reduction_nests import in_any_order, reducible, runs_in_columns
-from ...nests.truncated_tails import TAIL
 from .row_chain import RowStage, find_stages
 from .row_chain_knobs import (
     RowChain,
@@ -258,7 +258,7 @@ class _NeighbouringRows(_Chain):
             sch.reorder(*rows, *rest, vector, lane)
             self.tails.add(block, rows[-1], tile)
             if tile % lanes:
-                sch.annotate(vector, TAIL, [2, tile])
+                sch.annotate(vector, attributes.TAIL, [2, tile])
             sch.vectorize(lane)
             self.nests.append(block)
             if reduced:

@@ -21,14 +21,12 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
+from schedules import attributes
 from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute, uses
 from schedules.tir.index_math import factor_of, simplified
 
 from ..overlapping_tails import conjuncts
 from ..truncated_tails import fresh
-
-STEP = "tvm_fusion.step"
-"""Annotation of a loop over the rows of a step, around vectors; see :func:`unroll_steps`."""
 
 _ORDERS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
@@ -91,9 +89,9 @@ def unroll_steps(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
 
     def rewrite(loop: tirx.For) -> tirx.Stmt:
-        if STEP not in loop.annotations:
+        if attributes.STEP not in loop.annotations:
             return loop
-        positions = [int(position) for position in loop.annotations[STEP]]
+        positions = [int(position) for position in loop.annotations[attributes.STEP]]
         tests = _tests(loop, positions)
         plain = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
         together = tvm_ffi.structural_map(

@@ -22,6 +22,7 @@ import tvm_ffi
 from tvm import ir, s_tir, tirx
 from tvm.tirx.op import fma
 
+from schedules import attributes
 from schedules.tir.index_math import simplified
 from schedules.workload.reduce import constant
 
@@ -29,8 +30,6 @@ from ...core.machine import CPUInfo
 from ..blocks import Access, BlockFacts
 from .conditional_rows import is_interval
 
-MULTIPLY_ADD = "tvm_fusion.multiply_add"
-"""Annotation of a block whose sums of products are rounded once."""
 ROWS = 4
 """Rows of a step at least: more would need more streams from memory than are prefetched."""
 
@@ -114,7 +113,7 @@ def multiply_add(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Make the sums of products of blocks with ``MULTIPLY_ADD`` explicit multiply-adds."""
 
     def rewrite(block: s_tir.SBlock) -> s_tir.SBlock:
-        if MULTIPLY_ADD not in block.annotations:
+        if attributes.MULTIPLY_ADD not in block.annotations:
             return block
         return tvm_ffi.structural_map(block, [(tirx.Add, _sum), (tirx.Sub, _difference)])
 

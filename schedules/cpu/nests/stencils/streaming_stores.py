@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
+from schedules import attributes
 from schedules.tir.expression_walk import extern_name, substitute, uses
 from schedules.tir.store_fence import STORE_FENCE, STORE_FENCE_LLVM, store_fence
 from schedules.workload.reduce import constant
@@ -31,13 +32,6 @@ from ..blocks import BlockFacts, Kernel, item_bytes
 from ..imported_functions import axis_along, with_functions
 from ..truncated_tails import fresh
 from .stream_prefetch import PREFETCH, PREFETCH_LLVM, PREFETCH_OPENCL, Step, prefetches
-
-STREAM = "tvm_fusion.stream"
-"""Annotation of a block whose vectors bypass the caches: a list of the bytes of a vector register,
-and of those that may be prefetched into the second cache."""
-
-CACHED = "tvm_fusion.cached"
-"""Attribute of a function whose results are read again while they are in the caches."""
 
 _LEAST_CACHES = 1  # times the last-level cache: of a smaller function it keeps what is read again
 _MOST_VECTORS = 4
@@ -79,7 +73,7 @@ _END = f"{STORE_FENCE_LLVM}!0 = !{{i32 1}}\n"
 
 def worth_streaming(kernel: Kernel, facts: BlockFacts) -> bool:
     """Return whether a block moves so much that its results should bypass the caches."""
-    if not kernel.cpu.has_streaming_stores or CACHED in kernel.sch.mod["main"].attrs:
+    if not kernel.cpu.has_streaming_stores or attributes.CACHED in kernel.sch.mod["main"].attrs:
         return False
     buffers = {access.buffer for access in facts.accesses}
     return sum(map(buffer_bytes, buffers)) >= _LEAST_CACHES * kernel.cpu.l3_bytes
@@ -111,7 +105,7 @@ def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
         store, lane = _stored_vector(nest[-1]), nest[-1]
         if store is None:
             return nest[0]
-        width = int(lane.body.block.annotations[STREAM][0])
+        width = int(lane.body.block.annotations[attributes.STREAM][0])
         size = int(lane.extent) * item_bytes(store.buffer)
         if size % width or size > _MOST_VECTORS * width:
             return nest[0]
@@ -163,7 +157,7 @@ def _stored_vector(loop: tirx.For) -> tirx.BufferStore | None:
         return None
     block = realize.block
     plain = isinstance(block.body, tirx.BufferStore) and isinstance(realize.predicate, tirx.IntImm)
-    return block.body if STREAM in block.annotations and plain else None
+    return block.body if attributes.STREAM in block.annotations and plain else None
 
 
 def _store_text(name: str, size: int, width: int) -> str:
@@ -190,7 +184,9 @@ def _through_line(nest: Sequence[tirx.For], line: ir.Var, name: str) -> tirx.Stm
         [whole],
         f"{block.name_hint}_line",
         tirx.BufferStore(line, block.body.value, [axis.var for axis in axes]),
-        annotations={key: block.annotations[key] for key in block.annotations if key != STREAM},
+        annotations={
+            key: block.annotations[key] for key in block.annotations if key != attributes.STREAM
+        },
     )
     first = [*(axis.var for axis in axes[:-1]), tirx.const(0, _type(lane))]
     target = tirx.address_of(block.body.buffer[list(block.body.indices)])
@@ -220,7 +216,7 @@ def _ahead(nest: Sequence[tirx.For]) -> tirx.Stmt | None:
     if lane is None:
         return None
     row = _axis(realize, nest[0]) if nest[1:] else None
-    step = Step(lane, row, int(nest[0].extent), int(block.annotations[STREAM][1]))
+    step = Step(lane, row, int(nest[0].extent), int(block.annotations[attributes.STREAM][1]))
     found = prefetches(block.body.value, step, block.iter_vars)
     if not found:
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import tvm_ffi
 from tvm import DataType, tirx
 
+from schedules import attributes
 from schedules.tir.expression_walk import is_if_then_else
 from schedules.workload.reduce import constant
 
@@ -26,8 +27,6 @@ MOST_STAGES = 6
 DTYPES = ("float16", "bfloat16")
 _MOST_SUMS = 128  # of a thread
 LINE = 64  # bytes along the reduced axis in a stage
-TF32 = "tvm_fusion.tf32"
-"""Attribute of functions whose products of float32 may be rounded to TF32."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +252,7 @@ def element(operand: Operand) -> tirx.Expr:
 
 def allows_tf32(func: tirx.PrimFunc) -> bool:
     """Return whether the attribute :data:`TF32` is set."""
-    return bool(func.attrs and func.attrs.get(TF32, False))
+    return bool(func.attrs and func.attrs.get(attributes.TF32, False))
 
 
 def factor_dtype(operand: Operand) -> str | None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.schedule_rule import RULE
+from schedules import attributes
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.reduce import constant, unravel
 
@@ -72,7 +72,7 @@ def warpgroup_function(
             ):
                 write_block(grid, factors, Views.declare(func, gpu), block, blocks, thread)
 
-    return write_kernels(func, body).with_attr(RULE, "Matmul (warpgroups)")
+    return write_kernels(func, body).with_attr(attributes.RULE, "Matmul (warpgroups)")
 
 
 class _Grid:

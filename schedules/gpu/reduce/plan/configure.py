@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 from tvm import tirx
 
+from schedules import attributes
 from schedules.gpu.core.machine import GPUInfo
 from schedules.workload.reduce import constant
 
@@ -20,9 +21,6 @@ from .online_softmax import in_one_stage
 from .read_group import read_group
 from .split_decision import decide_split
 from .workspace import workspace_words
-
-CONFIG = "tvm_fusion.reduce_config"
-"""Attribute of a function with a group of reductions: the fields of its configuration, as JSON."""
 
 
 def configure(
@@ -47,11 +45,11 @@ def configure(
         the first call but for its last two words. ``func`` itself if it is no group of
         reductions.
     """
-    group = None if CONFIG in func.attrs else read_group(func)
+    group = None if attributes.REDUCE_CONFIG in func.attrs else read_group(func)
     if group is None:
         return func
     config = config or choose_config(GroupWorkload.of(group), gpu)
-    func = func.with_attr(CONFIG, json.dumps(asdict(config)))
+    func = func.with_attr(attributes.REDUCE_CONFIG, json.dumps(asdict(config)))
     if config.finish != "last_block":
         return func
     [stage] = _staged(group, config).stages
@@ -69,8 +67,8 @@ def read_configured(func: tirx.PrimFunc, gpu: GPUInfo) -> tuple[ReduceGroup, Red
     group = read_group(func)
     if group is None:
         return None
-    if CONFIG in func.attrs:
-        config = ReduceConfig(**json.loads(str(func.attrs[CONFIG])))
+    if attributes.REDUCE_CONFIG in func.attrs:
+        config = ReduceConfig(**json.loads(str(func.attrs[attributes.REDUCE_CONFIG])))
     else:
         config = choose_config(GroupWorkload.of(group), gpu, has_workspace=False)
     return _staged(group, config), config

@@ -17,7 +17,7 @@ from tvm import ir, s_tir, tirx
 from tvm.ir import Range
 from tvm.sym import Analyzer
 
-from schedules.compute.coalesced_reduce import ATTRIBUTE, SHAPE_ATTRIBUTE
+from schedules import attributes
 from schedules.tir.expression_walk import loads, nodes, substitute, uses
 from schedules.tir.index_math import as_type, i64, ravel, simplified
 from schedules.workload.reduce import (
@@ -36,7 +36,7 @@ from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, ReductionSta
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
     """Read the group of a function; None if it is no group of reductions of one form."""
     blocks = nodes(func.body, s_tir.SBlock)
-    first = next((block for block in blocks if ATTRIBUTE in block.annotations), None)
+    first = next((block for block in blocks if attributes.REDUCE in block.annotations), None)
     if first is None:
         return None
     reader = _GroupReader(func, first)
@@ -94,7 +94,7 @@ class _GroupReader:
         _NotAGroupError
             If it does not belong to a group.
         """
-        if ATTRIBUTE in block.annotations:
+        if attributes.REDUCE in block.annotations:
             self.lifted[_store(block).buffer] = block
         elif block.init is not None:
             self._read_combine(block)
@@ -147,7 +147,7 @@ class _GroupReader:
             raise _NotAGroupError
         places = dict(zip((v.var for v in source.iter_vars), (self.m, self.n), strict=True))
         value = self._inline(substitute(source.body.value, places))
-        workload = ReduceWorkload.from_json(str(source.annotations[ATTRIBUTE]))
+        workload = ReduceWorkload.from_json(str(source.annotations[attributes.REDUCE]))
         result = tirx.Var("result", workload.out_dtype)
         results = (Result(result, self._output(store.buffer)),)
         reduction = Reduction(workload, loops, self._function(value), results)
@@ -279,8 +279,8 @@ def _store(block: s_tir.SBlock) -> tirx.BufferStore:
 
 def _loops(block: s_tir.SBlock) -> CanonicalLoops:
     """Axes of the data of a reduction."""
-    shape = json.loads(str(block.annotations[SHAPE_ATTRIBUTE]))
-    workload = ReduceWorkload.from_json(str(block.annotations[ATTRIBUTE]))
+    shape = json.loads(str(block.annotations[attributes.REDUCE_SHAPE]))
+    workload = ReduceWorkload.from_json(str(block.annotations[attributes.REDUCE]))
     known = tuple(tirx.Var("extent", "int64") if e is None else e for e in shape)
     return CanonicalLoops(known, workload.axes)
 

@@ -16,10 +16,11 @@ from tvm import tirx
 from tvm.target import Target
 
 from relay_passes import FuseLayerNorm
+from schedules import attributes
 from schedules.gpu.gemm.matmul import matmul_tile_sizes, tensor_core_tile
 from schedules.gpu.gemm.matmul.matmul import Matmul
 from schedules.gpu.gemm.matmul.matmul_tile_sizes import TileConfig
-from schedules.gpu.gemm.matmul.tensor_core_tile import TF32, TensorTile
+from schedules.gpu.gemm.matmul.tensor_core_tile import TensorTile
 from schedules.gpu.gemm.matmul.tiled_matmul import holds_moments
 from tests.selection import in_turns
 from tvm_fusion.compiler.gpu_phases import gpu_phases
@@ -114,7 +115,9 @@ def test_machine_code_has_no_spills(precision: str, arch: str) -> None:
     wanted = [func for func in functions if "row_mean" in func.script()]
     assert len(functions) == 4 and len(wanted) == 3
     for func in wanted[:2]:
-        named = func.with_attr("global_symbol", "main").with_attr(TF32, precision == "tf32")
+        named = func.with_attr("global_symbol", "main").with_attr(
+            attributes.TF32, precision == "tf32"
+        )
         kernel = Matmul().schedule(named, target).mod["main"]
         source = cuda_source(kernel, arch)
         assert ("mma.sync" in source) == (precision == "tf32")

@@ -16,12 +16,12 @@ from tvm.relax import op
 from tvm.target import Target
 from warpgroup_emulation import check_protocol, emulate_warpgroups
 
+from schedules import attributes
 from schedules.gpu.core import machine
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.matmul import warpgroup_tile
 from schedules.gpu.gemm.matmul.matmul import Matmul
 from schedules.gpu.gemm.matmul.warpgroup_tile import TILES, WarpgroupTile
-from schedules.schedule_rule import RULE
 from schedules.tir.index_math import i64
 from tvm_fusion.codegen.nvrtc import compile_cuda
 
@@ -91,7 +91,7 @@ def test_numbers(left: str, right: str, tile: WarpgroupTile, emulated: pytest.Mo
     m, n, k = 2 * tile.cluster * tile.rows - 120, tile.columns + 8, 104
     x, w = values((k, m) if left == "t" else (m, k), (n, k) if right == "t" else (k, n))
     func = Matmul().apply(product(left, right, m, n, k), OPENCL, False).mod["main"]
-    assert func.attrs[RULE] == "Matmul (warpgroups)"
+    assert func.attrs[attributes.RULE] == "Matmul (warpgroups)"
     found = np.empty((m, n), F32)
     compile_opencl(func.with_attr("global_symbol", "main"), OPENCL).run(x, w, found)
     factors = x.T if left == "t" else x, w.T if right == "t" else w
@@ -171,7 +171,7 @@ def test_each_side_waits_for_the_other(
 
 def rule_of(build: Build, *types: tuple[tuple[int, ...], str], target: Target = HOPPER) -> str:
     [func] = scheduled(build, *types, target=target).values()
-    return str(func.attrs[RULE])
+    return str(func.attrs[attributes.RULE])
 
 
 def test_only_sm_90a_has_them() -> None:
@@ -202,7 +202,7 @@ def test_a_factor_that_is_computed_stays_with_single_warps() -> None:
     build = lambda x, w: op.matmul(op.astype(x, F16), w)  # noqa: E731
     for func in scheduled(build, *types, target=HOPPER).values():
         source = cuda_source(func, "sm_90a")
-        assert ("wgmma" in source) == (func.attrs[RULE] == "Matmul (warpgroups)")
+        assert ("wgmma" in source) == (func.attrs[attributes.RULE] == "Matmul (warpgroups)")
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

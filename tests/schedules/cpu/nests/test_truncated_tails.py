@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
-from schedules.cpu.nests.truncated_tails import TAIL, truncate_tails
+from schedules import attributes
+from schedules.cpu.nests.truncated_tails import truncate_tails
 
 
 @T.prim_func(private=True, s_tir=True)
@@ -57,7 +58,7 @@ def split_copy(extent: int, cuts: list[int], factors: list[int]) -> tirx.PrimFun
     block = sch.get_sblock("y")
     parts = sch.split(sch.get_loops(block)[0], [None, *factors])
     sch.vectorize(parts[-1])
-    sch.annotate(parts[0], TAIL, [len(parts), *cuts, extent])
+    sch.annotate(parts[0], attributes.TAIL, [len(parts), *cuts, extent])
     return truncate_tails(sch.mod["main"])
 
 
@@ -77,7 +78,7 @@ def test_symbolic_lengths_come_from_the_guard():
     sch = s_tir.Schedule(function([x], te.compute((n,), lambda i: x[i] * 2.0, name="y")))
     outer, inner = sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, 8])
     sch.vectorize(inner)
-    sch.annotate(outer, TAIL, [2, -1])
+    sch.annotate(outer, attributes.TAIL, [2, -1])
     func = truncate_tails(sch.mod["main"])
     assert extents(func, tirx.ForKind.VECTORIZED) == [8]
     executable = tvm.compile(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}))
@@ -95,7 +96,7 @@ def test_symbolic_multiples_of_the_tile_need_no_guard():
     sch = s_tir.Schedule(function([x], flat))
     outer, _ = sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, 8])
     assert guards(sch.mod["main"]) == 0
-    sch.annotate(outer, TAIL, [2, -1])
+    sch.annotate(outer, attributes.TAIL, [2, -1])
     executable = compiled(truncate_tails(sch.mod["main"]))
     data, out = draw([3, 8]), tvm.runtime.tensor(np.full(24, np.nan, "float32"))
     executable["main"](tvm.runtime.tensor(data), out)
@@ -109,7 +110,7 @@ def test_the_bound_is_that_of_the_annotated_loop():
     i, j = sch.get_loops(sch.get_sblock("y"))
     sch.split(i, [2, 2])
     outer, _ = sch.split(j, [None, 8])
-    sch.annotate(outer, TAIL, [2, -1])
+    sch.annotate(outer, attributes.TAIL, [2, -1])
     executable = compiled(truncate_tails(sch.mod["main"]))
     data, out = draw([3, 13]), tvm.runtime.tensor(np.full((3, 13), np.nan, "float32"))
     executable["main"](tvm.runtime.tensor(data), out)

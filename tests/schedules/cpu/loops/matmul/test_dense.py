@@ -32,9 +32,9 @@ from hypothesis import strategies as st
 from tvm import te, tirx, topi
 from tvm.target import Target
 
+from schedules import attributes
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.dense import DENSE, Dense, even_parts, matrix_tile
-from schedules.schedule_rule import CONSTANTS, LAID_OUT
 from tests.selection import in_turns
 
 ROWS = [1, 2, 3, 5, 8, 13, 24, 37]
@@ -168,8 +168,8 @@ def test_many_rows_read_a_copy_of_the_columns():
 )
 def test_constant_matrices_get_a_layout_of_their_own(rows, columns, transposed):
     plain = dense(rows, columns, 33, transposed)
-    func = schedule(Dense(), plain.with_attr(CONSTANTS, [1, 2]))
-    place, axis, lanes = map(int, func.attrs[LAID_OUT])
+    func = schedule(Dense(), plain.with_attr(attributes.CONSTANTS, [1, 2]))
+    place, axis, lanes = map(int, func.attrs[attributes.LAID_OUT])
     assert (place, axis, columns % lanes) == (1, 0 if transposed else 1, 0)
     assert len(func.body.block.alloc_buffers) == 1  # the sums
     x, w, b = arrays(rows, columns, 33, transposed)
@@ -185,8 +185,11 @@ def test_other_matrices_keep_their_layout():
     # No whole vectors, few rows, less than a vector.
     for func in (dense(24, 99, 33, False), dense(5, 96, 33, False), dense(24, 2, 33, False)):
         for target in (HOST, alone):
-            assert LAID_OUT not in schedule(Dense(), func.with_attr(CONSTANTS, [1]), target).attrs
-    assert LAID_OUT not in schedule(Dense(), dense(24, 96, 33, False)).attrs
+            assert (
+                attributes.LAID_OUT
+                not in schedule(Dense(), func.with_attr(attributes.CONSTANTS, [1]), target).attrs
+            )
+    assert attributes.LAID_OUT not in schedule(Dense(), dense(24, 96, 33, False)).attrs
 
 
 @pytest.mark.parametrize(
