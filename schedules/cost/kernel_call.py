@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch of one kernel as the models of its time see it: an operator, sizes and a dtype.
 
-Operators and the names of their sizes; those in brackets may be left out and are 1 then:
+Operators and the names of their sizes; those in brackets may be left out and are 1 then, ``full``
+0:
 
 ========================== ===============================================================
 ``gemm``                   [B], M, N, K: B products of M x K by K x N; one is a linear layer
 ``bmm``                    B, M, N, K: a batched product, also of a single one
 ``conv2d``                 B, IC, OC, H, W (of the input), FH, FW, OH, OW, [groups]
-``attention``              [B], [L], S, H, KV, D: L queries of H heads behind the last of S keys of
-                           KV heads, D elements each, causal
+``attention``              [B], [L], S, H, KV, D, [full]: L queries of H heads behind the last of S
+                           keys of KV heads, D elements each, causal unless ``full``
 ``softmax, layer_norm``    B rows of H elements that are normalised
 element-wise (see below)   none; the bytes and ``flops`` of the call say all
 ``copy``, ``concat``, ...  none; the bytes say all

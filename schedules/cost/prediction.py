@@ -30,7 +30,7 @@ class Prediction:
     host's ``harness``, and longer ones hold ``latency`` seconds that are not the kernel's. Zero for
     times of kernels alone."""
     extrapolated: tuple[str, ...] = ()
-    """Those of ``machine``, ``type`` and ``size`` that the model was not fitted to."""
+    """Those of ``machine``, ``type``, ``size`` and ``mask`` that the model was not fitted to."""
 
     @property
     def roofline_share(self) -> float:

@@ -7,11 +7,13 @@ the last of S keys, so that L = S is the prefill of a sequence, and L = 1 the st
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..features import Limits, waves
 from ..kernel_call import KernelCall
-from ..learned import LearnedKernel, Sizes, predict_jointly
+from ..learned import FARTHER, LearnedKernel, Sizes, predict_jointly
 from ..machine import Machine
 from ..prediction import Prediction
 
@@ -20,6 +22,8 @@ _TILES = ((16, 256), (64, 512), (128, 128), (128, 4096))
 
 _SIDE = 128
 """Queries and keys of the tiles that the law counts."""
+
+_TYPES = ("float16", "bfloat16")
 
 _EXPONENTIALS = 16
 """A cycle of a multiprocessor."""
@@ -123,8 +127,33 @@ ATTENTION = LearnedKernel(
 )
 
 
+def has_fused_attention(machine: Machine, dtype: str) -> bool:
+    """Return whether PyTorch has attention as one kernel of this type on a machine.
+
+    That is every GPU that multiplies matrices in a type of 16 bits, of NVIDIA's those of compute
+    capability 8.0 and above.
+    """
+    if machine.kind != "gpu" or dtype not in _TYPES or f"peak_flops.{dtype}" not in machine.figures:
+        return False
+    known = machine.figures.get("compute_capability")
+    return known is None or known.value >= 8.0
+
+
 def predict_attention(call: KernelCall, machine: Machine) -> Prediction | None:
-    """Predict an attention in 16 bits."""
-    if call.dtype not in ("float16", "bfloat16"):
+    """Predict an attention in 16 bits.
+
+    One without a causal mask (``full``) is predicted as a causal one behind more keys that has as
+    many pairs of queries and keys; its interval is wider.
+    """
+    if call.dtype not in _TYPES:
         return None
-    return predict_jointly(ATTENTION, call, machine)
+    if not call.sizes.get("full"):
+        return predict_jointly(ATTENTION, call, machine)
+    sizes = {**call.sizes, "S": call.size("S") + (call.size("L", 1) - 1) // 2}
+    found = predict_jointly(ATTENTION, replace(call, sizes=sizes), machine)
+    if found is None:
+        return None
+    low, high = ((end / found.seconds) ** FARTHER for end in (found.low, found.high))
+    ends = found.seconds * low, found.seconds * high
+    beyond = (*found.extrapolated, "mask")
+    return replace(found, low=ends[0], high=ends[1], in_range=False, extrapolated=beyond)

@@ -11,7 +11,7 @@ import pytest
 from schedules.cost import learned
 from schedules.cost.features import Limits, divisibility, limits, tile_features, waves
 from schedules.cost.kernel_call import KernelCall, element_bytes
-from schedules.cost.kernels.attention import ATTENTION
+from schedules.cost.kernels.attention import ATTENTION, has_fused_attention
 from schedules.cost.kernels.conv2d import CONV2D
 from schedules.cost.kernels.embedding import RANGES
 from schedules.cost.kernels.gemm import GEMM, JOINT
@@ -251,6 +251,27 @@ def test_a_step_of_a_decoder_reads_its_keys(name):
     assert far.bound == "memory" and not far.extrapolated
     prefill = predict(KernelCall("attention", {**sizes, "L": 64, "S": 64}, "bfloat16"), machine)
     assert not prefill.extrapolated and prefill.seconds < far.seconds
+
+
+def test_an_attention_without_a_causal_mask_takes_longer():
+    sizes = {"B": 8, "L": 2048, "S": 2048, "H": 32, "KV": 8, "D": 128}
+    causal, full = (
+        predict(KernelCall("attention", {**sizes, **more}, "bfloat16"), load_machine("h200"))
+        for more in ({}, {"full": 1})
+    )
+    assert 1.6 < full.seconds / causal.seconds < 2.4
+    assert full.extrapolated == ("mask",) and not full.in_range
+    assert full.high / full.low > causal.high / causal.low
+
+
+def test_gpus_with_a_kernel_for_attention():
+    has = {
+        name: [has_fused_attention(load_machine(name), dtype) for dtype in ("float16", "bfloat16")]
+        for name in ("h200", "b60", "mi300x", "v100", "znver5")
+    }
+    assert has["h200"] == has["b60"] == has["mi300x"] == [True, True]
+    assert has["v100"] == has["znver5"] == [False, False]
+    assert not has_fused_attention(load_machine("h200"), "float32")
 
 
 @pytest.mark.parametrize("kernel", JOINT_KERNELS)

@@ -10,7 +10,7 @@ due, as ``Tensor.reshape`` makes one. Parts of the graph on constants are parame
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from relay_passes.simplify.simplify_inference import simplify
 from schedules.cost.kernel_call import KernelCall
 
 from .eager_rules import EAGER_RULES
+from .fused_attention import FusedAttention, find_attentions
 from .library import Tensor, conv2d, elementwise, gather, gemm, rows
 from .lowered import LoweredKernel, LoweredOp
 
@@ -76,7 +77,9 @@ class EagerRun:
     activation_bytes: float
 
 
-def lower_to_ranks(mod: tvm.IRModule, kind: str = "gpu", ranks: int = 1) -> EagerRun:
+def lower_to_ranks(
+    mod: tvm.IRModule, kind: str = "gpu", ranks: int = 1, fused: Collection[str] = ()
+) -> EagerRun:
     """Operators of an imported module in order, each with the kernels that it launches.
 
     Over several ranks linear layers are shared out as tensor parallelism does (Megatron-LM): the
@@ -91,6 +94,8 @@ def lower_to_ranks(mod: tvm.IRModule, kind: str = "gpu", ranks: int = 1) -> Eage
         ``gpu``, where a convolution adds its bias by a kernel of its own, or ``cpu``.
     ranks : int
         GPUs that share the model.
+    fused : collection of str
+        Types of tensors for which the library has attention as one kernel.
 
     Returns
     -------
@@ -105,10 +110,16 @@ def lower_to_ranks(mod: tvm.IRModule, kind: str = "gpu", ranks: int = 1) -> Eage
             relax.transform.DeadCodeElimination(),
         ]
     )
-    main = tidy(simplify(tidy(mod), EAGER_RULES))["main"]
-    walk = _Eager(main, kind, ranks)
+    tidied = tidy(simplify(tidy(mod), EAGER_RULES))
+    main = tidied["main"]
+    attentions = {
+        var: found
+        for var, found in (find_attentions(tidied) if fused else {}).items()
+        if found.call.dtype in fused
+    }
+    walk = _Eager(main, kind, ranks, attentions)
     if walk.cached:
-        walk = _Eager(main, kind, ranks, walk.cached)
+        walk = _Eager(main, kind, ranks, attentions, walk.cached)
     return EagerRun(walk.ops, walk.weight_bytes, walk.activation_bytes)
 
 
@@ -119,7 +130,8 @@ class _Eager:
         self,
         main: relax.Function,
         kind: str,
-        ranks: int = 1,
+        ranks: int,
+        attentions: Mapping[relax.Var, FusedAttention],
         cached: Collection[relax.Var] = (),
     ) -> None:
         self.cached: set[relax.Var] = set()
@@ -128,6 +140,9 @@ class _Eager:
         self.ops: list[LoweredOp] = []
         self.weight_bytes = self.activation_bytes = 0.0
         self._kind, self._ranks, self._shared = kind, ranks, False
+        self._attentions = attentions
+        self._inside = {var: end for end, one in attentions.items() for var in one.inside}
+        """Variables that no kernel of their own computes, and the attentions whose kernels do."""
         self._weights: set[relax.Expr] = set()
         self._values: dict[relax.Var, _Value | tuple[_Value, ...]] = {}
         self._bindings = {
@@ -142,11 +157,7 @@ class _Eager:
         for param in main.params:
             value = _fresh(param.ty)
             self._values[param] = replace(value, split=True) if param in cached else value
-        last = {
-            self._root(operand): number
-            for number, value in enumerate(self._bindings.values())
-            for operand in operands(value)
-        }
+        last = self._last_uses()
         ends: dict[int, list[relax.Expr]] = {}
         for root, number in last.items():
             ends.setdefault(number, []).append(root)
@@ -155,7 +166,7 @@ class _Eager:
         for number, (var, value) in enumerate(self._bindings.items()):
             self._values[var] = self._visit(var, value)
             root = self._root(var)
-            if root not in alive:
+            if root not in alive and var not in self._inside:
                 alive[root] = self._held(self._values[var])
                 held += alive[root]
             self.activation_bytes = max(self.activation_bytes, held)
@@ -170,6 +181,16 @@ class _Eager:
             value = self._value(field)
             for part in value if isinstance(value, tuple) else (value,):
                 self._whole(part)
+
+    def _last_uses(self) -> dict[relax.Expr, int]:
+        """Number of the binding by which each tensor is read for the last time."""
+        numbers = {var: number for number, var in enumerate(self._bindings)}
+        last: dict[relax.Expr, int] = {}
+        for var, value in self._bindings.items():
+            number = numbers[self._inside.get(var, var)]
+            for root in map(self._root, operands(value)):
+                last[root] = max(last.get(root, 0), number)
+        return last
 
     def _root(self, expr: relax.Expr) -> relax.Expr:
         """The tensor that a view shows."""
@@ -199,6 +220,29 @@ class _Eager:
         if name == TUPLE_GET_ITEM:
             whole = self._values[value.tuple_value]
             return whole[value.index] if isinstance(whole, tuple) else whole
+        if var in self._inside or var in self._attentions:
+            return self._fused(var, value, name or "unknown")
+        return self._operator(var, value, name or "unknown")
+
+    def _fused(self, var: relax.Var, value: relax.Expr, name: str) -> Any:
+        """A value of an attention: only the last one has a kernel."""
+        count = len(self.ops)
+        found = self._operator(var, value, name)
+        del self.ops[count:]
+        if var not in self._attentions:
+            return found
+        call = self._attentions[var].call
+        self._shared = found.split
+        self._add("scaled_dot_product_attention", call)
+        self._shared = False
+        *outer, heads, length, size = found.tensor.shape
+        if length != call.sizes["L"]:
+            return found
+        # In memory the heads of a query lie one after the other.
+        *along, query, head, element = contiguous((*outer, length, heads, size))
+        return replace(found, strides=(*along, head, query, element))
+
+    def _operator(self, var: relax.Var, value: relax.Expr, name: str) -> Any:
         args = [self._value(arg) for arg in _tensors(value)]
         if name == "relax.concat" and any(arg.split for arg in args):
             self.cached |= self._params.intersection(_tensors(value))
@@ -206,7 +250,7 @@ class _Eager:
             return replace(_fresh(var.ty), constant=True)
         if not isinstance(var.ty, relax.TensorType | relax.TupleType):
             return _Value(Tensor((), "int64"), ())
-        return self._call(var, value, name or "unknown", args)
+        return self._call(var, value, name, args)
 
     def _call(self, var: relax.Var, call: relax.Call, name: str, args: list[_Value]) -> Any:
         out = _fresh(var.ty)
@@ -466,8 +510,9 @@ _VIEWS = ("relax.permute_dims", "relax.broadcast_to", "relax.strided_slice", "re
 def _share(call: KernelCall, ranks: int) -> KernelCall:
     """One rank's part of a call."""
     sizes = dict(call.sizes)
-    if "B" in sizes:
-        sizes["B"] = max(1, sizes["B"] // ranks)
+    for name in ("H", "KV") if call.op == "attention" else ("B",):
+        if name in sizes:
+            sizes[name] = max(1, sizes[name] // ranks)
     flops, read, written = (x / ranks for x in (call.flops, call.read_bytes, call.written_bytes))
     return KernelCall(call.op, sizes, call.dtype, flops, read, written, call.name)
 

@@ -7,6 +7,7 @@
     x * sigmoid(x), x * clip(x + 3, 0, 6) / 6                 ->   nn.silu(x), hardswish(x)
     c = x - mean(x); c / sqrt(mean(c * c) + e) * g + b        ->   nn.layer_norm(x, g, b)
     clip(x * a + b, 0, 1), clip(x + 3, 0, 6) / 6              ->   sigmoid(x), which costs the same
+    where(isnan(softmax(x)), 0, softmax(x))                   ->   nn.softmax(x)
 
 The result is counted, never run.
 """
@@ -63,6 +64,15 @@ def _is_variance(graph: Graph, expr: relax.Expr, centred: relax.Expr) -> bool:
     return False
 
 
+def softmax_of_nothing(graph: Graph, call: relax.Expr) -> Value:
+    """Recognise a softmax whose NaN, of rows that are all masked, ``call`` replaces."""
+    test, _, kept = call.args
+    isnan = graph.definition(test, "relax.isnan")
+    if isnan is None or not isnan.args[0].same_as(kept):
+        return None
+    return graph.definition(kept, "relax.nn.softmax")
+
+
 def hard_sigmoid(graph: Graph, call: relax.Expr) -> Value:
     """Recognise a clipped line; ``call`` is the clip, or the division by 6 after it."""
     divides = op_name(call) == "relax.divide"
@@ -92,6 +102,7 @@ def _is_constant(expr: relax.Expr) -> bool:
 
 EAGER_RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (fold_constant, ("relax.isnan", "relax.where")),  # the importer writes bounds by them
+    (softmax_of_nothing, ("relax.where",)),
     (canonicalize_clip, CLIPS),
     (canonicalize_activation, ("relax.multiply", "relax.divide")),
     (hard_sigmoid, ("relax.clip", "relax.divide")),

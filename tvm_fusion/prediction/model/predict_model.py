@@ -9,6 +9,7 @@ from typing import Any
 
 from schedules.cost import registry
 from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.attention import has_fused_attention
 from schedules.cost.kernels.gpu_kernels import HIGH, LOW, REDUCE, has_latencies
 from schedules.cost.machine import Machine
 from schedules.cost.prediction import Prediction, roofline
@@ -58,7 +59,8 @@ class KernelRow:
     in_range : bool
         Whether the sizes lie in the range that the model was fitted to.
     extrapolated : tuple of str
-        Those of ``machine``, ``type`` and ``size`` that it was not fitted to, if it says so.
+        Those of ``machine``, ``type``, ``size`` and ``mask`` that it was not fitted to, if it says
+        so.
     """
 
     position: int
@@ -177,7 +179,7 @@ def predict_on(
         )
     memory = None
     if engine == "pytorch":
-        run = lower_to_ranks(imported.mod, found.kind, ranks)
+        run = lower_to_ranks(imported.mod, found.kind, ranks, _fused_types(found, precision))
         ops, memory = run.ops, run.weight_bytes + run.activation_bytes
     elif found.kind == "gpu":
         target = gpu_target(found)
@@ -194,6 +196,12 @@ def predict_on(
     if memory is None or "capacity.memory" not in found.figures:
         return whole
     return _with_memory(whole, memory * bytes_share(precision), found["capacity.memory"], ranks)
+
+
+def _fused_types(machine: Machine, precision: str) -> list[str]:
+    """Types of a model's tensors whose attention the library computes in one kernel."""
+    types = {name: name for name in PRECISIONS.values()} | {"float32": PRECISIONS[precision]}
+    return [own for own, dtype in types.items() if has_fused_attention(machine, dtype)]
 
 
 def _with_memory(

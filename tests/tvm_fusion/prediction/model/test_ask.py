@@ -100,15 +100,18 @@ def sizes(**options):
         dict(kernel.call.sizes)
         for graph in found.scenario.graphs
         for kernel in graph.kernels
-        if kernel.call.op in ("gemm", "bmm")
+        if kernel.call.op in ("gemm", "bmm", "attention")
     ]
 
 
 def test_a_step_of_a_small_decoder():
-    linear, scores, mixed = sizes(phase="decode", step=511, precision="bf16")
+    linear, scores, mixed = sizes(phase="decode", step=511)
     assert linear == {"B": 1, "M": 2, "N": 64, "K": 64}
     assert scores == {"B": 2, "M": 1, "N": 512, "K": 64}
     assert mixed == {"B": 2, "M": 1, "N": 64, "K": 512}
+    half, attention = sizes(phase="decode", step=511, precision="bf16")
+    assert half == linear
+    assert attention == {"B": 2, "L": 1, "S": 512, "H": 1, "KV": 1, "D": 64}
     found = tvm_fusion.predict(
         small_decoder(),
         "h200",

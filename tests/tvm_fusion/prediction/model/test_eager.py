@@ -6,6 +6,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from examples.decoders import STEPS
 from examples.transformers import bert_base
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.prediction.model.eager import lower_to_eager, lower_to_ranks
@@ -266,3 +267,120 @@ def test_keys_that_a_step_appends_to_stay_on_their_rank():
     assert [copy.written_bytes for copy in copies] == [4 * 2 * 4 * 16 * 8, 4 * 2 * 16 * 8]
     # x, past and present are held at once, of the keys a quarter on a rank.
     assert alone.activation_bytes >= 4 * (64 + 2 * 4 * 31 * 8) > 3.5 * shared.activation_bytes
+
+
+def attentions(model):
+    run = lower_to_ranks(import_onnx(model).mod, fused=["float32"])
+    names = [op.name.removeprefix("aten::") for op in run.ops if op.kernels]
+    called = [k.call for op in run.ops for k in op.kernels if k.call.op == "attention"]
+    return names, called
+
+
+def grouped(mask, size=8, batch=2):
+    """Attention as exporters write it: 8 heads of 5 queries, 2 of 5 keys and values."""
+    nodes = [
+        helper.make_node("Transpose", ["q"], ["query"], perm=[0, 2, 1, 3]),
+        helper.make_node("Transpose", ["k"], ["key"], perm=[0, 2, 1, 3]),
+        helper.make_node("Unsqueeze", ["key", "second"], ["one"]),
+        helper.make_node("Expand", ["one", "four"], ["many"]),
+        helper.make_node("Reshape", ["many", "heads"], ["keys"]),
+        helper.make_node("Transpose", ["keys"], ["turned"], perm=[0, 1, 3, 2]),
+        helper.make_node("Mul", ["query", "root"], ["a"]),
+        helper.make_node("Mul", ["turned", "root"], ["b"]),
+        helper.make_node("MatMul", ["a", "b"], ["scores"]),
+        helper.make_node("Add", ["scores", "mask"], ["masked"]),
+        helper.make_node("Softmax", ["masked"], ["p"], axis=-1),
+        helper.make_node("IsNaN", ["p"], ["none"]),
+        helper.make_node("Where", ["none", "zero", "p"], ["weights"]),
+        helper.make_node("MatMul", ["weights", "keys"], ["mixed"]),
+        helper.make_node("Transpose", ["mixed"], ["back"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["back", "flat"], ["y"]),
+    ]
+    numbers = {"second": [2], "four": [batch, 2, 4, 5, size], "heads": [batch, 8, 5, size]}
+    numbers |= {"flat": [batch, 5, 8 * size]}
+    constants = {name: np.array(value, np.int64) for name, value in numbers.items()}
+    constants |= {"root": np.float32(size**-0.25), "zero": np.float32(0), "mask": mask}
+    weights = [numpy_helper.from_array(np.asarray(x), name) for name, x in constants.items()]
+    shapes = {"q": [batch, 5, 8, size], "k": [batch, 5, 2, size]}
+    inputs = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    ]
+    out = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, numbers["flat"])
+    graph = helper.make_graph(nodes, "g", inputs, [out], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+
+
+TRIANGLE = np.where(np.tri(5, dtype=bool), 0, -np.inf).astype(np.float32)
+
+
+def test_attention_that_is_written_out_is_one_kernel():
+    names, (call,) = attentions(grouped(TRIANGLE))
+    assert names == ["scaled_dot_product_attention"]  # no copy of its result, nor of repeated keys
+    assert dict(call.sizes) == {"B": 2, "L": 5, "S": 5, "H": 8, "KV": 2, "D": 8}
+    assert call.flops == 4 * 2 * 8 * 8 * 15
+    query, keys = 4 * 2 * 8 * 5 * 8, 4 * 2 * 2 * 5 * 8
+    assert (call.read_bytes, call.written_bytes) == (query + 2 * keys, query)
+
+
+@pytest.mark.parametrize("mask", [np.zeros((5, 5), np.float32), TRIANGLE.T, TRIANGLE[-1:]])
+def test_attention_whose_mask_is_no_triangle_is_full(mask):
+    _, (call,) = attentions(grouped(np.ascontiguousarray(mask)))
+    assert call.sizes["full"] == 1 and call.flops == 4 * 2 * 8 * 8 * 25
+
+
+def test_heads_that_are_too_large_are_not_fused():
+    names, called = attentions(grouped(TRIANGLE, size=264))
+    assert not called and {"matmul", "softmax"} <= set(names)
+
+
+def test_types_without_the_kernel_are_not_fused():
+    run = lower_to_ranks(import_onnx(grouped(TRIANGLE)).mod, fused=["bfloat16"])
+    assert not any("scaled_dot" in op.name for op in run.ops)
+
+
+@pytest.mark.parametrize("past, sizes", [(0, {"L": 3, "S": 3}), (7, {"L": 3, "S": 10})])
+def test_nodes_of_grouped_queries_are_causal(past, sizes):
+    names = ["q", "k", "v", "pk", "pv"] if past else ["q", "k", "v", "", ""]
+    shapes = {"q": [2, 3, 64], "k": [2, 3, 16], "v": [2, 3, 16]}
+    shapes |= {"pk": [2, 2, past, 8], "pv": [2, 2, past, 8]} if past else {}
+    inputs = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    ]
+    inputs.append(helper.make_tensor_value_info("last", onnx.TensorProto.INT32, [2]))
+    outputs = {"y": [2, 3, 64], "ka": [2, 2, past + 3, 8], "va": [2, 2, past + 3, 8]}
+    node = helper.make_node(
+        "GroupQueryAttention",
+        [*names, "last", "total"],
+        list(outputs),
+        domain="com.microsoft",
+        num_heads=8,
+        kv_num_heads=2,
+    )
+    results = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in outputs.items()
+    ]
+    total = numpy_helper.from_array(np.array(past + 3, np.int32), "total")
+    graph = helper.make_graph([node], "g", inputs, results, [total])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    _, (call,) = attentions(helper.make_model(graph, opset_imports=opsets))
+    assert dict(call.sizes) == {"B": 2, "H": 8, "KV": 2, "D": 8, **sizes}
+
+
+def test_heads_of_a_group_and_of_a_rank():
+    model = import_onnx(STEPS["llama_step"](layers=1)).mod
+    run = lower_to_ranks(model, fused=["float32"])
+    (call,) = [k.call for op in run.ops for k in op.kernels if k.call.op == "attention"]
+    assert dict(call.sizes) == {"B": 1, "L": 1, "S": 129, "H": 12, "KV": 4, "D": 64}
+    shared = lower_to_ranks(import_onnx(bert_base(layers=1)).mod, "gpu", 4, ["float32"])
+    (call,) = [k.call for op in shared.ops for k in op.kernels if k.call.op == "attention"]
+    assert (call.sizes["B"], call.sizes["H"], call.sizes["KV"]) == (1, 3, 3)
+
+
+def test_scores_that_are_never_stored_take_no_memory():
+    model = import_onnx(grouped(TRIANGLE, batch=1)).mod
+    apart, fused = (lower_to_ranks(model, fused=types) for types in ((), ["float32"]))
+    tensors = 4 * (8 + 2 + 8) * 5 * 8  # queries, keys that are the values, and the result
+    assert fused.activation_bytes == tensors < apart.activation_bytes
