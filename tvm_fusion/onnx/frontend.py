@@ -8,7 +8,7 @@ before (``rewrite.py``) or after (the pass ``SimplifyInference``).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,9 @@ from .model.weights import Weights, detach_weights, drop_stand_ins
 from .opsets import admit_newer_operators, upgrade_opset
 from .rewrite import drop_initializers_from_inputs, mend
 from .translate import translate
+
+ShapesOfGraph = Shapes | Callable[[onnx.GraphProto], Shapes]
+"""Sizes of symbolic dimensions, or what gives them for a graph."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class ImportedModel:
 
 def import_onnx(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
-    shapes: Shapes | None = None,
+    shapes: ShapesOfGraph | None = None,
     weights: Mapping[str, np.ndarray] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> ImportedModel:
@@ -66,7 +69,8 @@ def import_onnx(
         of the file that this is a link to.
     shapes : mapping, optional
         Sizes of symbolic dimensions: from the name of an input to its whole shape, or from the
-        name of a dimension to its size. A string as a size keeps the dimension symbolic.
+        name of a dimension to its size. A string as a size keeps the dimension symbolic. A
+        function is called with the graph.
     weights : mapping, optional
         Values of inputs that are not inputs of the result, but weights. They are used in place, not
         copied, where they are contiguous, writable and aligned.
@@ -98,7 +102,7 @@ def import_onnx(
 
 def _prepare(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
-    shapes: Shapes | None,
+    shapes: ShapesOfGraph | None,
     given: Mapping[str, np.ndarray] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> tuple[onnx.ModelProto, Weights]:
@@ -112,7 +116,7 @@ def _prepare(
     check_external_data(proto, path)
     drop_initializers_from_inputs(proto)
     check_interface(proto)
-    bind_shapes(proto, shapes)
+    bind_shapes(proto, shapes(proto.graph) if callable(shapes) else shapes)
     weights = detach_weights(proto) | dict(given or {})
     sort_nodes(proto.graph)
     proto = admit_newer_operators(proto)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import onnx
+
 from ...errors import PredictionError
 from ...onnx.frontend import ImportedModel
-from ...onnx.model.loader import parse_model, read_model
 from ..cluster import load_cluster
 from ..report import Answer
 from ..timeline.execution_graph import HostCosts
@@ -44,9 +45,11 @@ class Question:
     def imported(self) -> ImportedModel:
         """The model with its shapes, which serves any machine."""
         shapes = dict(self.shapes or {})
-        if self.phase:
-            shapes = {**phase_shapes(self.model, self.phase, self.step), **shapes}
-        return import_static(self.model, shapes)
+        if not self.phase:
+            return import_static(self.model, shapes)
+        return import_static(
+            self.model, lambda graph: {**phase_shapes(graph, self.phase, self.step), **shapes}
+        )
 
     def predict(self, imported: ImportedModel) -> ModelPrediction:
         """The answer, without changes."""
@@ -103,7 +106,7 @@ class Question:
         return scenario.answer(text, found.seconds)
 
 
-def phase_shapes(model: Any, phase: str, step: int) -> dict[str, int]:
+def phase_shapes(graph: onnx.GraphProto, phase: str, step: int) -> dict[str, int]:
     """Sizes of a decoder's open dimensions, which exporters name alike.
 
     A name with ``total``, or with ``past`` and a sum, is of all tokens; one with ``past`` of those
@@ -119,7 +122,6 @@ def phase_shapes(model: Any, phase: str, step: int) -> dict[str, int]:
     if type(step) is not int or not 0 < step < 1 << 31:
         raise PredictionError(f"step is {step!r}; expected a number of tokens from 1 on")
     past, new = (step, 1) if phase == "decode" else (0, step)
-    graph = parse_model(read_model(model)).graph
     stored = {each.name for each in graph.initializer}
     names = {
         dim.dim_param: dim.dim_param.lower()

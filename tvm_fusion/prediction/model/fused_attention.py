@@ -165,10 +165,9 @@ def _line(bindings: _Bindings, factor: relax.Expr | None) -> Iterator[relax.Expr
         value = bindings.get(factor)
         name, args = op_name(value), getattr(value, "args", ())
         factor = args[0] if name in _CHANGES else None
-        for data, scale in (args, args[::-1]) if name == "relax.multiply" else ():
-            if prod(_shape(scale)) == 1:
-                factor = data
-        if name == "relax.divide" and prod(_shape(args[1])) == 1:
+        if name == "relax.multiply" and prod(_shape(args[0])) == 1:
+            factor = args[1]
+        elif name in ("relax.multiply", "relax.divide") and prod(_shape(args[1])) == 1:
             factor = args[0]
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from schedules.cost.prediction import Prediction, roofline
 from ...compiler import pipeline
 from ...compiler.record_reader import choose_records
 from ...errors import InvalidModelError, PredictionError
-from ...onnx.frontend import ImportedModel, import_onnx
+from ...onnx.frontend import ImportedModel, ShapesOfGraph, import_onnx
 from ...runtime.tensor_spec import refuse_open_shapes
 from ..cluster import Cluster
 from ..collectives import bus_factor, link_bandwidth, node_collectives
@@ -131,7 +131,7 @@ class ModelPrediction:
         }
 
 
-def import_static(model: Any, shapes: Mapping[str, Any] | None) -> ImportedModel:
+def import_static(model: Any, shapes: ShapesOfGraph | None) -> ImportedModel:
     """Import a model whose shapes are all known.
 
     Raises

@@ -134,14 +134,14 @@ def test_the_prompt_of_a_small_decoder():
 
 def test_phases_that_are_refused():
     with pytest.raises(PredictionError, match="'past_sequence_length' would be 0; expected a mode"):
-        phase_shapes(small_decoder(), "prefill", 16)
+        phase_shapes(small_decoder().graph, "prefill", 16)
     with pytest.raises(PredictionError, match="called like 'past'; the model has batch, seq_len"):
-        phase_shapes(small_decoder("", "seq_len"), "decode", 16)
+        phase_shapes(small_decoder("", "seq_len").graph, "decode", 16)
     with pytest.raises(PredictionError, match="called like 'sequence'; the model has batch, a"):
-        phase_shapes(small_decoder("", "a"), "prefill", 16)
+        phase_shapes(small_decoder("", "a").graph, "prefill", 16)
     with pytest.raises(PredictionError, match="phase is 'train'; expected one of prefill, decode"):
-        phase_shapes(small_decoder(), "train", 16)
+        phase_shapes(small_decoder().graph, "train", 16)
     with pytest.raises(PredictionError, match="step is 0; expected a number of tokens from 1 on"):
-        phase_shapes(small_decoder(), "decode", 0)
+        phase_shapes(small_decoder().graph, "decode", 0)
     with pytest.raises(PredictionError, match="step=4: expected a number of tokens, and a phase"):
         ask("step=4")
