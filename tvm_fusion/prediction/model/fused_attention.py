@@ -100,15 +100,16 @@ def _add(
     call = _call(bindings, scores, result)
     if call is None:
         return
-    taken = {result: bindings[result]}
     factors = (*bindings[scores].args, bindings[result].args[1])
     between = [var for var in region.values if var in bindings]
     moved = (var for each in factors for var in list(_line(bindings, each))[:-1])
+    inside: set[relax.Var] = set()
+    reads = Counter(operands(bindings[result]))
     for var in (*reversed(between), *moved):
-        readers = sum(list(operands(value)).count(var) for value in taken.values())
-        if var in bindings and readers and readers == uses[var]:
-            taken[var] = bindings[var]
-    found[result] = FusedAttention(call, frozenset(taken) - {result})
+        if var not in inside and reads[var] == uses[var] and var in bindings and var in reads:
+            inside.add(var)
+            reads.update(operands(bindings[var]))
+    found[result] = FusedAttention(call, frozenset(inside))
 
 
 def _call(bindings: _Bindings, scores: relax.Var, result: relax.Var) -> KernelCall | None:
