@@ -14,7 +14,7 @@ from tvm.ir import IRModule, Op
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.tile_conv2d_knobs import fastest_blocks
+from schedules.cpu.cost.tile_conv2d_knobs import fastest_blocks, tile_groups
 from schedules.errors import OpError
 from schedules.gpu.conv2d.tensor_core_pair import takes_pair
 from schedules.gpu.core.machine import KINDS, GPUInfo, gpu_target
@@ -94,15 +94,16 @@ class PackLayout:
             blocks = ChannelBlocks(self.block, self.block)
         else:
             blocks = _channel_blocks(mod, pass_target(self.target, "PackLayout"))
-        target, takes, pairs = gpu_target(self.target), _takes_all, False
+        target, takes, pairs, cpu = gpu_target(self.target), _takes_all, False, None
         if target is not None:
             gpu = GPUInfo.from_target(target)
             takes = partial(_takes_on_gpu, lanes=blocks.most, gpu=gpu, tf32=self.tf32)
             if gpu.has_tensor_cores:
                 mod = self._pack_halves(mod)
         elif current := self.target or Target.current(allow_none=True):
-            pairs = CPUInfo.from_target(current).word_channels == WORDS["int16"]
-        return _Packer(mod, blocks, takes, pairs).rewrite_module(mod)
+            cpu = CPUInfo.from_target(current)
+            pairs = cpu.word_channels == WORDS["int16"]
+        return _Packer(mod, blocks, takes, pairs, cpu).rewrite_module(mod)
 
     def _pack_halves(self, mod: IRModule) -> IRModule:
         """The module with convolutions of 16-bit floats packed, where all are single and dense."""
@@ -168,11 +169,20 @@ def _takes_half(kernel: Conv2DKernel) -> bool:
 class _Packer(relax.PyExprMutator):
     """Binds the packed twin of each tensor beside its NCHW form; then removes unused bindings."""
 
-    def __init__(self, mod: IRModule, blocks: ChannelBlocks, takes: Takes, pairs: bool) -> None:
+    def __init__(
+        self,
+        mod: IRModule,
+        blocks: ChannelBlocks,
+        takes: Takes,
+        pairs: bool,
+        cpu: CPUInfo | None = None,
+    ) -> None:
         super().__init__(mod)
         self.blocks = blocks
         visits = self.builder_.emit, self.visit_expr, self._bound
         self.scope = Scope(blocks, Uses(), *visits, takes, pairs)
+        if cpu is not None:
+            self.scope.tile_groups = partial(tile_groups, blocks=blocks, cpu=cpu)
 
     def rewrite_module(
         self, mod: IRModule, wanted: Callable[[relax.Function], bool] = lambda _: True

@@ -115,7 +115,7 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
         )
     names = [op.operand_name(index) for index in range(len(call.args))]
     sums = check_dtypes(call, names, op.name)
-    _check_word_layout(int(call.attrs["groups" + op.suffixes[0]]), layouts, sums, op.name)
+    _check_word_layout(_has_words(call, op, 0), layouts, sums, op.name)
     layers = tuple(_read_layer(call, op, index, lanes) for index in range(len(op.suffixes)))
     data_lanes = lanes_of(layouts[0], op.name)
     check_channels(data.shape.values, layers, data_lanes, op.name)
@@ -130,7 +130,7 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
         kernel = replace(kernel, data_dtype=str(data.dtype))
     out_dtype = str(call.attrs["out_dtype"]) if "out_dtype" in call.attrs.keys() else None
     if sums is not None:
-        word = WORDS[dtype] if lanes and layers[0].groups == 1 else 1
+        word = WORDS[dtype] if lanes and _has_words(call, op, 0) else 1
         kernel = replace(kernel, sums=sums, word=word, out_dtype=out_dtype or dtype)
         if residual and str(call.args[-1].ty.dtype) == sums:
             kernel = replace(kernel, residual_dtype=sums)
@@ -142,14 +142,22 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     return kernel
 
 
-def _check_word_layout(groups: int, layouts: tuple[str, str], sums: str | None, op: str) -> None:
+def _has_words(call: relax.Call, op: ConvOp, index: int) -> bool:
+    """Return whether a packed weight has words: a dense one, or with groups one of rank 7."""
+    is_dense = int(call.attrs["groups" + op.suffixes[index]]) == 1
+    return _sums_of(call) is not None and (is_dense or call.args[1 + 2 * index].ty.ndim == 7)
+
+
+def _check_word_layout(
+    has_words: bool, layouts: tuple[str, str], sums: str | None, op: str
+) -> None:
     """Reject packed layouts that only bfloat16 with sums of float32 has, and those it lacks."""
     data_lanes, lanes = (lanes_of(layout, op) for layout in layouts)
     if data_lanes == lanes and (sums is None or lanes % WORDS["bfloat16"] == 0):
         return
     if sums is None and data_lanes == 0:
         return
-    if sums is not None and data_lanes and groups == 1 and not data_lanes % WORDS["bfloat16"]:
+    if sums is not None and data_lanes and has_words and not data_lanes % WORDS["bfloat16"]:
         return
     raise OpError(
         f"{op}: data_layout {layouts[0]!r} with out_layout {layouts[1]!r}; expected equal layouts "
@@ -197,7 +205,7 @@ def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLay
     suffix = op.suffixes[index]
     weight = constant_shape(call.args[1 + 2 * index], "weight" + suffix, op.name)
     bias = constant_shape(call.args[2 + 2 * index], "bias" + suffix, op.name)
-    has_words = _sums_of(call) is not None and int(call.attrs["groups" + suffix]) == 1
+    has_words = _has_words(call, op, index)
     if len(weight) not in ((4, 7 if has_words else 6) if lanes else (4,)):
         raise OpError(
             f"{op.name}: weight{suffix} has rank {len(weight)}; expected "
@@ -343,8 +351,9 @@ def packed_weight_shape(
     per_group = layer.in_channels // layer.groups
     if data_lanes is not None:
         word = WORDS["bfloat16"]
-        words = (data_lanes // word, lanes, word)
-        return (out_blocks, -(-per_group // data_lanes), *layer.kernel, *words)
+        step = layer.input_step(data_lanes)
+        words = (step // word, lanes, word)
+        return (out_blocks, -(-per_group // step), *layer.kernel, *words)
     if layer.group_lanes(lanes):
         return (out_blocks, 1, *layer.kernel, per_group, lanes)
     if plain_data:

@@ -19,7 +19,8 @@ bias       ``[O]``                   ``[B(O), x]``
 
 Convolutions of bfloat16 with biases of float32 sum up, add and activate in float32. In NCHW[x]c
 their dense weights are ``[B(O), B(I), kh, kw, x / 2, x, 2]``: words of two input channels, output
-lanes, the channels of a word; first layers read ``[N, ceil(C / 4), H, W, 4]``, with weights
+lanes, the channels of a word. With groups they may be ``[B(O), I / g / d, kh, kw, d / 2, x, 2]``,
+too, with ``d`` that of the data. First layers read ``[N, ceil(C / 4), H, W, 4]``, with weights
 ``[B(O), ceil(I / 4), kh, kw, 2, x, 2]``.
 
 Block names are fixed, because schedule rules find their stages by them: ``pad1``, ``conv1``,
@@ -337,13 +338,19 @@ def _conv_words(
 ) -> te.Tensor:
     kh, kw = taps(layer)
     lanes, word = int(data.shape[4]), int(weight.shape[6])
-    ic = te.reduce_axis((0, int(data.shape[1]) * lanes), name="ic")
+    step = int(weight.shape[4]) * word
+    ic = te.reduce_axis((0, int(weight.shape[1]) * step), name="ic")
     shape = [data.shape[0], weight.shape[0], *out_space(data, layer), weight.shape[5]]
 
     def value(n, ob, h, w, oi):
-        block, lane = ic // lanes, ic % lanes
-        source = data(n, block, *source_pixel(layer, h, w, kh, kw), lane).astype(sums)
-        factor = weight(ob, block, kh, kw, lane // word, oi, lane % word).astype(sums)
+        channel, part, inside = ic, ic // step, ic % step
+        if layer.groups > 1:
+            group = (ob * weight.shape[5] + oi) // (layer.out_channels // layer.groups)
+            group = tirx.min(group, layer.groups - 1)  # also of lanes past the last channel
+            channel = group * (layer.in_channels // layer.groups) + ic
+        pixel = source_pixel(layer, h, w, kh, kw)
+        source = data(n, channel // lanes, *pixel, channel % lanes).astype(sums)
+        factor = weight(ob, part, kh, kw, inside // word, oi, inside % word).astype(sums)
         return te.sum(source * factor, axis=[ic, kh, kw])
 
     return te.compute(shape, value, name=f"conv{suffix}")

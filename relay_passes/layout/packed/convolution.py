@@ -105,11 +105,16 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
 def pack_words(scope: Scope, binding: relax.VarBinding, layer: ConvLayer) -> Result:
     """Rewrite one call of bfloat16 with sums of float32; dense weights get words of two channels.
 
+    So do those with groups that tile registers compute.
+
     Images of few channels are packed in blocks of four.
     """
     call = binding.value
     attrs = dict(call.attrs.items()) | _layout_attrs(scope, CONV2D, (layer,), False)
     dense, suffix = layer.groups == 1, ""
+    groups = 0 if dense else scope.tile_groups(read_kernel(call, CONV2D))
+    if groups:
+        suffix, attrs["groups"] = _group_suffix(layer, groups), groups
     if dense and _is_less(scope, layer.in_channels) and scope.lookup(call.args[0]) is None:
         suffix = "_first"
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
@@ -117,12 +122,19 @@ def pack_words(scope: Scope, binding: relax.VarBinding, layer: ConvLayer) -> Res
     else:
         data = _in_blocks(scope, call.args[0])
     block = scope.blocks.of(layer.out_channels)
-    form = f"words{suffix}" if dense else str(weight_form(layer, block, False))
+    form = f"words{suffix}" if dense or groups else str(weight_form(layer, block, False))
     operands = [data, scope.parameter(call.args[1], form), scope.parameter(call.args[2], "bias")]
     found = [scope.lookup(residual) for residual in call.args[3:]]
     operands += [_in_blocks(scope, residual) for residual in call.args[3:]]
     bound = _bound_after(layer.activation, sum(each.bound for each in found if each is not None))
     return _unblocked(scope, binding, relax.Call(call.op, operands, attrs), layer, bound)
+
+
+def _group_suffix(layer: ConvLayer, groups: int) -> str:
+    """The end of the form of a weight in words that is packed in so many groups; 0 if dense."""
+    if not groups:
+        return ""
+    return "_grouped" if groups == layer.groups else "_diagonal"
 
 
 def _in_blocks(scope: Scope, data: relax.Expr) -> relax.Expr:
@@ -192,7 +204,9 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         suffix = "_first"
         operands = [scope.emit(pack(scope.visit(data), WORD_BYTES))]
     else:
-        suffix = "" if layer.groups == 1 else "_grouped"
+        groups = 0 if layer.groups == 1 else scope.tile_groups(read_quantized(call)) or layer.groups
+        suffix = _group_suffix(layer, groups)
+        attrs |= {"groups": groups} if groups else {}
         operands = [_in_blocks(scope, data)]
     weight = scope.parameter(call.args[1], "quantized" + suffix)
     if scope.pairs and isinstance(weight, GenericConst) and fits_pairs(weight.value.numpy()):

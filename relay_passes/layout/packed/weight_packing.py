@@ -16,6 +16,8 @@ quantized_ ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 1, x, 4]``, for dat
 first
 quantized_ ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d/4, x, 4]``, ``d = gcd(I/g, x)``
 grouped
+quantized_ ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, 4, x, 4]``: as of groups of 16 channels,
+diagonal                                with zeros between those of the true groups
 pairs      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of int16
 pairs_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of int16, for data in words
 first                                   of four
@@ -24,6 +26,10 @@ grouped
 words      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of bfloat16
 words_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of bfloat16, for data in
 first                                   blocks of four
+words_     ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d/2, x, 2]`` of bfloat16
+grouped
+words_     ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, 8, x, 2]`` of bfloat16
+diagonal
 bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
@@ -43,13 +49,14 @@ import numpy as np
 from tvm import relax
 
 from schedules.compute.pack import channel_blocks
+from schedules.cpu.core.tile_unit import TILE_WORDS
 from schedules.errors import OpError
 from schedules.workload.conv2d import WORD_BYTES, WORDS, ConvLayer
 
 FORMS = (
     *("dense", "first", "depthwise", "grouped", "narrow", "quantized", "quantized_first"),
     *("quantized_grouped", "pairs", "pairs_first", "pairs_grouped", "words", "words_first"),
-    *("bias", "data"),
+    *("quantized_diagonal", "words_grouped", "words_diagonal", "bias", "data"),
 )
 
 
@@ -109,13 +116,25 @@ class Packing:
         if form.startswith(("quantized", "pairs", "words")):
             lanes = WORD_BYTES if form.endswith("_first") else inner
             lanes = math.gcd(extents[1], inner) if form.endswith("_grouped") else lanes
+            own, padding, chosen = extents[1], 0, None
+            if form.endswith("_diagonal"):
+                chosen = _diagonal(blocks[0] * block, own)
+                own, padding, lanes = TILE_WORDS, 1, math.gcd(TILE_WORDS, inner)
             word = WORDS["bfloat16" if form.startswith("words") else element_type(form, "int8")]
-            count = channel_blocks(extents[1], lanes)
-            padding = (tail[0], count * lanes - extents[1], 0, 0)
+            count = channel_blocks(own, lanes)
+            padding += count * lanes - own
             split = (blocks[0], block, count, lanes // word, word, *extents[2:])
-            return cls(padding, split, (0, 2, 5, 6, 3, 1, 4))
+            return cls((tail[0], padding, 0, 0), split, (0, 2, 5, 6, 3, 1, 4), chosen)
         split = (blocks[0], block, blocks[1], block, *extents[2:])
         return cls((tail[0], tail[1], 0, 0), split, (0, 2, 4, 5, 3, 1))
+
+
+def _diagonal(outputs: int, own: int) -> tuple[int, ...]:
+    """Rows of weights of groups of ``own`` channels, and one of zeros, as groups of 16."""
+    output, channel = np.arange(outputs)[:, None], np.arange(TILE_WORDS)
+    is_own = output % TILE_WORDS // own == channel // own
+    rows = output * (own + 1) + np.where(is_own, channel % own, own)
+    return tuple(rows.ravel().tolist())
 
 
 def weight_form(layer: ConvLayer, block: int, nchw_data: bool) -> str | None:
@@ -201,7 +220,8 @@ def pack_expr(value: relax.Expr, form: str, block: int, inner: int | None = None
         widths = [width for count in packing.padding for width in (0, count)]
         value = relax.op.nn.pad(value, widths)
     if packing.rows is not None:
-        value = relax.op.reshape(value, ((shape[0] + packing.padding[0]) * shape[1], *shape[2:]))
+        outputs, inputs = (shape[axis] + packing.padding[axis] for axis in range(2))
+        value = relax.op.reshape(value, (outputs * inputs, *shape[2:]))
         value = relax.op.take(value, relax.const(np.array(packing.rows, "int64")), axis=0)
     value = relax.op.reshape(value, packing.split)
     if packing.order != tuple(sorted(packing.order)):

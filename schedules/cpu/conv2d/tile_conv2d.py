@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule rule of a dense packed convolution in tile registers (AMX).
+"""Schedule rule of a packed convolution in tile registers (AMX).
 
 Loop nest; a *group* is up to four products' worth of tiles of sums::
 
@@ -16,6 +16,9 @@ Loop nest; a *group* is up to four products' worth of tiles of sums::
 A step reads a block of channels at one place of the kernel; where the pixels of a row of the kernel
 fill no tile, a step reads them all, as they lie beside each other. Where tiles do not divide pixels
 or channels, the last ones reach back, and some outputs are computed twice.
+
+Of a layer with groups a tile of channels belongs to one, and reads its channels alone. Groups of
+fewer than 16 come as one of 16, with weights of zero between them.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ from ..cost.tile_conv2d_knobs import (
     TileConv2DKnobs,
     TileGeometry,
     default_tile_knobs,
-    fits_tiles,
     packed_tiles,
+    takes_tiles,
     tile_conv2d_space,
     tile_cycles,
 )
@@ -95,7 +98,7 @@ TILE_CONV2D = TileConv2DTemplate()
 
 
 class TileConv2D(Conv2D):
-    """Rule for dense packed convolutions of bytes or bfloat16 whose blocks fit rows of tiles.
+    """Rule for packed convolutions of bytes or bfloat16 whose blocks and groups fit tiles.
 
     Returns None for CPUs whose tile registers do not multiply these.
     """
@@ -105,7 +108,7 @@ class TileConv2D(Conv2D):
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the convolution; None where tiles cannot compute it."""
         kernel = packed_kernel(func, layers=1)
-        return kernel if kernel and fits_tiles(kernel, CPUInfo.from_target(target)) else None
+        return kernel if kernel and takes_tiles(kernel, CPUInfo.from_target(target)) else None
 
 
 def tile_conv2d_template(
@@ -171,14 +174,15 @@ def _bordered(
     width = (found.width - 1) * layer.strides[1] + reach[1]
     top, before = first * layer.strides[0] - layer.padding[0], layer.padding[1]
     words, step = source.lanes, width * source.lanes
-    copy = T.sblock_alloc_buffer((ops.in_blocks * height * step,), "int32")
+    blocks = -(-layer.in_channels // words)
+    copy = T.sblock_alloc_buffer((blocks * height * step,), "int32")
     inside = max(0, min(source.width, width - before))
     zeros = T.broadcast(T.int32(0), words) if words > 1 else T.int32(0)
 
     def pixel(place: Index) -> Index:
         return T.ramp(place, 1, words) if words > 1 else place
 
-    with T.serial(0, ops.in_blocks) as block:
+    with T.serial(0, blocks) as block:
         with T.serial(0, (last - first) * layer.strides[0] + reach[0]) as row:
             to, at = bound(block * (height * step) + row * step), row + top
 
@@ -312,12 +316,14 @@ class _TileNest:
             self.unit.zero(tile)
         first = self._first_channels(channel)
         weights = [bound(self._weight(first + n)) for n in range(knobs.channel_tiles)]
+        starts = [self._start(first + n) for n in range(self.found.loads(knobs))]
         origins = []
         for number in range(knobs.pixel_tiles):
             line, column = self._pixel(pixel, number)
             row = line * layer.strides[0] - layer.padding[0]
             column = column * layer.strides[1] - layer.padding[1]
-            origins.append(bound(self.ops.source.at(0, row, column)))
+            at = self.ops.source.at(0, row, column)
+            origins.append([bound(at + start) for start in starts])
         carrying = 0
         if knobs.interleaved:
             each = -(-self._rows // steps)
@@ -332,6 +338,18 @@ class _TileNest:
         for step in range(steps - rest, steps):
             self._step(step, origins, weights)
 
+    def _start(self, tile: Index) -> Index:
+        """Place of the first word that a channel tile reads, from that of the pixel."""
+        layer, source, tiles = self.ops.layer, self.ops.source, self.found.group_tiles
+        if layer.groups == 1:
+            return 0
+        group = tirx.floordiv(tile, tiles)
+        if tiles * layer.groups < self.found.channel_tiles:  # the last ones belong to none
+            group = tirx.min(group, layer.groups - 1)
+        word = group * (layer.in_channels // layer.groups)
+        block = tirx.floordiv(word, source.lanes)
+        return block * source.block_stride + tirx.floormod(word, source.lanes)
+
     def _weight(self, tile: Index) -> Index:
         """Place of the weights of a channel tile."""
         each = self.ops.lanes // TILE_WORDS
@@ -341,7 +359,7 @@ class _TileNest:
     def _step(
         self,
         step: Index,
-        origins: Sequence[Index],
+        origins: Sequence[Sequence[Index]],
         weights: Sequence[Index],
         rows: tuple[Index, int] = (0, 0),
     ) -> None:
@@ -359,13 +377,14 @@ class _TileNest:
         products = knobs.pixel_tiles * knobs.channel_tiles
         for number in range(products):
             pixel, channel = divmod(number, knobs.channel_tiles)
-            if channel == 0:
-                stride = layer.strides[1] * ops.source.step
-                self.unit.load(_LEFT + pixel, ops.source.buffer, origins[pixel] + moved, stride)
+            left = _LEFT + (pixel if len(origins[0]) == 1 else number % 2)
+            if channel < len(origins[0]):
+                stride, place = layer.strides[1] * ops.source.step, origins[pixel][channel] + moved
+                self.unit.load(left, ops.source.buffer, place, stride)
             if pixel == 0:
                 place = weights[channel] + step * (found.depth * ops.lanes)
                 self.unit.load(_RIGHT + channel % 2, ops.weight, place, ops.lanes)
-            self.unit.multiply(number, _LEFT + pixel, _RIGHT + channel % 2)
+            self.unit.multiply(number, left, _RIGHT + channel % 2)
             if count * knobs.channel_tiles > _FEW_VECTORS:
                 start, stop = number * count // products, (number + 1) * count // products
             else:  # all after the last product

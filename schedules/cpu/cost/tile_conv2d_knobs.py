@@ -7,7 +7,8 @@ The busiest core takes, for groups of ``M`` pixel tiles by ``N`` channel tiles,
         + weights + data + endings + groups + borders + fork
 
     products = groups x steps x M N x max(rows, 9) x a slowdown against products alone
-    loads    = the tiles of all products, from the L1, or from the L2 where they do not fit
+    loads    = the tiles of all products, from the L1, or from the L2 where they do not fit; that
+               of pixels once for all channels, or with groups for each tile of these
     weights  = the first load of each, from the L3
     data     = the first load of the image, which other cores wrote
     endings  = rows of sums that become output; little of it where products hide it
@@ -23,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import gcd
+from math import gcd, inf, prod
 
 from schedules.workload.conv2d import (
     ITEM_BYTES,
@@ -37,7 +38,9 @@ from schedules.workload.conv2d import (
 from ..core.machine import CPUInfo
 from ..core.tile_unit import TILE_ROWS, TILE_WORDS
 from .conv2d_knobs import shares
+from .cost_model import default_conv2d_knobs, estimate
 
+_MOST_TAPS = 4096  # of a kernel whose sums of 16 channels of bytes an int32 holds
 LEAST_ROWS = 9  # a product of fewer takes as long
 SUMS = 4  # tiles of sums that the registers hold beside the factors
 SHAPES = ((1, 4), (2, 2), (1, 3), (1, 2), (2, 1), (1, 1))
@@ -100,6 +103,8 @@ class TileGeometry:
         Tiles that a row of the kernel is cut into: one, where its pixels fill one.
     channel_tiles : int
         Tiles of 16 output channels.
+    group_tiles : int
+        Those of a group of channels, which read the same.
     """
 
     lines: int
@@ -108,29 +113,35 @@ class TileGeometry:
     steps: int
     columns: int
     channel_tiles: int
+    group_tiles: int
 
     @classmethod
     def of(cls, kernel: Conv2DKernel) -> TileGeometry:
         """Read a convolution of words."""
         (layer,) = kernel.layers
-        lanes = data_lanes(kernel)
-        words = lanes // kernel.word
+        lanes = layer.input_step(data_lanes(kernel))
+        words, is_whole = lanes // kernel.word, lanes == data_lanes(kernel)
         lines, width = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
         if layer.is_pointwise:
             lines, width = 1, lines * width * (int(kernel.batch or 1) if kernel.is_matrix else 1)
         columns = layer.kernel[1]
-        if columns * words <= TILE_WORDS and layer.dilation[1] == 1 and not kernel.is_matrix:
+        are_beside = is_whole and layer.dilation[1] == 1 and not kernel.is_matrix
+        if are_beside and columns * words <= TILE_WORDS:
             words, columns = columns * words, 1
-        blocks = -(-layer.in_channels // lanes)
-        out_blocks = -(-layer.out_channels // kernel.lanes)
-        return cls(
-            *(lines, width, words, blocks * layer.kernel[0] * columns, columns),
-            out_blocks * (kernel.lanes // TILE_WORDS),
-        )
+        blocks = -(-(layer.in_channels // layer.groups) // lanes)
+        tiles = -(-layer.out_channels // kernel.lanes) * (kernel.lanes // TILE_WORDS)
+        own = tiles if layer.groups == 1 else layer.out_channels // layer.groups // TILE_WORDS
+        return cls(lines, width, words, blocks * layer.kernel[0] * columns, columns, tiles, own)
 
     def tiles_of_line(self, rows: int) -> int:
         """Tiles of a line."""
         return -(-self.width // rows)
+
+    def loads(self, knobs: TileConv2DKnobs) -> int:
+        """Tiles of channels that a tile of pixels is read for: one for all that read the same."""
+        is_dense = self.group_tiles == self.channel_tiles
+        is_shared = is_dense or self.group_tiles % knobs.channel_tiles == 0
+        return 1 if is_shared else knobs.channel_tiles
 
     def groups(self, knobs: TileConv2DKnobs) -> tuple[int, int]:
         """Groups of tiles of pixels, and of channels."""
@@ -142,11 +153,82 @@ def fits_tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     """Return whether tile registers can compute a packed convolution."""
     if kernel.dtype not in cpu.tiles or not kernel.has_words or len(kernel.layers) > 1:
         return False
-    if kernel.layers[0].groups > 1:
-        return False
-    word = WORDS[kernel.dtype]
-    fills = data_lanes(kernel) <= word * TILE_WORDS and not kernel.lanes % TILE_WORDS
+    layer, word, lanes = kernel.layers[0], WORDS[kernel.dtype], data_lanes(kernel)
+    if layer.groups > 1:
+        own, outputs = (each // layer.groups for each in (layer.in_channels, layer.out_channels))
+        # Groups are whole blocks of the data, or blocks whole groups.
+        if own % TILE_WORDS or outputs % TILE_WORDS or max(own, lanes) % min(own, lanes):
+            return False
+    fills = lanes <= word * TILE_WORDS and not kernel.lanes % TILE_WORDS
     return fills and kernel.word == word
+
+
+def tile_groups(kernel: Conv2DKernel, blocks: ChannelBlocks, cpu: CPUInfo) -> int:
+    """Groups in which tile registers compute a convolution with groups.
+
+    Parameters
+    ----------
+    kernel : Conv2DKernel
+        The convolution, in NCHW.
+    blocks : ChannelBlocks
+        The blocks that it will be packed in.
+    cpu : CPUInfo
+        The machine.
+
+    Returns
+    -------
+    int
+        The layer's own, or as many of 16 channels if those have fewer: several are one then, with
+        weights of zero between them. 0 where vectors compute it, because they are faster or tiles
+        cannot.
+    """
+    found = _in_tiles(kernel, blocks, cpu)
+    return 0 if found is None or _prefers_vectors(kernel, found, cpu) else found.layers[0].groups
+
+
+def takes_tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether tile registers compute a packed convolution.
+
+    With groups of bytes in blocks of a vector the faster of both does.
+    """
+    can_choose = kernel.layers[0].groups > 1 and kernel.is_quantized
+    return fits_tiles(kernel, cpu) and not (can_choose and _prefers_vectors(kernel, kernel, cpu))
+
+
+def _prefers_vectors(kernel: Conv2DKernel, packed: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether vectors compute a layer with groups faster than tiles do, as it is packed."""
+    if kernel.is_quantized and packed.lanes > cpu.lanes("int32"):
+        return False
+    return _vector_cycles(kernel, cpu) <= _least_cycles(packed, cpu)
+
+
+def _in_tiles(kernel: Conv2DKernel, blocks: ChannelBlocks, cpu: CPUInfo) -> Conv2DKernel | None:
+    """A convolution in blocks and with groups that tile registers compute, if there are such."""
+    if kernel.dtype not in cpu.tiles or len(kernel.layers) > 1:
+        return None
+    layer = kernel.layers[0]
+    own = layer.in_channels // layer.groups
+    if layer.groups > 1 and own < TILE_WORDS:
+        fill = not TILE_WORDS % own and not layer.in_channels % TILE_WORDS
+        is_alike = layer.in_channels == layer.out_channels and not layer.is_depthwise
+        if not (fill and is_alike) or prod(layer.kernel) > _MOST_TAPS:
+            return None
+        layer = replace(layer, groups=layer.in_channels // TILE_WORDS)
+    packed = _packed(replace(kernel, layers=(layer,)), blocks, WORDS[kernel.dtype])
+    return packed if fits_tiles(packed, cpu) else None
+
+
+def _least_cycles(kernel: Conv2DKernel, cpu: CPUInfo) -> float:
+    """Cycles of a packed convolution in tile registers."""
+    return tile_cycles(kernel, default_tile_knobs(kernel, cpu), cpu)
+
+
+def _vector_cycles(kernel: Conv2DKernel, cpu: CPUInfo) -> float:
+    """Cycles of a convolution with groups in blocks of a vector."""
+    lanes = cpu.lanes("float32")
+    word = WORDS[kernel.dtype] if kernel.is_quantized else 1
+    packed = _packed(kernel, ChannelBlocks(lanes, lanes), word).in_words()
+    return estimate(packed, default_conv2d_knobs(packed, cpu), cpu).cycles
 
 
 def fastest_blocks(
@@ -166,8 +248,9 @@ def fastest_blocks(
     Returns
     -------
     ChannelBlocks | None
-        At most as many as fill a row of a tile; None where tiles cannot compute all of them but
-        depthwise layers, which vectors compute in any blocks.
+        At most as many as fill a row of a tile; None where tiles cannot compute all dense ones, and
+        groups that they cannot compute need other blocks than of a vector. Depthwise layers and
+        narrow groups of floats do not count, as vectors compute them in any blocks.
     """
     dense = [kernel for kernel in kernels if not _is_depthwise(kernel)]
     types = {kernel.dtype for kernel in dense}
@@ -178,11 +261,19 @@ def fastest_blocks(
     widths = [TILE_WORDS << k for k in range(word.bit_length())]
     choices = [ChannelBlocks(width, width) for width in widths]
     for blocks in choices if are_equal else [*choices, ChannelBlocks(TILE_WORDS, row)]:
-        packed = [_packed(kernel, blocks, word) for kernel in dense]
-        if all(fits_tiles(kernel, cpu) for kernel in packed):
-            settings = ((kernel, default_tile_knobs(kernel, cpu)) for kernel in packed)
-            cycles[blocks] = sum(tile_cycles(*each, cpu) for each in settings)
+        cycles[blocks] = sum(_cycles(kernel, blocks, cpu) for kernel in dense)
+    cycles = {blocks: total for blocks, total in cycles.items() if total < inf}
     return min(cycles, key=cycles.__getitem__, default=None)
+
+
+def _cycles(kernel: Conv2DKernel, blocks: ChannelBlocks, cpu: CPUInfo) -> float:
+    """Cycles of a convolution in blocks; infinity where no kernel computes it in these."""
+    found, has_groups = _in_tiles(kernel, blocks, cpu), kernel.layers[0].groups > 1
+    if found is not None and (not has_groups or tile_groups(kernel, blocks, cpu)):
+        return _least_cycles(found, cpu)
+    channels = kernel.layers[0].in_channels, kernel.layers[0].out_channels
+    in_vectors = {blocks.of(each) for each in channels} == {cpu.lanes("float32")}
+    return _vector_cycles(kernel, cpu) if has_groups and in_vectors else inf
 
 
 def _is_depthwise(kernel: Conv2DKernel) -> bool:
@@ -261,7 +352,8 @@ def tile_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> f
     read = pixels * knobs.pixel_tiles * knobs.rows * found.steps * row
     size = int(kernel.height or 1) * int(kernel.width or 1)
     data = size * layer.in_channels * ITEM_BYTES[kernel.dtype] / knobs.unit_chunks
-    loads = groups * weights / _rate(weights, cpu) + read * channels / _rate(data, cpu)
+    times = channels * found.loads(knobs)
+    loads = groups * weights / _rate(weights, cpu) + read * times / _rate(data, cpu)
     finished = _FINISHED if packed_tiles(kernel, knobs) > 1 else _UNPACKED * _FINISHED
     endings = groups * tiles * knobs.rows * (_STORED + finished)
     if knobs.interleaved:

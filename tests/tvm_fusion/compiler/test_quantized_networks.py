@@ -205,6 +205,29 @@ def inverted_residual() -> onnx.ModelProto:
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
+def grouped_block(own: int) -> onnx.ModelProto:
+    """A bottleneck of 128 channels with groups, and a residual."""
+    rng, node = np.random.default_rng(4), onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w0"], ["a"], kernel_shape=[1, 1]),
+        node("Relu", ["a"], ["b"]),
+        node("Conv", ["b", "w1"], ["c"], kernel_shape=[3, 3], pads=[1] * 4, group=128 // own),
+        node("Relu", ["c"], ["d"]),
+        node("Conv", ["d", "w2"], ["e"], kernel_shape=[1, 1]),
+        node("Add", ["e", "x"], ["y"]),
+    ]
+    shapes = {"w0": (128, 64, 1, 1), "w1": (128, own, 3, 3), "w2": (64, 128, 1, 1)}
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    ends = {"x": [1, 64, 9, 11], "y": [1, 64, 9, 11]}
+    ends = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in ends.items()]
+    graph = onnx.helper.make_graph(nodes, "block", ends[:1], ends[1:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
 def test_tensors_around_a_depthwise_layer_have_blocks_of_their_own(tmp_path):
     """By loops in place of tile registers: 24 channels in one block, 144 in three of 48."""
     model = quantized(inverted_residual(), tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
@@ -220,6 +243,27 @@ def test_tensors_around_a_depthwise_layer_have_blocks_of_their_own(tmp_path):
     assert sorted(rules) == ["Conv2D", "TileConv2D", "TileConv2D", "TileConv2D"]
     layouts = [from_json(str(attrs["tvm_fusion.workload"])).out_layout for attrs in kernels]
     assert sorted(layouts) == ["NCHW32c", "NCHW32c", "NCHW48c", "NCHW48c"]
+    step = np.diff(np.unique(wanted)).min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
+
+
+@pytest.mark.parametrize("own", [4, 16, 32])
+def test_groups_by_loops_in_place_of_tile_registers(own, tmp_path):
+    """Bit for bit those of vectors: groups of 4 channels are computed as groups of 16."""
+    block = grouped_block(own)
+    model = quantized(block, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    x = next(iter(Images(model).get_next().values()))
+    (wanted,) = run_onnx(model, {"x": x})
+    target = resolve("native", 1)
+    tiles = {"tiles": ("uint8",), "emulates_tiles": True, "word_channels": 4}
+    with described(target, replace(CPUInfo.from_target(target), **tiles)):
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options())
+        found = tvm_fusion.compile(model, target, records="none")(x)
+    kernels = [f.attrs for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
+    assert [str(attrs["tvm_fusion.rule"]) for attrs in kernels] == ["TileConv2D"] * 3
+    groups = {from_json(str(attrs["tvm_fusion.workload"])).layers[0].groups for attrs in kernels}
+    assert groups == {1, 128 // max(own, 16)}
     step = np.diff(np.unique(wanted)).min()
     assert np.abs(found - wanted).max() < 1.01 * step
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01

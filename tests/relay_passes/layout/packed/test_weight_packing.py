@@ -99,6 +99,21 @@ def test_grouped_weights(groups, inputs, outputs, block):
     check(data, weight, "grouped", groups, block)
 
 
+@pytest.mark.parametrize(("form", "word"), [("quantized", 4), ("words", 2)])
+@pytest.mark.parametrize("own", [2, 4, 8])
+def test_narrow_groups_are_groups_of_16_with_zeros_between(form, word, own):
+    weight = np.arange(1, 80 * own * 2 + 1).reshape(80, own, 1, 2)
+    packed = pack_array(weight, f"{form}_diagonal", 32)
+    assert packed.shape == (3, 1, 1, 2, 16 // word, 32, word)
+    wide = np.moveaxis(packed, 5, 1).reshape(96, 1, 2, 16)
+    for output, channel in np.ndindex(80, 16):
+        first = output % 16 // own * own
+        is_own = first <= channel < first + own
+        expected = weight[output, channel - first] if is_own else 0
+        np.testing.assert_array_equal(wide[output, ..., channel], expected)
+    assert not wide[80:].any()
+
+
 @given(CHANNELS, BLOCKS)
 def test_bias_and_data(channels, block):
     bias = np.arange(1, channels + 1, dtype="float32")
@@ -114,6 +129,8 @@ def test_bias_and_data(channels, block):
 @pytest.mark.parametrize("form", FORMS)
 def test_expressions_pack_as_arrays_do(form):
     shapes = {"bias": (13,), "depthwise": (13, 1, 3, 2), "narrow": (14, 2, 3, 2)}
+    shapes |= dict.fromkeys(("quantized_diagonal", "words_diagonal"), (48, 4, 3, 2))
+    shapes["quantized_grouped"] = (13, 8, 3, 2)
     shape = shapes.get(form, (13, 6, 3, 2))
     dtype = "int8" if form.startswith(("quantized", "pairs")) else "float32"
     array = (99 * np.random.default_rng(1).standard_normal(shape)).astype(dtype)

@@ -37,10 +37,15 @@ from tvm_fusion.compiler.targets.target import resolve
 TYPES = st.sampled_from(["bfloat16", "float32"])
 
 
+def has_words(case: Case) -> bool:
+    """Return whether weights are words: dense ones, and in blocks of tiles those of groups, too."""
+    return case.layers[0].groups == 1 or case.lanes >= 16
+
+
 def kernel_of(case: Case, out_dtype: str) -> Conv2DKernel:
     """The workload; ``case.nchw`` stands for an image in blocks of four channels."""
-    dense = case.layers[0].groups == 1
-    kernel = replace(case.kernel, dtype="bfloat16", sums="float32", word=2 if dense else 1)
+    word = 2 if has_words(case) else 1
+    kernel = replace(case.kernel, dtype="bfloat16", sums="float32", word=word)
     layout = "NCHW4c" if case.nchw else kernel.out_layout
     return replace(kernel, out_dtype=out_dtype, data_layout=layout)
 
@@ -71,10 +76,11 @@ def operands(case: Case, seed: int) -> tuple[list[Array], list[Array]]:
 
 
 def _pack_weight(weight: Array, case: Case, data_lanes: int) -> Array:
-    if case.layers[0].groups > 1:
+    if not has_words(case):
         return pack_weight(weight, case, 0)
-    words = pack(pack(weight, data_lanes, axis=1), case.lanes, axis=0)
-    shape = *words.shape[:4], data_lanes // 2, 2, case.lanes
+    step = case.layers[0].input_step(data_lanes)
+    words = pack(pack(weight, step, axis=1), case.lanes, axis=0)
+    shape = *words.shape[:4], step // 2, 2, case.lanes
     return np.moveaxis(words.reshape(shape), 5, 6)
 
 

@@ -38,13 +38,28 @@ CPU = replace(CPUInfo.from_target(TARGET), **TILES)
 BYTES = Activation("round_clip", 0, 255)
 FEW = settings(max_examples=settings.default.max_examples // 4)
 BLOCKS = st.sampled_from([16, 32, 48, 64])
-cases = st.tuples(quantized_cases((4, False)), BLOCKS, BLOCKS).map(
-    lambda drawn: replace(drawn[0], lanes=drawn[1], inner=drawn[2])
-)
+
+
+def fits(own: int, lanes: int) -> bool:
+    return max(own, lanes) % min(own, lanes) == 0
+
+
+@st.composite
+def cases(draw) -> QuantizedCase:
+    """A layer in any blocks; groups are of whole blocks, or blocks of whole groups."""
+    case, lanes = draw(quantized_cases((4, False))), draw(BLOCKS)
+    if case.layer.groups == 1:
+        return replace(case, lanes=lanes, inner=draw(BLOCKS))
+    own = draw(st.sampled_from([own for own in (16, 32, 48, 64, 128) if fits(own, lanes)]))
+    channels = own * case.layer.groups
+    layer = replace(case.layer, in_channels=channels, out_channels=channels)
+    return replace(case, layer=layer, lanes=lanes)
 
 
 def schedule(case: QuantizedCase, knobs: TileConv2DKnobs | None = None) -> tirx.PrimFunc:
     with described(TARGET, CPU):
+        if knobs is None and case.layer.groups > 1:  # vectors might be faster
+            knobs = TILE_CONV2D.default(case.kernel, CPU)
         if knobs is not None:
             return TILE_CONV2D.write(case.build(), case.kernel, knobs, TARGET).mod["main"]
         found = TileConv2D().apply(case.build(), TARGET, False)
@@ -53,13 +68,13 @@ def schedule(case: QuantizedCase, knobs: TileConv2DKnobs | None = None) -> tirx.
 
 
 @pytest.mark.slow
-@given(cases, SEED)
+@given(cases(), SEED)
 @FEW
 def test_numbers_with_default_knobs(case, seed):
     case.check(compile_function(schedule(case)), seed)
 
 
-@given(cases, st.integers(1, 6), st.data())
+@given(cases(), st.integers(1, 6), st.data())
 @FEW
 def test_numbers_with_any_knobs(case, cores, data):
     space = list(tile_conv2d_space(case.kernel, replace(CPU, num_cores=cores)))
@@ -118,11 +133,34 @@ def test_a_batch_that_is_known_only_at_run_time():
 @given(cases_of_floats(pair=False), st.sampled_from([16, 32]), TYPES, SEED)
 @FEW
 def test_numbers_of_bfloat16(case, lanes, out_dtype, seed):
-    dense = replace(case.layers[0], groups=1)
-    case = replace(case, layers=(dense,), lanes=lanes)
+    layer, groups = case.layers[0], case.layers[0].groups
+    if groups > 1:  # with another number of outputs a group than of inputs
+        own = seed % 3 + 1
+        layer = replace(layer, in_channels=32 * groups, out_channels=16 * own * groups)
+    case = replace(case, layers=(layer,), lanes=lanes)
     with described(TARGET, CPU):
         func = TileConv2D().apply(build_floats(case, out_dtype), TARGET, False)
     check_floats(case, func.mod["main"], out_dtype, seed)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(
+    ("own", "lanes", "shape", "interleaved"),
+    [
+        (16, 16, (1, 4), True),
+        (32, 64, (2, 2), True),
+        (64, 32, (1, 3), False),
+        (48, 48, (1, 2), True),
+    ],
+)
+def test_groups(own, lanes, shape, interleaved):
+    """Five groups, whose tiles do not divide those that are summed at a time."""
+    padding, end = (1, 0, 2, 1), Activation("round_clip", -100, 155)
+    layer = ConvLayer(5 * own, 5 * own, (3, 3), (1, 2), padding, groups=5, activation=end)
+    case = QuantizedCase(layer, 2, 6, 19, lanes, False, "uint8", addition=ADDITIONS[0])
+    case.check(
+        compile_function(schedule(case, TileConv2DKnobs(9, *shape, 2, 2, 4, interleaved))), 4
+    )
 
 
 SHAPES = {
@@ -135,6 +173,9 @@ SHAPES = {
     ),
     "halves": QuantizedCase(ConvLayer(96, 96, (3, 3), padding=(1,) * 4), 1, 28, 28, 32),
     "narrow": QuantizedCase(ConvLayer(128, 144, (1, 1)), 1, 28, 28, 48, inner=64),
+    "groups": QuantizedCase(
+        ConvLayer(512, 512, (3, 3), padding=(1,) * 4, groups=32), 1, 28, 28, 64
+    ),
 }
 
 
@@ -159,7 +200,8 @@ def test_machine_code(cpu, shape, name):
     for loop in found:
         products = _count(loop.instructions, "tdpbusd")
         assert products % prod(shape) == 0
-        assert _count(loop.instructions, "tileload") * prod(shape) == products * sum(shape)
+        loads = shape[0] * TileGeometry.of(case.kernel).loads(knobs) + shape[1]
+        assert _count(loop.instructions, "tileload") * prod(shape) == products * loads
         assert not _count(loop.instructions, "tilestored") or not loop.innermost
         assert not _count(loop.instructions, "call")
         assert loop.stack_stores == loop.stack_loads == 0
@@ -207,5 +249,8 @@ def test_cpus_without_tiles_leave_them_alone():
 def test_blocks_that_fit_no_tiles_are_left_to_others():
     plain = QuantizedCase(ConvLayer(16, 16, (1, 1)))
     with described(TARGET, CPU):
-        for case in (replace(plain, lanes=8), replace(plain, lanes=128), replace(plain, word=2)):
+        groups = replace(plain, layer=ConvLayer(96, 96, (1, 1), groups=2), lanes=32)
+        fours = replace(plain, layer=ConvLayer(16, 16, (1, 1), groups=4))
+        wide = [replace(plain, lanes=lanes) for lanes in (8, 128)]
+        for case in (*wide, replace(plain, word=2), groups, fours):
             assert TileConv2D().apply(case.build(), TARGET, False) is None

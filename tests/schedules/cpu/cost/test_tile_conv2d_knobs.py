@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.tile_conv2d_knobs import default_tile_knobs, fastest_blocks, tile_cycles
+from schedules.cpu.cost.tile_conv2d_knobs import (
+    default_tile_knobs,
+    fastest_blocks,
+    fits_tiles,
+    takes_tiles,
+    tile_cycles,
+    tile_groups,
+)
 from schedules.workload.conv2d import WORDS, ChannelBlocks, Conv2DKernel, ConvLayer
 
 TYPES = frozenset({"uint8", "bfloat16"})
@@ -67,14 +74,41 @@ def test_tensors_of_few_channels_have_narrower_blocks(dtype):
     assert found.of(144) == (48 if dtype == "uint8" else 32)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+@pytest.mark.parametrize(("channels", "size"), [(256, 28), (512, 14)])
+def test_groups_are_computed_in_tiles_where_these_are_faster(dtype, channels, size):
+    """Layers of ResNeXt-50: of 8 and 16 channels a group."""
+    layer = ConvLayer(channels, channels, (3, 3), padding=(1,) * 4, groups=32)
+    dense = [kernel_of(ConvLayer(2 * channels, channels, (1, 1)), size, dtype)] * 2
+    kernel = kernel_of(layer, size, dtype)
+    blocks = fastest_blocks([*dense, kernel], CPU)
+    assert blocks is not None and tile_groups(kernel, blocks, CPU) == channels // 16
+    assert tile_groups(kernel, ChannelBlocks(16, 16), CPU) == channels // 16
+    wide = replace(layer, in_channels=24 * 32, out_channels=24 * 32)
+    assert tile_groups(replace(kernel, layers=(wide,)), ChannelBlocks(16, 16), CPU) == 0
+    large = replace(layer, kernel=(65, 65), in_channels=128, out_channels=128)
+    assert tile_groups(replace(kernel, layers=(large,)), ChannelBlocks(16, 16), CPU) == 0
+
+
+def test_groups_of_bytes_in_wide_blocks_leave_no_choice():
+    layer = ConvLayer(1024, 1024, (3, 3), padding=(1,) * 4, groups=32)
+    kernel = kernel_of(layer, 1, "uint8", 16)
+    assert not takes_tiles(kernel, CPU) and fits_tiles(kernel, CPU)
+    assert takes_tiles(kernel_of(layer, 1, "uint8", 32), CPU)
+    assert tile_groups(kernel_of(layer, 1, "uint8"), ChannelBlocks(32, 32), CPU) == 32
+    narrow = replace(layer, in_channels=256, out_channels=256)
+    for dtype in ("uint8", "bfloat16"):
+        assert tile_groups(kernel_of(narrow, 1, dtype), ChannelBlocks(16, 16), CPU) == 0
+
+
 def test_networks_that_tiles_compute_in_part_keep_their_blocks():
-    dense, grouped = ConvLayer(64, 64, (1, 1)), ConvLayer(64, 64, (3, 3), groups=2)
+    dense, grouped = ConvLayer(96, 96, (1, 1)), ConvLayer(96, 96, (3, 3), groups=8)
     bytes_, floats = kernel_of(dense, 28, "uint8"), kernel_of(dense, 28, "bfloat16")
     other = replace(kernel_of(grouped, 28, "bfloat16"), word=1)
     assert fastest_blocks([bytes_, floats], CPU) is None
-    assert fastest_blocks([floats, other], CPU) is None
-    fours = kernel_of(ConvLayer(64, 64, (3, 3), groups=16), 28, "uint8")
-    assert fastest_blocks([bytes_, fours], CPU) is None
+    assert fastest_blocks([floats, other], CPU) == ChannelBlocks(16, 16)
+    twelves = kernel_of(grouped, 28, "uint8")
+    assert fastest_blocks([bytes_, twelves], CPU) == ChannelBlocks(16, 16)
     assert fastest_blocks([replace(bytes_, dtype="float32")], CPU) is None
     assert fastest_blocks([bytes_], replace(CPU, tiles=frozenset({"bfloat16"}))) is None
     assert fastest_blocks([], CPU) is None
