@@ -160,6 +160,17 @@ def test_rows_of_a_matrix_are_pixels():
     check(case, schedule(case, "bfloat16"), "bfloat16", 0)
 
 
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("lanes", [16, 32])
+def test_words_of_layers_with_groups(lanes):
+    """They are meant for tile registers; vectors, and the definition, give the same."""
+    layer = ConvLayer(96, 48, (3, 2), (2, 1), (1, 0, 1, 1), groups=3)
+    case = Case((layer,), lanes=lanes, residual=True)
+    check(case, build(case, "bfloat16").without_attr("tvm_fusion.workload"), "bfloat16", 2)
+    if lanes == 16:
+        check(case, schedule(case, "bfloat16"), "bfloat16", 3)
+
+
 def test_an_open_batch():
     case = Case((ConvLayer(16, 8, (3, 3), padding=(1, 1, 1, 1)),), batch=3, residual=True)
     func = build(case, "bfloat16", batch=tirx.Var("n", "int64"))
