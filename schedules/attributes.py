@@ -23,6 +23,10 @@ REDUCE, REDUCE_SHAPE = "tvm_fusion.reduce", "tvm_fusion.reduce_shape"
 """Workload of a coalesced reduction, and the shape of its data, which fused producers hide, as
 JSON. :mod:`schedules.compute` writes them; passes and rules of reductions read them."""
 
+COLUMN_SUMS = "tvm_fusion.column_sums"
+"""Rows of each partial sum of columns. :mod:`schedules.compute` writes it; ``FuseReductions`` and
+the rule of reductions read it."""
+
 REDUCE_CONFIG = "tvm_fusion.reduce_config"
 """Configuration of a group of reductions on a GPU, as JSON, from ``ConfigureReductions`` to the
 rule."""

@@ -15,6 +15,7 @@ from schedules.workload.reduce import constant
 
 from ..core.expressions import is_claimed
 from .call_group import CallGroup
+from .column_sums import are_kept, find_column_sums, pays_off, with_column_sums
 from .dependences import BlockOrder, Unit
 from .groups import ReductionGroup, ReductionGroups
 from .online_sums import Links, find_online_sums, with_own_links
@@ -64,6 +65,8 @@ class FuseReductions:
       that moves fewer bytes;
     * an *online softmax*: where no block can process a row, a sum of exponentials with the maximum
       that it is relative to. Element-wise consumers are left to another kernel;
+    * sums of the columns of the rows of a chain, as in the gradient of a norm: each block sums
+      those of its rows, and another kernel adds the sums of all blocks;
     * the producers of all of these.
 
     :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.stored_calls`,
@@ -119,16 +122,50 @@ class _Rewriter(PyExprMutator):
         """Replace the members of groups by calls, then visit the bindings."""
         groups = self._groups(block)
         sums = find_online_sums(groups)
+        links: Links = {}
         if sums:
-            groups = self._groups(*with_own_links(block, sums))
+            block, links = with_own_links(block, sums)
+            groups = self._groups(block, links)
+        block, groups = self._sum_columns(block, groups, links)
         kernels = _kernels(groups)
         if kernels:
             block = self._regroup(kernels, groups)
         return super().visit_dataflow_block_(block)
 
-    def _groups(self, block: relax.DataflowBlock, links: Links | None = None) -> ReductionGroups:
+    def _sum_columns(
+        self, block: relax.DataflowBlock, groups: ReductionGroups, links: Links
+    ) -> tuple[relax.DataflowBlock, ReductionGroups]:
+        """Let kernels of rows sum their columns where that pays off."""
+        chosen = find_column_sums(groups)
+        while chosen:
+            builder = relax.BlockBuilder(self.mod)
+            found, originals = with_column_sums(block, groups.calls, chosen, builder)
+            tried = self._groups(found, links, builder.get())
+            kernels = _kernels(tried)
+            kept = {
+                originals[var]
+                for unit, group in kernels.items()
+                if group.columns and are_kept(group, unit, tried)
+                for var in group.columns
+            }
+            if len(kept) == len(chosen):
+                name = next(iter(chosen))
+                if not pays_off(name, (kernels, tried), (_kernels(groups), groups), self.gpu):
+                    break
+                block, _ = with_column_sums(block, groups.calls, chosen, self.builder_)
+                self.mod = self.builder_.get()
+                return block, self._groups(block, links)
+            chosen = {var: rows for var, rows in chosen.items() if var in kept}
+        return block, groups
+
+    def _groups(
+        self,
+        block: relax.DataflowBlock,
+        links: Links | None = None,
+        mod: IRModule | None = None,
+    ) -> ReductionGroups:
         order = BlockOrder(block)
-        calls = TIRCalls.read(self.mod, order.bindings.values(), gathers=True)
+        calls = TIRCalls.read(mod or self.mod, order.bindings.values(), gathers=True)
         return ReductionGroups(calls, order, self.gpu, links)
 
     def _regroup(

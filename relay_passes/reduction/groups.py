@@ -2,7 +2,7 @@
 """Groups of calls in a dataflow block that one reduction kernel computes.
 
 A *group* has reductions over one :class:`~relay_passes.reduction.row_space.RowSpace`, and calls
-computed from their results in this space. Groups are formed in four steps:
+computed from their results in this space. Groups are formed in six steps:
 
 1. In the order of the block, a reduction joins the first group that it belongs to: one whose
    tensors it reduces (a *chain*), or one with which it shares a large input (*sisters*). An
@@ -13,7 +13,8 @@ computed from their results in this space. Groups are formed in four steps:
 3. A reshape of a tensor that a group writes anyway leaves the group: TVM makes it a view.
 4. A call that is stored anyway joins a group that reads the same data
    (:mod:`relay_passes.reduction.stored_calls`).
-5. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is also read
+5. A chain computes sums of columns over groups of its rows (:mod:`.column_sums`).
+6. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is also read
    outside joins the group, which writes its tensor, too.
 
 A group is a *chain* if it reduces or stores elements that use its results. It needs a whole row at
@@ -69,6 +70,8 @@ class ReductionGroup:
     links : frozenset[relax.Var]
         Further members, of as many elements as the data: the calls between a maximum and a sum that
         uses it, in an online group (:mod:`relay_passes.reduction.online_sums`).
+    columns : frozenset[relax.Var]
+        Further members: sums of columns over groups of rows.
     """
 
     space: RowSpace
@@ -77,11 +80,12 @@ class ReductionGroup:
     rows: frozenset[relax.Var] = frozenset()
     tiles: frozenset[relax.Var] = frozenset()
     links: frozenset[relax.Var] = frozenset()
+    columns: frozenset[relax.Var] = frozenset()
 
     @cached_property
     def members(self) -> frozenset[relax.Var]:
         """All members."""
-        return self.reductions | self.rows | self.tiles | self.links
+        return self.reductions | self.rows | self.tiles | self.links | self.columns
 
     def joined(self, var: relax.Var, kind: str) -> ReductionGroup:
         """The group with one more call of rows or of tiles."""
@@ -98,6 +102,7 @@ class ReductionGroup:
             self.rows | other.rows,
             self.tiles | other.tiles,
             self.links | other.links,
+            self.columns | other.columns,
         )
 
 
@@ -149,6 +154,7 @@ class ReductionGroups:
             self._unite_strangers()
             self._leave_views()
             self._join_stored()
+            self._join_columns()
         self.absorption = self._absorb()
 
     def group_of(self, var: relax.Var) -> ReductionGroup | None:
@@ -182,6 +188,29 @@ class ReductionGroups:
         is_read = not isinstance(var, relax.DataflowVar) or not users <= group.members
         return is_read and var in group.members
 
+    def rows_of(self, var: relax.Var) -> ReductionGroup | None:
+        """The chain of whole rows that reads most of the data of a sum of columns."""
+        before: dict[tuple[int | None, int | None], frozenset[relax.Expr]] = {}
+        most, found = 0, None
+        for group in self.groups:
+            space = group.space
+            if [kind for kind, _ in space.runs] == ["P", "R"] and self.is_chain(group):
+                extents = constant(space.outputs), constant(space.reduced)
+                if extents not in before:
+                    before[extents] = tensors_before(self.calls, space, {var})
+                own = before[extents] & (self.large_inputs(group) | group.members)
+                shared = sum(map(count_bytes, own))
+                if shared > most:
+                    most, found = shared, group
+        return found
+
+    def large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
+        """The inputs of a group with at least as many elements as it reduces."""
+        if group not in self._large:
+            least, inputs = self._elements(group), self._inputs(group.members)
+            self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
+        return self._large[group]
+
     def _add_reduction(self, var: relax.Var) -> None:
         workload = self.calls.workload(var)
         data = self.calls.tensors(var)[0]
@@ -191,9 +220,9 @@ class ReductionGroups:
         if constant(single.space.reduced) == 1:
             return  # a tensor of rows would be one of tiles
         before = {tensor for link in links for tensor in self.calls.tensors(link)}
-        read = self._large_inputs(single)
+        read = self.large_inputs(single)
         for group in sorted(self.groups, key=lambda group: data not in group.tiles):
-            related = data in group.tiles or not read.isdisjoint(self._large_inputs(group))
+            related = data in group.tiles or not read.isdisjoint(self.large_inputs(group))
             if links:
                 related = not group.members.isdisjoint(before)
             if related and self._unite(group, single):
@@ -258,6 +287,13 @@ class ReductionGroups:
             if is_free and self.group_of(var) is None:
                 for group, united in self._writers(var)[:1]:
                     self._replace(group, united)
+
+    def _join_columns(self) -> None:
+        """Let chains compute sums of their columns."""
+        for var in self.calls.columns:
+            group = self.rows_of(var)
+            if group is not None:
+                self._replace(group, replace(group, columns=group.columns | {var}))
 
     def _writers(self, var: relax.Var) -> list[tuple[ReductionGroup, ReductionGroup]]:
         """The groups that could write a tensor, each without it and with it."""
@@ -326,7 +362,7 @@ class ReductionGroups:
         inputs = min(count_large(read, elements) for read in (direct, self._inputs(members)))
         if inputs > MAX_TENSORS:
             return False
-        computed = members - group.reductions
+        computed = members - group.reductions - group.columns
         if not all(self._agrees(group.space, var, members) for var in computed):
             return False
         if sum(self.is_result(var, group) for var in group.tiles) > MAX_TENSORS:
@@ -337,7 +373,7 @@ class ReductionGroups:
 
     def _has_rows_at_once(self, group: ReductionGroup) -> bool:
         space = group.space
-        read = self._large_inputs(group) or {self._data(group)}  # from small tensors: as if read
+        read = self.large_inputs(group) or {self._data(group)}  # from small tensors: as if read
         itemsize = sum(map(item_bytes, read))
         outputs, reduced = constant(space.outputs), constant(space.reduced)
         return chain_fits(outputs, reduced, itemsize, self.gpu, space.form)
@@ -353,13 +389,6 @@ class ReductionGroups:
             call = self.calls.injective[var]
             self._agreed[key] = space.agrees(self._functions[function], call, read)
         return self._agreed[key]
-
-    def _large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
-        """The inputs of a group with at least as many elements as it reduces."""
-        if group not in self._large:
-            least, inputs = self._elements(group), self._inputs(group.members)
-            self._large[group] = frozenset(e for e in inputs if count_elements(e) >= least)
-        return self._large[group]
 
     def _elements(self, group: ReductionGroup) -> int:
         """``M`` times ``N``, as a number."""

@@ -32,6 +32,8 @@ class TIRCalls:
     reductions, injective : dict[relax.Var, relax.Call]
         Calls of coalesced reductions; of element-wise, broadcast and injective functions; in the
         order of the block.
+    columns : dict[relax.Var, relax.Call]
+        Calls of sums of columns over groups of rows.
     products : set[relax.Var]
         Results of convolutions and matrix products.
     users : dict[relax.Var, set[relax.Var]]
@@ -41,6 +43,7 @@ class TIRCalls:
     mod: IRModule
     reductions: dict[relax.Var, relax.Call] = field(default_factory=dict)
     injective: dict[relax.Var, relax.Call] = field(default_factory=dict)
+    columns: dict[relax.Var, relax.Call] = field(default_factory=dict)
     products: set[relax.Var] = field(default_factory=set)
     users: dict[relax.Var, set[relax.Var]] = field(default_factory=dict)
     _tensors: dict[relax.Var, list[relax.Expr]] = field(default_factory=dict)
@@ -61,7 +64,10 @@ class TIRCalls:
             func = _called(mod, binding.value)
             if func is None or not isinstance(binding, relax.VarBinding):
                 continue
-            if is_reduction(func):
+            blocks = nodes(func.body, s_tir.SBlock)
+            if any(attributes.COLUMN_SUMS in block.annotations for block in blocks):
+                calls.columns[binding.var] = binding.value
+            elif is_reduction(func):
                 calls.reductions[binding.var] = binding.value
             elif _is_injective(func):
                 calls.injective[binding.var] = binding.value
@@ -72,8 +78,9 @@ class TIRCalls:
         return calls
 
     def call(self, var: relax.Var) -> relax.Call:
-        """The call that computes a reduction or an injective tensor."""
-        return self.injective[var] if var in self.injective else self.reductions[var]
+        """The call that computes a reduction, sums of columns, or an injective tensor."""
+        kinds = (self.injective, self.reductions, self.columns)
+        return next(kind[var] for kind in kinds if var in kind)
 
     def tensors(self, var: relax.Var) -> list[relax.Expr]:
         """The operands of that call."""

@@ -228,7 +228,7 @@ class Absorption:
 
     def _domain(self, member: relax.Var) -> int:
         """Number of elements that a member of a kernel computes or reduces."""
-        if member in self.calls.reductions:
+        if member in self.calls.reductions or member in self.calls.columns:
             return count_elements(self.calls.tensors(member)[0])
         return count_elements(member)
 

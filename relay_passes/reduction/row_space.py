@@ -71,6 +71,14 @@ class RowSpace:
             )
         )
 
+    def is_transposed(self, other: RowSpace) -> bool:
+        """Return whether each has the rows of a matrix, of which the other has the columns."""
+        pairs = zip(self.runs, other.runs, strict=False)
+        return len(self.runs) == len(other.runs) == 2 and all(
+            kind != other_kind and self._is_equal(extent, other_extent)
+            for (kind, extent), (other_kind, other_extent) in pairs
+        )
+
     def kind(self, tensor: relax.Expr) -> str | None:
         """:data:`ROW`, :data:`TILE`, or None, by the number of elements."""
         count = size_of(tensor.ty.shape)

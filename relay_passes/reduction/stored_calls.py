@@ -29,7 +29,8 @@ def is_stored(calls: TIRCalls, var: relax.Var) -> bool:
     """Return whether a tensor is stored whatever is fused: others than injective calls read it."""
     users = calls.users.get(var, set())
     return not isinstance(var, relax.DataflowVar) or any(
-        user not in calls.injective and user not in calls.reductions for user in users
+        not any(user in kind for kind in (calls.injective, calls.reductions, calls.columns))
+        for user in users
     )
 
 

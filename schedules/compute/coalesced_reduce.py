@@ -61,6 +61,42 @@ def coalesced_reduce(data: te.Tensor, workload: ReduceWorkload) -> te.Tensor:
     return te.compute(shape, element, name=FINISH)
 
 
+def column_sums(data: te.Tensor, axes: tuple[int, ...], rows: int) -> te.Tensor:
+    """Sum ``data`` over groups of neighbouring rows, as far as a block of a row kernel goes.
+
+    ::
+
+        out[g, n] = sum over r < rows, g * rows + r < M of data[g * rows + r, n]
+
+    Parameters
+    ----------
+    data : te.Tensor
+        Of known extents; floats of 16 or 32 bits.
+    axes : tuple[int, ...]
+        Axes that number the ``M`` rows; the others number the ``N`` columns.
+    rows : int
+        Rows of a partial sum.
+
+    Returns
+    -------
+    te.Tensor
+        ``float32[ceil(M / rows), N]``; their sum over the first axis is that of ``data``.
+    """
+    loops = CanonicalLoops(tuple(data.shape), axes)
+    count, columns = int(loops.reduced), int(loops.outputs)
+    r = te.reduce_axis((0, i64(rows)), name="r")
+
+    def element(group: tirx.Var, n: tirx.Var) -> tirx.Expr:
+        m = group * i64(rows) + r
+        value = data(*loops.subscripts(n, m)).astype("float32")
+        if count % rows:
+            value = tirx.if_then_else(m < i64(count), value, tirx.const(0, "float32"))
+        return te.sum(value, axis=r)
+
+    shape = (i64(-(-count // rows)), i64(columns))
+    return te.compute(shape, element, name="column_sums", attrs={attributes.COLUMN_SUMS: rows})
+
+
 def output_shape(loops: CanonicalLoops, keepdims: bool) -> list[int | tirx.Expr]:
     """Extents of the output's axes."""
     if keepdims:

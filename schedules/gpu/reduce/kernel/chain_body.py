@@ -16,6 +16,9 @@ A cluster of blocks does likewise, each block having a share of a row that is to
         for n in the row, vectors of elements:
             elements[m, n] = f(m, n, results)             # the others
 
+Where columns are summed, too, the threads of a row process a whole group of rows one after another,
+each with its columns' sums in registers, and store them at the end.
+
 A thread whose share of the row is small keeps its loads in registers, and its loops are unrolled.
 Otherwise each stage reads the row again, from the cache.
 """
@@ -24,13 +27,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.gpu.core.vector_loads import Register, Value, VectorLoads
+from schedules.gpu.core.vector_loads import Register, Value, VectorLoads, store_lanes
 from schedules.tir.branch import when
-from schedules.tir.index_math import i64
+from schedules.tir.index_math import ceildiv, i64
 from schedules.workload.reduce import constant
 
 from ..plan.group import ElementOutput, ReductionStage
@@ -47,6 +51,16 @@ VisitRow = Callable[[Sequence[Value], Visit], None]
 
 def write_chain(ctx: ReduceContext) -> None:
     """Emit all stages, then the stores of elements that use the last results."""
+    if not ctx.group.columns:
+        _write_row(ctx)
+        return
+    sums = _KeptSums(ctx)
+    with T.serial(i64(0), i64(ctx.config.turns)) as turn:
+        _write_row(replace(ctx, turn=turn), sums)
+    sums.store()
+
+
+def _write_row(ctx: ReduceContext, sums: _KeptSums | None = None) -> None:
     m = T.bind(ctx.safe_output())
     results = [Results(ctx, m + i64(k)) for k in range(ctx.results)]
     visit_row = _KeptRow(ctx, m).visit if ctx.config.kept else _read_again(ctx)
@@ -56,10 +70,12 @@ def write_chain(ctx: ReduceContext) -> None:
         _reduce_stage(ctx, stage, group.elements_of(number), results, visit_row, exchange)
     last = group.elements_of(len(group.stages))
     with exchange.leaving() if exchange else nullcontext():
-        if last:
+        if last or sums:
             with when(ctx.exists(ctx.first_output)):
-                values = [element.value for element in last]
-                visit_row(values, store_elements(ctx, last, m, _known(ctx, results)))
+                values = [columns.value for columns in group.columns]
+                values += [element.value for element in last]
+                visit = store_elements(ctx, last, m, _known(ctx, results))
+                visit_row(values, both(sums.add(results), visit) if sums else visit)
 
 
 def _reduce_stage(
@@ -121,7 +137,7 @@ class _KeptRow:
     def __init__(self, ctx: ReduceContext, m: tirx.Expr):
         self.ctx = ctx
         self.m = m
-        self.positions = [self._position(i) for i in range(ctx.config.kept)]
+        self.positions = [_kept_position(ctx, i) for i in range(ctx.config.kept)]
         self.known: list[list[Register]] = [[] for _ in self.positions]
 
     def visit(self, values: Sequence[Value], visit: Visit) -> None:
@@ -132,19 +148,65 @@ class _KeptRow:
             loads.fetch(self.m, n, ctx.flat, known)
             for (n, _), known in zip(self.positions, self.known, strict=True)
         ]
-        for (n, exists), lane in zip(self.positions, lanes, strict=True):
+        for number, ((n, exists), lane) in enumerate(zip(self.positions, lanes, strict=True)):
             with when(exists):
-                visit(LoadedVector(n, n, lane, ctx.config.vector))
+                visit(LoadedVector(n, n, lane, ctx.config.vector, number=number))
 
-    def _position(self, number: int) -> tuple[tirx.Expr, tirx.Expr | None]:
-        """Position of a vector, clamped to the last one, and whether it exists; None if it does."""
-        ctx, config = self.ctx, self.ctx.config
-        step = config.stride * config.splits
-        reduced, width = constant(ctx.group.reduced), 1 if ctx.is_y else config.vector
-        assert reduced is not None, "rows of unknown extent are not kept"
-        own = ctx.row if ctx.is_y else ctx.lane * i64(width)
-        own = ctx.split * i64(config.stride) + own if config.splits > 1 else own
-        place = T.bind(i64(number * step) + own)
-        if (number + 1) * step <= reduced:
-            return place, None
-        return T.bind(tirx.min(place, i64(reduced - width))), place < i64(reduced)
+
+class _KeptSums:
+    """Sums of the columns that a thread keeps, over the rows of its group."""
+
+    def __init__(self, ctx: ReduceContext):
+        self.ctx = ctx
+        size = ctx.config.kept * ctx.config.vector
+        self.sums = [T.alloc_buffer((size,), "float32", scope="local") for _ in ctx.group.columns]
+        for total in self.sums:
+            for place in range(size):
+                T.buffer_store(total, tirx.const(0, "float32"), [place])
+
+    def add(self, results: list[Results]) -> Visit:
+        """Function that adds the first values of each lane of a row with known results."""
+
+        def visit(vector: LoadedVector) -> None:
+            for k in range(vector.size):
+                at = vector.number * vector.size + k
+                for total, value in zip(self.sums, vector.lane(k), strict=False):
+                    T.buffer_store(total, total[at] + results[0].put_into(value), [at])
+
+        return visit
+
+    def store(self) -> None:
+        """Store the sums of the group of rows, if it exists."""
+        ctx, config, reduced = self.ctx, self.ctx.config, i64(self.ctx.group.reduced)
+        group = T.bind(ctx.tile * i64(config.rows) + ctx.row)
+        with when(group < ceildiv(ctx.group.outputs, config.turns)):
+            for number in range(config.kept):
+                n, exists = _kept_position(ctx, number)
+                with when(exists):
+                    for columns, total in zip(ctx.group.columns, self.sums, strict=True):
+                        first = number * config.vector
+                        values = [total[first + k] for k in range(config.vector)]
+                        view = ctx.flat(columns.output)
+                        assert view is not None, "sums of columns are float32"
+                        store_lanes(
+                            values,
+                            view,
+                            lambda g, n: g * reduced + n,
+                            (group, n),
+                            False,
+                            lambda index: index,
+                        )
+
+
+def _kept_position(ctx: ReduceContext, number: int) -> tuple[tirx.Expr, tirx.Expr | None]:
+    """Position of a vector, clamped to the last one, and whether it exists; None if it does."""
+    config = ctx.config
+    step = config.stride * config.splits
+    reduced, width = constant(ctx.group.reduced), 1 if ctx.is_y else config.vector
+    assert reduced is not None, "rows of unknown extent are not kept"
+    own = ctx.row if ctx.is_y else ctx.lane * i64(width)
+    own = ctx.split * i64(config.stride) + own if config.splits > 1 else own
+    place = T.bind(i64(number * step) + own)
+    if (number + 1) * step <= reduced:
+        return place, None
+    return T.bind(tirx.min(place, i64(reduced - width))), place < i64(reduced)

@@ -37,6 +37,8 @@ class ReduceContext:
         Parameters and their one-dimensional views.
     stream : tirx.Expr
         Number of the launch's stream, for the finish ``last_block``.
+    turn : tirx.Expr | None
+        Which of its outputs a row of threads computes; None if it has one only.
     """
 
     group: ReduceGroup
@@ -47,6 +49,7 @@ class ReduceContext:
     thread: tirx.Expr
     views: FlatViews
     stream: tirx.Expr
+    turn: tirx.Expr | None = None
 
     @classmethod
     def open(
@@ -100,7 +103,9 @@ class ReduceContext:
         """The first of the outputs that the thread accumulates, possibly past the last one."""
         if self.is_y:
             return self.tile_start + self.lane * i64(self.config.vector)
-        return self.tile_start + self.row
+        if self.turn is None:
+            return self.tile_start + self.row
+        return self.tile_start + self.row * i64(self.config.turns) + self.turn
 
     @property
     def tile_start(self) -> tirx.Expr:

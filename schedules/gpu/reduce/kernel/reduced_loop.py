@@ -41,6 +41,8 @@ class LoadedVector:
         Number of lanes.
     narrow : Callable
         From an int64 index that depends on ``stepped`` to a cheaper one.
+    number : int
+        Number of the vector among those that a thread keeps.
     """
 
     n: tirx.Expr
@@ -48,6 +50,7 @@ class LoadedVector:
     lane: Callable[[int], list[tirx.Expr]]
     size: int
     narrow: Narrow = lambda index: index
+    number: int = 0
 
 
 Visit = Callable[[LoadedVector], None]

@@ -74,7 +74,8 @@ def _spread(
 ) -> tuple[ReduceConfig, int]:
     """The smallest cluster that can keep a row, else the largest, and the vectors of a thread."""
     size, kept = 1, -(-reduced // config.stride)
-    while kept_words(group, config, kept) > COSTS.kept_words and size < gpu.max_cluster:
+    most = 1 if group.columns else gpu.max_cluster
+    while kept_words(group, config, kept) > COSTS.kept_words and size < most:
         if _is_half(group) and config.form == "x":  # 1024 threads have too few registers for both
             config = replace(config, lanes=min(config.lanes, COSTS.reread_threads))
         size *= 2
@@ -92,6 +93,7 @@ def _rows(group: GroupWorkload, loops: CanonicalLoops, vector: int, gpu: GPUInfo
         else COSTS.warp
     )
     config = ReduceConfig(loops.form, lanes, 1, vector, chain_unroll(group), 1, "one_block")
+    config = replace(config, turns=group.turns)
     while config.lanes < most and (reduced is None or config.stride < reduced):
         kept = most if reduced is None else -(-reduced // config.stride)
         limit = COSTS.kept_words if config.lanes <= COSTS.warp else COSTS.block_words
@@ -100,7 +102,7 @@ def _rows(group: GroupWorkload, loops: CanonicalLoops, vector: int, gpu: GPUInfo
         config = replace(config, lanes=2 * config.lanes)
     config = replace(config, rows=max(1, gpu.block_threads(THREADS) // config.lanes))
     while config.rows > 1 and config.threads > MIN_THREADS and outputs is not None:
-        if outputs // config.rows >= 2 * gpu.multiprocessors:
+        if outputs // config.tile_outputs >= 2 * gpu.multiprocessors:
             break
         config = replace(config, rows=config.rows // 2)
     return config
@@ -152,6 +154,6 @@ def _is_half(group: GroupWorkload) -> bool:
 
 
 def kept_words(group: GroupWorkload, config: ReduceConfig, kept: int) -> int:
-    """Registers for a thread's elements, and for a value computed from each after each stage."""
-    computed = (16 if _is_half(group) else 4) * max(1, len(group.stages) - 1)
+    """Registers for a thread's elements, a value computed from each after each stage, and sums."""
+    computed = (16 if _is_half(group) else 4) * max(1, len(group.stages) - 1) + 4 * group.columns
     return kept * config.vector * (computed + sum(group.row_inputs)) // 4

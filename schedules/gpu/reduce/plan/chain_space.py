@@ -39,7 +39,7 @@ def chain_settings(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig]
     gpu : GPUInfo
         The device.
     """
-    for threads, size in product(_THREADS, powers(gpu.max_cluster)):
+    for threads, size in product(_THREADS, powers(_most_blocks(group, gpu))):
         if threads > gpu.max_threads:
             continue
         vector = chain_vector(group, gpu, threads)
@@ -48,6 +48,7 @@ def chain_settings(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig]
             for lanes in powers(threads):
                 rows = threads // lanes
                 block = ReduceConfig(group.form, lanes, rows, vector, 1, size, finish)
+                block = replace(block, turns=group.turns)
                 if is_busy(group, block) and _fits(group, block, gpu):
                     yield from _kept_or_read_again(group, block)
             vector //= 2
@@ -59,12 +60,19 @@ def is_chain_setting(group: GroupWorkload, config: ReduceConfig, gpu: GPUInfo) -
     unrolls = (*_UNROLL, chain_unroll(group))
     if not is_block(config, group, gpu, _THREADS, unrolls) or config.is_online:
         return False
-    if config.splits not in powers(gpu.max_cluster) or config.finish != finish:
+    if config.splits not in powers(_most_blocks(group, gpu)) or config.finish != finish:
+        return False
+    if config.turns != group.turns:
         return False
     block = replace(config, unroll=1, kept=0)
     widest = chain_vector(group, gpu, config.threads)
     fits = config.vector <= widest and is_busy(group, block) and _fits(group, block, gpu)
     return fits and config in _kept_or_read_again(group, block)
+
+
+def _most_blocks(group: GroupWorkload, gpu: GPUInfo) -> int:
+    """Blocks that may share a row; sums of columns are kept by the threads of one."""
+    return 1 if group.columns else gpu.max_cluster
 
 
 def _kept_or_read_again(group: GroupWorkload, block: ReduceConfig) -> Iterator[ReduceConfig]:
@@ -75,6 +83,8 @@ def _kept_or_read_again(group: GroupWorkload, block: ReduceConfig) -> Iterator[R
     whole = block.form == "y" or reduced % block.vector == 0
     if whole and kept_words(group, block, kept) <= room:
         yield replace(block, unroll=chain_unroll(group), kept=kept)
+    if group.columns:
+        return
     has_positions = any(one.workload.is_arg for one in group.reductions)
     for unroll in _UNROLL[:1] if has_positions else _UNROLL:
         config = replace(block, unroll=unroll)

@@ -58,6 +58,8 @@ class ReduceConfig:
         again for each stage.
     is_online : bool
         Whether a chain is computed in one stage (:mod:`.online_softmax`).
+    turns : int
+        Outputs that a row of threads computes one after another.
     """
 
     form: Literal["all", "x", "y"]
@@ -69,6 +71,7 @@ class ReduceConfig:
     finish: Literal["one_block", "atomic", "last_block", "cluster"]
     kept: int = 0
     is_online: bool = False
+    turns: int = 1
 
     @property
     def threads(self) -> int:
@@ -83,7 +86,7 @@ class ReduceConfig:
     @property
     def tile_outputs(self) -> int:
         """Outputs of a block."""
-        return self.lanes * self.vector if self.form == "y" else self.rows
+        return self.lanes * self.vector if self.form == "y" else self.rows * self.turns
 
     @property
     def stride(self) -> int:

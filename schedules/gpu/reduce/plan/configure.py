@@ -62,7 +62,7 @@ def read_configured(func: tirx.PrimFunc, gpu: GPUInfo) -> tuple[ReduceGroup, Red
     """Group of a function, in the stages that the kernel has, and its configuration.
 
     Without the attribute :data:`CONFIG` it is one that needs no workspace. None if the function is
-    no group of reductions.
+    no group of reductions, or sums columns of rows that no block can keep.
     """
     group = read_group(func)
     if group is None:
@@ -71,6 +71,8 @@ def read_configured(func: tirx.PrimFunc, gpu: GPUInfo) -> tuple[ReduceGroup, Red
         config = ReduceConfig(**json.loads(str(func.attrs[attributes.REDUCE_CONFIG])))
     else:
         config = choose_config(GroupWorkload.of(group), gpu, has_workspace=False)
+    if group.columns and not config.kept:
+        return None
     return _staged(group, config), config
 
 

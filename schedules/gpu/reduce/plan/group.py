@@ -99,6 +99,22 @@ class ElementOutput:
 
 
 @dataclass(frozen=True)
+class ColumnSums:
+    """Sums of a function of the elements over groups of neighbouring rows.
+
+    Parameters
+    ----------
+    value : Callable
+        The float32 summand ``(m, n)``, both int64.
+    output : tirx.Buffer
+        Their destination, ``N`` sums of each group of rows.
+    """
+
+    value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
+    output: tirx.Buffer
+
+
+@dataclass(frozen=True)
 class ReductionStage:
     """Sisters, and the epilogues that can be computed once they are known, in order."""
 
@@ -131,6 +147,10 @@ class ReduceGroup:
         Each is stored once.
     outputs, reduced : Extent
         ``M`` and ``N``.
+    columns : tuple[ColumnSums, ...]
+        All of the same groups of rows; only chains have any.
+    turns : int
+        Rows of such a group, which the same threads process one after another.
     """
 
     func: tirx.PrimFunc
@@ -138,6 +158,8 @@ class ReduceGroup:
     elements: tuple[ElementOutput, ...]
     outputs: Extent
     reduced: Extent
+    columns: tuple[ColumnSums, ...] = ()
+    turns: int = 1
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -187,6 +209,7 @@ class ReduceGroup:
         found: dict[tirx.Buffer, ir.TensorLoad] = {}
         values = [reduction.value for reduction in self.reductions]
         values += [each.value for each in self.elements if each.stage < len(self.stages)]
+        values += [each.value for each in self.columns]
         for value in values:
             for load in loads(value(m, n)):
                 if not along_row or any(uses(index, n) for index in load.indices):

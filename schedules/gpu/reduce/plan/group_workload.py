@@ -101,6 +101,8 @@ class GroupWorkload:
         Calls of functions for an element, in all stages.
     one_stage : GroupWorkload | None
         The same group computed in one stage (:mod:`.online_softmax`), if that is possible.
+    columns, turns : int
+        Number of sums of columns, and rows of each group of rows over which they go.
     """
 
     stages: tuple[StageWorkload, ...]
@@ -110,11 +112,13 @@ class GroupWorkload:
     late_outputs: tuple[int, ...] = ()
     functions: int = 0
     one_stage: GroupWorkload | None = None
+    columns: int = 0
+    turns: int = 1
 
     @classmethod
     def of(cls, group: ReduceGroup) -> GroupWorkload:
         """The workload of a group."""
-        merged = in_one_stage(group) if group.is_chain else None
+        merged = in_one_stage(group) if group.is_chain and not group.columns else None
         return cls(
             stages=tuple(map(StageWorkload.of, group.stages)),
             itemsizes=tuple(group.itemsizes()),
@@ -123,6 +127,8 @@ class GroupWorkload:
             late_outputs=tuple(group.late_outputs()),
             functions=_functions(group),
             one_stage=None if merged is None else cls.of(merged),
+            columns=len(group.columns),
+            turns=group.turns,
         )
 
     @classmethod
@@ -201,6 +207,8 @@ class GroupWorkload:
             and bool(self.itemsizes)
             and all(type(size) is int and 1 <= size <= 8 for size in sizes)
             and not (self.one_stage and (self.one_stage.is_chain or not self.is_chain))
+            and all(type(number) is int for number in (self.columns, self.turns))
+            and (self.turns == 1 if self.columns == 0 else self.is_chain and self.turns >= 1)
         )
 
 
@@ -221,6 +229,7 @@ def _functions(group: ReduceGroup) -> int:
     m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
     values = [reduction.value(m, n) for reduction in group.reductions]
     values += [element.value(m, n) for element in group.elements]
+    values += [columns.value(m, n) for columns in group.columns]
     return sum(len(nodes(value, ir.Call)) for value in values)
 
 

@@ -2,8 +2,8 @@
 """Reading a group of coalesced reductions from the function made by FuseTIR.
 
 A reduction is three consecutive blocks: the one with the annotation, the one that combines, and the
-one that gives the result. All others are element-wise. They are inlined into their readers, except
-epilogues, which are computed once for each ``m``.
+one that gives the result. Sums of columns are one block. All others are element-wise. They are
+inlined into their readers, except epilogues, which are computed once for each ``m``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from schedules.workload.reduce import (
     unravel,
 )
 
-from .group import ElementOutput, Epilogue, ReduceGroup, Reduction, ReductionStage, Result
+from .group import (
+    ColumnSums,
+    ElementOutput,
+    Epilogue,
+    ReduceGroup,
+    Reduction,
+    ReductionStage,
+    Result,
+)
 
 
 def read_group(func: tirx.PrimFunc) -> ReduceGroup | None:
@@ -76,6 +84,7 @@ class _GroupReader:
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
     epilogues: list[tuple[int, Epilogue]] = field(default_factory=list)
     stored: list[tirx.Buffer] = field(default_factory=list)
+    columns: list[s_tir.SBlock] = field(default_factory=list)
     _read_indices: dict[tirx.Var, tirx.Expr] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,6 +105,8 @@ class _GroupReader:
         """
         if attributes.REDUCE in block.annotations:
             self.lifted[_store(block).buffer] = block
+        elif attributes.COLUMN_SUMS in block.annotations:
+            self.columns.append(block)
         elif block.init is not None:
             self._read_combine(block)
         elif any(load.source in self.combined for load in loads(_store(block).value)):
@@ -121,7 +132,14 @@ class _GroupReader:
             for number in range(1 + max(at for at, _ in self.reductions))
         )
         elements = tuple(self._element_output(buffer) for buffer in self.stored)
-        return ReduceGroup(self.func, stages, elements, self.outputs, self.reduced)
+        turns = {int(block.annotations[attributes.COLUMN_SUMS]) for block in self.columns}
+        columns = tuple(map(self._column_sums, self.columns))
+        group = ReduceGroup(
+            self.func, stages, elements, self.outputs, self.reduced, columns, max(turns, default=1)
+        )
+        if columns and (len(turns) > 1 or not group.is_chain):
+            raise _NotAGroupError
+        return group
 
     def _read_combine(self, block: s_tir.SBlock) -> None:
         read = [load.source for load in nodes(block.body, ir.TensorLoad)]
@@ -189,6 +207,17 @@ class _GroupReader:
         value, place = self._inline(at), ravel(places, definition.shape)
         functions = self._function(value), self._function(place)
         return ElementOutput(*functions, buffer, 1 + self._stage(value))
+
+    def _column_sums(self, block: s_tir.SBlock) -> ColumnSums:
+        store = _store(block)
+        [source] = {load.source for load in loads(store.value)} - {store.buffer}
+        is_row = [kind for kind, _ in self.loops.runs] == ["P", "R"]
+        same = _same(extent_of(store.buffer.shape[1]), self.reduced)
+        if self._output(store.buffer) is None or not is_row or not same:
+            raise _NotAGroupError
+        element = source[tuple(self._subscripts(tuple(map(extent_of, source.shape))))]
+        value = self._inline(element.astype("float32"))
+        return ColumnSums(self._function(value), store.buffer)
 
     def _subscripts(self, shape: Sequence[Extent]) -> list[tirx.Expr]:
         """Place of element ``(m, n)`` of the data in a tensor of as many elements."""
