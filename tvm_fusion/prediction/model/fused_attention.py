@@ -12,7 +12,7 @@ heads of a group are read once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -164,7 +164,8 @@ def _line(bindings: _Bindings, factor: relax.Expr | None) -> Iterator[relax.Expr
     while factor is not None:
         yield factor
         value = bindings.get(factor)
-        name, args = op_name(value), getattr(value, "args", ())
+        name = op_name(value)
+        args: Sequence[relax.Expr] = getattr(value, "args", ())
         factor = args[0] if name in _CHANGES else None
         if name == "relax.multiply" and prod(_shape(args[0])) == 1:
             factor = args[1]
