@@ -112,10 +112,14 @@ class EmulatedTensorCore:
                 T.buffer_store(sums, total, [first + r])
 
     def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
-        bits = [
-            T.reinterpret("uint16", value.astype(self.type.dtype)).astype("uint32")
-            for value in (low, high)
-        ]
+        bits = []
+        for value in (low, high):
+            if self.type.name == "bf16":  # to the nearest, ties to even
+                word = T.reinterpret("uint32", value)
+                bits.append((word + 0x7FFF + ((word >> 16) & 1)) >> 16)
+            else:
+                word = T.reinterpret("uint16", value.astype(self.type.dtype))
+                bits.append(word.astype("uint32"))
         return bits[0] | (bits[1] << 16)
 
     def exp2(self, value: tirx.Expr) -> tirx.Expr:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import pytest
+from tensor_core_emulation import EmulatedTensorCore
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.attention import warpgroup_attention
 from schedules.gpu.core import warpgroup
 from schedules.gpu.core.intrinsics import sync
 from schedules.gpu.core.machine import GPUInfo
@@ -30,6 +32,7 @@ class EmulatedWarpgroupCore:
     """Takes the place of :class:`schedules.gpu.core.warpgroup.WarpgroupCore`."""
 
     producers = 0
+    shared_bytes = staticmethod(warpgroup.WarpgroupCore.shared_bytes)
 
     def __init__(
         self,
@@ -40,10 +43,13 @@ class EmulatedWarpgroupCore:
         thread: tirx.Expr,
         cluster: int,
         rank: tirx.Expr,
+        kept_bytes: int = 0,
     ):
         assert stages >= 2
+        self.type, self.kept = kind, tirx.const(stage_bytes, "uint32")
         self.threads, self.thread = warpgroups * warpgroup.WARPGROUP, thread
-        self.shared = T.alloc_buffer((stage_bytes // 2,), kind.dtype, scope="shared")
+        size = (stage_bytes + kept_bytes) // 2
+        self.shared = T.alloc_buffer((size,), kind.dtype, scope="shared")
         self.words = [T.alloc_buffer((self.threads,), "float32", scope="shared") for _ in range(2)]
 
     @staticmethod
@@ -78,6 +84,28 @@ class EmulatedWarpgroupCore:
                 sync()
             finish(tile)
 
+    def run_chained(
+        self,
+        steps: tirx.Expr,
+        keep: Callable[[tirx.Expr, tirx.Expr], None],
+        fetch: Fetch,
+        multiply: tuple[Callable[[tirx.Expr], None], Callable[[tirx.Expr], None]],
+        results: tuple[tirx.Buffer, tirx.Buffer],
+        left: tirx.Buffer,
+        between: Callable[[tirx.Expr, Callable[[], None]], None],
+        finish: Callable[[], None],
+    ) -> None:
+        stage = tirx.const(0, "uint32")
+        keep(self.kept, stage)
+        with T.serial(tirx.const(0, "int64"), steps) as step:
+            fetch(step, stage, stage)
+            sync()
+            multiply[0](stage)
+            between(step, lambda: None)
+            multiply[1](stage)
+            sync()
+        finish()
+
     def copy(
         self,
         handle: None,
@@ -105,17 +133,40 @@ class EmulatedWarpgroupCore:
     def multiply(
         self,
         sums: tirx.Buffer,
-        left: tuple[FactorLayout, tirx.Expr],
+        left: tuple[FactorLayout, tirx.Expr] | Sequence[tirx.Expr],
         right: tuple[FactorLayout, tirx.Expr],
+        sets: bool = False,
     ) -> None:
         lane, warp = self.thread % 32, self.thread % warpgroup.WARPGROUP // 32
+        in_shared = isinstance(left[0], FactorLayout)
+        if sets:
+            warpgroup.clear(sums)
+        if not in_shared:
+            words = T.alloc_buffer((self.threads * 16,), "uint32", scope="shared")
+            for r, word in enumerate(left):
+                T.buffer_store(words, word, [self.thread * 16 + r])
+            sync()
         with T.serial(0, right[0].rows // 8) as product, T.serial(0, warpgroup.DEPTH) as k:
             for e in range(4):
-                row = warp * 16 + lane // 4 + e // 2 * 8
+                row = lane // 4 + e // 2 * 8
                 column = product * 8 + lane % 4 * 2 + e % 2
-                factors = [self._read(*left, row, k), self._read(*right, column, k)]
-                total = sums[product * 4 + e] + factors[0] * factors[1]
+                if in_shared:
+                    factor = self._read(*left, warp * 16 + row, k)
+                else:
+                    factor = self._of_registers(words, row, k)
+                total = sums[product * 4 + e] + factor * self._read(*right, column, k)
                 T.buffer_store(sums, total, [product * 4 + e])
+        if not in_shared:
+            sync()
+
+    def _of_registers(self, words: tirx.Buffer, row: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
+        """An element of the warp's rows by the layout of a left factor in registers."""
+        thread = self.thread // 32 * 32 + row % 8 * 4 + k % 8 // 2
+        word = words[thread * 16 + k // 16 * 4 + k % 16 // 8 * 2 + row // 8]
+        bits = (word >> (k % 2 * 16).astype("uint32")) & tirx.const(0xFFFF, "uint32")
+        if self.type.name == "bf16":
+            return T.reinterpret("float32", bits << tirx.const(16, "uint32"))
+        return T.reinterpret(self.type.dtype, bits.astype("uint16")).astype("float32")
 
     def _read(
         self, layout: FactorLayout, begin: tirx.Expr, row: tirx.Expr, k: tirx.Expr
@@ -131,6 +182,8 @@ class EmulatedWarpgroupCore:
         else:
             place = row % 8 * 128 + row // 8 * stride + inner * 2
         return self.shared[_element(begin + step * of_step + place)].astype("float32")
+
+    pack, exp2 = EmulatedTensorCore.pack, EmulatedTensorCore.exp2
 
     def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
         self.words.reverse()
@@ -148,8 +201,10 @@ def emulate_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every device have products of warpgroups, emulate them, and prefer them always."""
     monkeypatch.setattr(GPUInfo, "has_tensor_cores", True)
     monkeypatch.setattr(GPUInfo, "has_warpgroup_products", True)
-    monkeypatch.setattr(warpgroup_matmul, "WarpgroupCore", EmulatedWarpgroupCore)
-    monkeypatch.setattr(warpgroup_tile, "single_cycles", lambda *_: float("inf"))
+    for module in (warpgroup_matmul, warpgroup_attention):
+        monkeypatch.setattr(module, "WarpgroupCore", EmulatedWarpgroupCore)
+    for module in (warpgroup_tile, warpgroup_attention):
+        monkeypatch.setattr(module, "single_cycles", lambda *_: float("inf"))
 
 
 def check_protocol(kernel: str, cluster: int) -> None:
@@ -162,6 +217,32 @@ def check_protocol(kernel: str, cluster: int) -> None:
         before the stage is filled, or its stage is freed, or sums are used, before they are done;
         if blocks of a cluster do not wait for each other at both ends.
     """
+    copies = ["wait", "expect", "copy"]
+    main = ["wait", "fence", "multiply", "commit", "done", "free"]
+    ends = ["meet"] * (cluster > 1)
+    expected = [*ends, *copies, *main, "done", "free", "settle", "store", *ends]
+    assert _protocol(kernel) == expected
+
+
+def check_chained_protocol(kernel: str) -> None:
+    """Check the same of products of products.
+
+    Raises
+    ------
+    AssertionError
+        As :func:`check_protocol`, and if the second products begin while registers of theirs may
+        still be written, or these are written before the second products are done.
+    """
+    multiply = ["fence", "multiply", "commit"]
+    copies = ["expect", "copy", "wait", "expect", "copy"]
+    first = ["wait", *multiply, "done", "settle", "store", "settle"]
+    loop = ["wait", *multiply, *multiply, "done", "settle", "store"]
+    loop += ["done", "settle", "free", "settle"]
+    assert _protocol(kernel) == [*copies, *first, *loop, *multiply, "done", "settle", "store"]
+
+
+def _protocol(kernel: str) -> list[str]:
+    """What both sides do in the text of a kernel, repetitions as one."""
     words = {
         "wait": r"mbarrier_wait\w*\(",
         "expect": r"mbarrier_arrive_expect_tx\w*\(",
@@ -171,16 +252,11 @@ def check_protocol(kernel: str, cluster: int) -> None:
         "commit": r"wgmma_commit_group\w*\(",
         "done": r"wgmma_wait_group\w*\(",
         "free": r"(mbarrier_arrive_nocount\w*|tvm_fusion_arrive)\(",
-        "settle": r"tvm_fusion_settle\(",
+        "settle": r"tvm_fusion_settle_\w+\(",
         "store": r"shfl_xor",
         "meet": r"tvm_fusion_cluster_wait\(",
     }
     found: list[str] = []
     for line in kernel.splitlines():
         found += [word for word, pattern in words.items() if re.search(pattern, line)]
-    unique = [word for k, word in enumerate(found) if k == 0 or found[k - 1] != word]
-    copies = ["wait", "expect", "copy"]
-    main = ["wait", "fence", "multiply", "commit", "done", "free"]
-    ends = ["meet"] * (cluster > 1)
-    expected = [*ends, *copies, *main, "done", "free", "settle", "store", *ends]
-    assert unique == expected, unique
+    return [word for k, word in enumerate(found) if k == 0 or found[k - 1] != word]

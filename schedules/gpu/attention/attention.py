@@ -26,8 +26,7 @@ from .decode_attention import write_decode
 from .decode_tile import choose_decode_tile
 from .tensor_core_attention import choose_tensor_attention, write_tensor_attention
 from .tiled_attention import write_attention
-
-_REGISTERS = 255  # that a thread may have; the compiler would spill some to fit more blocks
+from .warpgroup_attention import choose_warpgroup_attention, write_warpgroup_attention
 
 
 def is_taken(func: tirx.PrimFunc, gpu: GPUInfo) -> bool:
@@ -73,12 +72,17 @@ class Attention(GPURule):
         if few is not None:
             return write_decode(func, attention, few, gpu)
         tensor = choose_tensor_attention(attention, gpu)
+        groups = choose_warpgroup_attention(attention, tensor, gpu)
+        if groups is not None:
+            return write_warpgroup_attention(func, attention, groups, gpu)
         if tensor is not None:
             return _kernels(
                 func,
                 attention,
                 tensor.rows,
-                resident_blocks(gpu, COSTS.register_file // (_REGISTERS * tensor.threads)),
+                resident_blocks(
+                    gpu, COSTS.register_file // (COSTS.thread_registers * tensor.threads)
+                ),
                 lambda block: write_tensor_attention(
                     attention, tensor, Views.declare(func, gpu), block
                 ),

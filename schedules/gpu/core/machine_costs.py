@@ -26,6 +26,8 @@ class MachineCosts:
         Bytes that memory delivers at least, and bytes of a line of the caches.
     register_file : int
         Registers of 32 bits of a multiprocessor.
+    thread_registers : int
+        Most registers of a thread.
     multiprocessor_threads : int
         Threads that a multiprocessor runs at once.
     shared_bytes : int
@@ -119,6 +121,7 @@ class MachineCosts:
     sector: int = 32
     line: int = 128
     register_file: int = 65536
+    thread_registers: int = 255
     multiprocessor_threads: int = 2048
     shared_bytes: int = 100 * 1024
     opt_in_shared_bytes: int = 227 * 1024

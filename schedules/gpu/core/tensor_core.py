@@ -123,7 +123,31 @@ __forceinline__ __device__ float tvm_fusion_exp2(float value) {
 """
 
 
-class TensorCore:
+class RegisterOperations:
+    """Emitter of what a thread computes and exchanges between products of a type."""
+
+    type: MatrixType
+
+    def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
+        """Two floats in the type of the factors, as one register of a fragment."""
+        return T.cuda.func_call(
+            f"tvm_fusion_pack_{self.type.dtype}",
+            low,
+            high,
+            source_code=_PACK.format(dtype=self.type.dtype, name=self.type.name),
+            return_type="uint32",
+        )
+
+    def exp2(self, value: tirx.Expr) -> tirx.Expr:
+        """Two to the power of a float32, with a relative error of 2^-22; 0 instead of denormals."""
+        return T.cuda.func_call("tvm_fusion_exp2", value, source_code=_EXP2, return_type="float32")
+
+    def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
+        """The value of the lane whose number differs by ``mask``."""
+        return shuffle_xor(value, mask, 32)
+
+
+class TensorCore(RegisterOperations):
     """Emitter of the instructions of one kernel.
 
     Parameters
@@ -206,24 +230,6 @@ class TensorCore:
         multiply = T.ptx[self.type.instruction]
         own = [sums[first + k] for k in range(4)]
         T.evaluate(multiply(*own, *left, *right, *own))
-
-    def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
-        """Two floats in the type of the factors, as one register of a fragment."""
-        return T.cuda.func_call(
-            f"tvm_fusion_pack_{self.type.dtype}",
-            low,
-            high,
-            source_code=_PACK.format(dtype=self.type.dtype, name=self.type.name),
-            return_type="uint32",
-        )
-
-    def exp2(self, value: tirx.Expr) -> tirx.Expr:
-        """Two to the power of a float32, with a relative error of 2^-22; 0 instead of denormals."""
-        return T.cuda.func_call("tvm_fusion_exp2", value, source_code=_EXP2, return_type="float32")
-
-    def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
-        """The value of the lane whose number differs by ``mask``."""
-        return shuffle_xor(value, mask, 32)
 
     def _at(self, place: tirx.Expr) -> tirx.Expr:
         return self._base + place.astype(_ADDRESS)

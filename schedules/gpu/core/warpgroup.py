@@ -23,9 +23,9 @@ from schedules.tir.branch import when
 from schedules.tir.index_math import i64
 
 from . import cluster_intrinsics
-from .intrinsics import shuffle_xor, sync
+from .intrinsics import sync
 from .kernel_function import ROLLED
-from .tensor_core import MatrixType
+from .tensor_core import MatrixType, RegisterOperations
 
 Index: TypeAlias = "tirx.Expr | int"
 Fetch = Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None]
@@ -50,12 +50,14 @@ _PROMOTE = 2  # lines of 128 bytes in the second-level cache
 _DESCRIPTOR_SWIZZLE = 1 << 62  # 128 bytes
 _UNIT = 4  # bits of an address that a descriptor leaves out
 
-# Else the compiler reads the sum before the wait for what adds to it.
+# Else the compiler reads a sum before the wait for what adds to it, or writes a factor's register
+# before the wait for what reads it.
 _SETTLE = """
-__forceinline__ __device__ void tvm_fusion_settle(float& sum) {
-  asm volatile("" : "+f"(sum) :: "memory");
-}
+__forceinline__ __device__ void tvm_fusion_settle_{dtype}({dtype}& value) {{
+  asm volatile("" : "+{letter}"(value) :: "memory");
+}}
 """
+_REGISTERS = {"float32": ("float", "f"), "uint32": ("unsigned", "r")}
 
 # Not of the scope of the cluster, which would wait for all memory in each step: the other block
 # reads nothing that this thread has written, and its copies only follow products that are done.
@@ -133,7 +135,7 @@ class BulkSource:
     box: tuple[int, ...]
 
 
-class WarpgroupCore:
+class WarpgroupCore(RegisterOperations):
     """Emitter of the instructions of one kernel, inside its launch.
 
     Parameters
@@ -150,6 +152,8 @@ class WarpgroupCore:
         Blocks that share copies.
     rank : tirx.Expr
         Number of the block among them.
+    kept_bytes : int
+        Shared memory behind the stages, which is filled once.
     """
 
     producers = 32
@@ -164,22 +168,32 @@ class WarpgroupCore:
         thread: tirx.Expr,
         cluster: int,
         rank: tirx.Expr,
+        kept_bytes: int = 0,
     ):
         self.type, self.stages, self.stage_bytes = kind, stages, stage_bytes
+        self.kept_bytes = kept_bytes
         self.cluster, self.rank = cluster, rank
         self.threads, self.thread = warpgroups * WARPGROUP, thread
-        size = self.shared_bytes(stages, stage_bytes)
+        size = self.shared_bytes(stages, stage_bytes, kept_bytes)
         shared = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
         begin = T.cuda.cvta_generic_to_shared(shared.data)
         self._base = T.bind((begin + _u32(PATTERN - 1)) & _u32(-PATTERN & 0xFFFFFFFF))
-        self._filled = self._base + _u32(stages * stage_bytes)
+        self._filled = self._base + _u32(stages * stage_bytes + kept_bytes)
         self._free = self._filled + _u32(8 * stages)
+        self._kept = self._free + _u32(8 * stages)
         with when(tirx.EQ(thread, 0)):
             for stage in range(stages):
                 self._initialize(self._filled + _u32(8 * stage), 1)
                 self._initialize(self._free + _u32(8 * stage), cluster * self.threads // 32)
+            if kept_bytes:
+                self._initialize(self._kept, 1)
             T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
         self._meet()
+
+    @property
+    def kept(self) -> tirx.Expr:
+        """Byte where what is kept begins."""
+        return _u32(self.stages * self.stage_bytes)
 
     def _meet(self) -> None:
         """Emit a barrier of the cluster, or of the block that is alone."""
@@ -195,9 +209,9 @@ class WarpgroupCore:
         return nullcontext() if size == 1 else T.launch_thread("clusterCtaIdx.x", size)
 
     @staticmethod
-    def shared_bytes(stages: int, stage_bytes: int) -> int:
-        """Shared memory of a block: stages, their barriers, and what aligns them."""
-        return stages * (stage_bytes + 2 * 8) + PATTERN
+    def shared_bytes(stages: int, stage_bytes: int, kept_bytes: int = 0) -> int:
+        """Shared memory of a block: stages, what is kept, barriers, and what aligns them."""
+        return stages * (stage_bytes + 2 * 8) + kept_bytes + 8 + PATTERN
 
     @staticmethod
     def encode(source: BulkSource) -> tirx.Expr | None:
@@ -244,35 +258,124 @@ class WarpgroupCore:
         """
         with when(tirx.EQ(self.thread, self.threads)):
             ring = _Ring(self.stages, 1)
-            expect = T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"]
             with tiles() as tile:
-                fetch_step = fetch(tile)
-                with T.serial(0, steps, annotations=ROLLED) as step:
-                    ring.wait(self._free)
-                    filled = T.bind(self._filled + ring.stage * _u32(8))
-                    T.evaluate(expect(filled, _u32(self.stage_bytes)))
-                    fetch_step(step, ring.stage * _u32(self.stage_bytes), filled)
-                    ring.advance()
+                self._fill(ring, steps, fetch(tile))
         with when(self.thread < self.threads):
             ring = _Ring(self.stages, 0)
             with tiles() as tile:
                 clear(sums)
                 with T.serial(0, steps, annotations=ROLLED) as step:
                     ring.wait(self._filled)
-                    T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
-                    multiply(ring.stage * _u32(self.stage_bytes))
-                    T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+                    self._issue(multiply, ring.stage)
                     # Only now the products of the step before are done, so that others follow them.
                     self._wait(1)
                     self._release(ring.before, step > 0)
                     ring.advance()
                 self._wait(0)
                 self._release(ring.before, True)
-                for e in range(int(sums.shape[0])):
-                    T.evaluate(T.cuda.func_call("tvm_fusion_settle", sums[e], source_code=_SETTLE))
+                self._settle(sums)
                 finish(tile)
         if self.cluster > 1:  # else a block could end while another one still tells its barriers
             self._meet()
+
+    def run_chained(
+        self,
+        steps: tirx.Expr,
+        keep: Callable[[tirx.Expr, tirx.Expr], None],
+        fetch: Fetch,
+        multiply: tuple[Callable[[tirx.Expr], None], Callable[[tirx.Expr], None]],
+        results: tuple[tirx.Buffer, tirx.Buffer],
+        left: tirx.Buffer,
+        between: Callable[[tirx.Expr, Callable[[], None]], None],
+        finish: Callable[[], None],
+    ) -> None:
+        """Emit the loops of both sides where each step has a product of the product before.
+
+        While a step's first products are changed, the second ones of the step before go on.
+
+        Parameters
+        ----------
+        steps : tirx.Expr
+            Steps, at least one.
+        keep : Callable
+            Begins to copy what is kept to a byte, and has the copies tell a barrier.
+        fetch : Fetch
+            Copies a step.
+        multiply : tuple[Callable, Callable]
+            The first one sets the first results, the second one adds to the second results.
+        results : tuple[tirx.Buffer, tirx.Buffer]
+            Both results of a thread.
+        left : tirx.Buffer
+            Registers of the second products' left factor.
+        between : Callable
+            From a step's number and a function that waits for the second products before: makes the
+            left factor of the first results. Only after that function it touches the second results
+            and the left factor.
+        finish : Callable
+            Stores the second results.
+        """
+        with when(tirx.EQ(self.thread, self.threads)):
+            self._expect(self._kept, self.kept_bytes)
+            keep(self.kept, self._kept)
+            self._fill(_Ring(self.stages, 1), steps, fetch)
+        first, second = multiply
+        with when(self.thread < self.threads):
+            ring = _Ring(self.stages, 0)
+            T.evaluate(T.cuda.mbarrier_wait(self._kept, _u32(0)))
+            ring.wait(self._filled)
+            self._issue(first, ring.stage)
+            self._wait(0)
+            self._settle(results[0])
+            between(i64(0), lambda: None)
+            self._settle(results[1], left)
+            ring.advance()
+
+            def settle_before() -> None:
+                self._wait(0)
+                self._settle(results[1], left)
+                self._release(ring.before, True)
+
+            with T.serial(i64(1), steps, annotations=ROLLED) as step:
+                ring.wait(self._filled)
+                self._issue(first, ring.stage)
+                self._issue(second, ring.before)
+                self._wait(1)
+                self._settle(results[0])
+                between(step, settle_before)
+                self._settle(results[1], left)
+                ring.advance()
+            self._issue(second, ring.before)
+            self._wait(0)
+            self._settle(results[1])
+            finish()
+
+    def _fill(self, ring: _Ring, steps: Index, fetch: Fetch) -> None:
+        """Emit the copies of some steps, each after its stage is free."""
+        begin = 0 if isinstance(steps, int) else i64(0)
+        with T.serial(begin, steps, annotations=ROLLED) as step:
+            ring.wait(self._free)
+            filled = T.bind(self._filled + ring.stage * _u32(8))
+            self._expect(filled, self.stage_bytes)
+            fetch(step, ring.stage * _u32(self.stage_bytes), filled)
+            ring.advance()
+
+    def _expect(self, barrier: tirx.Expr, size: int) -> None:
+        expect = T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"]
+        T.evaluate(expect(barrier, _u32(size)))
+
+    def _issue(self, multiply: Callable[[tirx.Expr], None], stage: tirx.Expr) -> None:
+        """Begin the products of a stage, as one group."""
+        T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+        multiply(stage * _u32(self.stage_bytes))
+        T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+
+    def _settle(self, *registers: tirx.Buffer) -> None:
+        for buffer in registers:
+            dtype, letter = _REGISTERS[str(buffer.dtype)]
+            code = _SETTLE.format(dtype=dtype, letter=letter)
+            for e in range(int(buffer.shape[0])):
+                settle = f"tvm_fusion_settle_{dtype}"
+                T.evaluate(T.cuda.func_call(settle, buffer[e], source_code=code))
 
     def shares(self, layout: FactorLayout) -> Sequence[Index]:
         """The parts of a factor that the block copies."""
@@ -304,26 +407,39 @@ class WarpgroupCore:
     def multiply(
         self,
         sums: tirx.Buffer,
-        left: tuple[FactorLayout, tirx.Expr],
+        left: tuple[FactorLayout, tirx.Expr] | Sequence[tirx.Expr],
         right: tuple[FactorLayout, tirx.Expr],
+        sets: bool = False,
     ) -> None:
-        """Add the products of 64 rows from a byte on and of all columns, 64 elements deep."""
-        kind, columns = self.type, right[0].rows
-        shape = f"m{ROWS}n{columns}k{STEP}.f32.{kind.name}.{kind.name}"
-        product = T.ptx[f"wgmma.mma_async.sync.aligned.{shape}"]
-        own = [sums[e] for e in range(int(sums.shape[0]))]
-        begins = [self._descriptor(*factor) for factor in (left, right)]
-        transposed = [int(layout.rows_first) for layout, _ in (left, right)]
-        for k in range(0, DEPTH, STEP):
-            descriptors = [
-                begin + tirx.const(layout.place(0, k) // (1 << _UNIT), "uint64")
-                for begin, (layout, _) in zip(begins, (left, right), strict=True)
-            ]
-            T.evaluate(product(*own, *descriptors, tirx.const(True, "bool"), 1, 1, *transposed))
+        """Add the products of 64 rows and of all columns, 64 elements deep.
 
-    def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
-        """The value of the lane whose number differs by ``mask``."""
-        return shuffle_xor(value, mask, 32)
+        ``left`` lies from a byte on, or in registers as ``mma.sync`` has it, four for each 16
+        elements. ``sets`` replaces the sums.
+        """
+        layout = right[0]
+        product = T.ptx[self._instruction(layout.rows)]
+        own = [sums[e] for e in range(int(sums.shape[0]))]
+        begins = [self._descriptor(*right)]
+        in_shared = isinstance(left[0], FactorLayout)
+        if in_shared:
+            begins.insert(0, self._descriptor(*left))
+        for k in range(0, DEPTH, STEP):
+            factors = [self._at_depth(begins[-1], layout, k)]
+            transposed = [int(layout.rows_first)]
+            if in_shared:
+                factors.insert(0, self._at_depth(begins[0], left[0], k))
+                transposed.insert(0, int(left[0].rows_first))
+            else:
+                factors[:0] = left[k // STEP * 4 : k // STEP * 4 + 4]
+            adds = tirx.const(k > 0 or not sets, "bool")
+            T.evaluate(product(*own, *factors, adds, 1, 1, *transposed))
+
+    def _instruction(self, columns: int) -> str:
+        kind = self.type.name
+        return f"wgmma.mma_async.sync.aligned.m{ROWS}n{columns}k{STEP}.f32.{kind}.{kind}"
+
+    def _at_depth(self, begin: tirx.Expr, layout: FactorLayout, k: int) -> tirx.Expr:
+        return begin + tirx.const(int(layout.place(0, k)) // (1 << _UNIT), "uint64")
 
     def _descriptor(self, layout: FactorLayout, place: tirx.Expr) -> tirx.Expr:
         address = (self._base + place) >> _u32(_UNIT)

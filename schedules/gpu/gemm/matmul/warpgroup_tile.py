@@ -103,7 +103,7 @@ def choose_warpgroup_tile(matmul: MatmulFunction, gpu: GPUInfo) -> WarpgroupTile
         return None
     types = {factor_dtype(operand) for operand in (matmul.left, matmul.right)}
     [dtype] = types if len(types) == 1 else [None]
-    if dtype is None or not all(map(_lies_in_memory, (matmul.left, matmul.right))):
+    if dtype is None or not all(map(lies_in_memory, (matmul.left, matmul.right))):
         return None
     batches, m, n, k = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k))
     extents = batches, m, n, k
@@ -126,7 +126,8 @@ def single_cycles(tile: TensorTile, batches: int, m: int, n: int, k: int, gpu: G
     return max(share * steps * step, rounds * steps * alone) + rounds * COSTS.block_latency
 
 
-def _lies_in_memory(operand: Operand) -> bool:
+def lies_in_memory(operand: Operand) -> bool:
+    """Return whether tensor maps describe a factor, its rows multiples of 16 bytes."""
     shared = SharedTile(STEP, 2 * STEP, operand.rows_first, True)
     layout = FactorLayout(ROWS, operand.rows_first)
     return is_copied(operand, shared) and bulk_source(operand, layout) is not None
