@@ -19,6 +19,7 @@ from .conv2d.fuse_conv2d import FuseConv2D
 from .conv2d.fuse_epilogue import FuseEpilogue
 from .conv2d.fusion_decision import Decision, decide
 from .conv2d.multiply_bfloat16 import MultiplyBfloat16
+from .conv2d.quantized.keep_bytes import KeepBytes
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.compile_exchanges import CompileExchanges
@@ -68,6 +69,7 @@ __all__ = [
     "FuseReductionProducers",
     "FuseReductions",
     "HalfPrecision",
+    "KeepBytes",
     "LegalizeCalls",
     "LiftOutputs",
     "LiftWeights",

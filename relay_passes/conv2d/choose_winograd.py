@@ -98,6 +98,8 @@ def can_choose(call: relax.Call, kernel: Conv2DKernel, target: Target) -> bool:
     """Return whether a call of ``relax.tvm_fusion.conv2d`` could be computed by the algorithm."""
     if not isinstance(call.args[1], GenericConst) or kernel.data_layout == "NCHW":
         return False
+    if kernel.weight_dtype is not None:
+        return False
     if target.kind.name != "llvm" or kernel.height is None or kernel.width is None:
         return False
     cpu, size = CPUInfo.from_target(target), (kernel.height, kernel.width)

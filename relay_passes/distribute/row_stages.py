@@ -183,14 +183,18 @@ def _convolution(call: relax.Call) -> ChannelOp | None:
     if not constants or layer.groups > 1 or len(bias.ty.shape.values) != 2:
         return None
     blocks, lanes = (int(extent) for extent in bias.ty.shape.values)
+    first = 3 + (kernel.weight_dtype is not None)  # behind the scale
 
     def rebuild(operands: Sequence[relax.Expr], begin: int, end: int) -> relax.Call:
         own, filters = slice(begin, end), weight.value.numpy()
         part = filters[:, own] if is_winograd else filters[own]
-        parts = relax.const(part), relax.const(bias.value.numpy()[own])
+        parts = [
+            relax.const(part),
+            *(relax.const(each.value.numpy()[own]) for each in call.args[2:first]),
+        ]
         channels = min(end * lanes, layer.out_channels) - begin * lanes
         attrs = dict(call.attrs.items()) | {"out_channels": channels}
-        return relax.Call(call.op, [operands[0], *parts, *operands[3:]], attrs)
+        return relax.Call(call.op, [operands[0], *parts, *operands[first:]], attrs)
 
     return ChannelOp(blocks, rebuild)
 

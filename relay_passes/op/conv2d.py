@@ -18,6 +18,9 @@ either. Then products are exact, sums, bias, residual and activation of float32,
 is ``bfloat16``, to which the result is rounded (halves to even), or ``float32``. Packed, such a
 dense layer has a weight in words of two channels, and data in blocks of its own, such as an input
 image in ``NCHW4c``.
+
+On CPUs a packed ``weight`` may be of int8 among operands of float32, with a ``scale`` like ``bias``
+for each output channel, by which sums are multiplied before the bias is added.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ def conv2d(
     weight: relax.Expr,
     bias: relax.Expr | None = None,
     residual: relax.Expr | None = None,
+    scale: relax.Expr | None = None,
     *,
     strides: Sequence[int] = (1, 1),
     padding: Sequence[int] = (0, 0, 0, 0),
@@ -65,6 +69,8 @@ def conv2d(
         One number a channel; None stands for zeros.
     residual : relax.Expr | None
         A tensor of the output's shape, added before the activation.
+    scale : relax.Expr | None
+        Factors of the sums for a weight of int8, which needs a bias.
     strides, padding, dilation, groups, activation, low, high
         The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
     data_layout : str
@@ -97,7 +103,8 @@ def conv2d(
         "out_channels": out_channels,
         "out_dtype": out_dtype,
     }
-    return build_call(CONV2D, [data, weight, bias], residual, attrs)
+    operands = [data, weight, bias, *([] if scale is None else [scale])]
+    return build_call(CONV2D, operands, residual, attrs)
 
 
 def _infer_type(call: relax.Call, _: relax.BlockBuilder) -> relax.TensorType:
@@ -107,11 +114,10 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder) -> relax.TensorType:
 def _compute(
     kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
 ) -> te.Tensor:
-    data, weight, bias = operands
+    data, weight, bias, *scale = operands
     layouts = kernel.data_layout, kernel.out_layout
-    return compute.conv2d(
-        data, weight, bias, residual, kernel.layers[0], *layouts, kernel.out_dtype
-    )
+    others = kernel.layers[0], *layouts, kernel.out_dtype, *scale
+    return compute.conv2d(data, weight, bias, residual, *others)
 
 
 def legalize(

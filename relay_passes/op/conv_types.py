@@ -100,10 +100,10 @@ def constant_shape(argument: relax.Expr, name: str, op: str) -> tuple[int, ...]:
 
 def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
-    if len(call.args) not in (op.operands, op.operands + 1):
+    count = op.operands + has_scale(call, op)
+    if len(call.args) not in (count, count + 1):
         raise OpError(
-            f"{op.name}: {len(call.args)} operands; expected {op.operands}, and optionally "
-            "a residual"
+            f"{op.name}: {len(call.args)} operands; expected {count}, and optionally a residual"
         )
     layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
     lanes = packed_lanes(*layouts, op.name)
@@ -113,7 +113,8 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
         raise OpError(
             f"{op.name}: data has rank {len(data.shape.values)}; expected {rank} ({layouts[0]})"
         )
-    names = [op.operand_name(index) for index in range(len(call.args))]
+    names = [op.operand_name(index) for index in range(len(call.args) - count + op.operands)]
+    names[op.operands : op.operands] = ["scale"] * (count - op.operands)
     sums = check_dtypes(call, names, op.name)
     _check_word_layout(_has_words(call, op, 0), layouts, sums, op.name)
     layers = tuple(_read_layer(call, op, index, lanes) for index in range(len(op.suffixes)))
@@ -122,9 +123,13 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     batch, height, width = (constant(data.shape.values[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes(layers, height, width, op.name)
-    residual = len(call.args) > op.operands
-    dtype = str(tensor_type(call.args[1], op.operand_name(1), op.name).dtype)
+    residual = len(call.args) > count
+    dtype = str(tensor_type(call.args[2], op.operand_name(2), op.name).dtype)
+    dtype = dtype if sums is None else str(data.dtype)
     kernel = Conv2DKernel(layers, batch, height, width, residual, dtype, *layouts)
+    if count > op.operands:
+        _check_scale(call, layers[0], lanes, op.name)
+        kernel = replace(kernel, weight_dtype="int8")
     if str(data.dtype) != dtype:
         _check_bytes_in(layers, op.name)
         kernel = replace(kernel, data_dtype=str(data.dtype))
@@ -146,6 +151,22 @@ def _has_words(call: relax.Call, op: ConvOp, index: int) -> bool:
     """Return whether a packed weight has words: a dense one, or with groups one of rank 7."""
     is_dense = int(call.attrs["groups" + op.suffixes[index]]) == 1
     return _sums_of(call) is not None and (is_dense or call.args[1 + 2 * index].ty.ndim == 7)
+
+
+def has_scale(call: relax.Call, op: ConvOp) -> bool:
+    """Return whether a call of one layer has a weight of int8, and a scale after its bias."""
+    if len(op.suffixes) > 1 or len(call.args) <= op.operands:
+        return False
+    return str(tensor_type(call.args[1], "weight", op.name).dtype) == "int8"
+
+
+def _check_scale(call: relax.Call, layer: ConvLayer, lanes: int, op: str) -> None:
+    shape, expected = (constant_shape(call.args[at], "scale", op) for at in (3, 2))
+    if not lanes or layer.group_lanes(lanes) or shape != expected:
+        raise OpError(
+            f"{op}: a weight of int8 with a scale of shape {shape} for {layer}; expected a packed "
+            f"layer that reads whole blocks, and a scale of shape {expected}"
+        )
 
 
 def _check_word_layout(
@@ -257,6 +278,8 @@ def check_dtypes(call: relax.Call, names: Sequence[str], op: str) -> str | None:
     ]
     if dtypes[0] == "uint8" and dtypes[1] == "float32":
         dtypes = dtypes[1:]
+    if dtypes[1] == "int8" and names[3:4] == ["scale"]:
+        del dtypes[1]
     sums = _sums_of(call) if len(call.args) <= _ONE_LAYER else None
     if sums is not None and dtypes[1] == "bfloat16" and {*dtypes[3:]} <= {"bfloat16", sums}:
         return sums

@@ -142,8 +142,9 @@ def conv2d(
     data_layout: str = "NCHW",
     out_layout: str = "NCHW",
     out_dtype: str | None = None,
+    scale: te.Tensor | None = None,
 ) -> te.Tensor:
-    """One convolution: ``act(conv(data, weight) + bias [+ residual])``.
+    """One convolution: ``act(conv(data, weight) [* scale] + bias [+ residual])``.
 
     Parameters
     ----------
@@ -158,13 +159,16 @@ def conv2d(
     out_dtype : str | None
         ``uint8`` for the distances of the rounded output to its lower bound; ``bfloat16`` or
         ``float32`` where sums are of another type than the data; else None.
+    scale : te.Tensor | None
+        Factors of the sums, like ``bias``, for weights of int8.
 
     Returns
     -------
     te.Tensor
         The activated output in ``out_layout``.
     """
-    return _layer(data, weight, bias, residual, layer, data_layout, out_layout, "1", out_dtype)
+    layouts = data_layout, out_layout
+    return _layer(data, weight, bias, residual, layer, *layouts, "1", out_dtype, scale)
 
 
 def fused_conv2d(
@@ -198,6 +202,7 @@ def _layer(
     out_layout: str,
     suffix: str,
     out_dtype: str | None = None,
+    scale: te.Tensor | None = None,
 ) -> te.Tensor:
     image, sums = padded(data, layer, suffix), str(bias.dtype)
     if out_layout == "NCHW":
@@ -214,7 +219,9 @@ def _layer(
         conv = _conv_packed(image, weight, layer, suffix, sums)
 
     def finish(*index: tirx.Var) -> tirx.Expr:
-        value = conv(*index) + (bias(index[1]) if len(index) == 4 else bias(index[1], index[4]))
+        channel = index[1:2] if len(index) == 4 else (index[1], index[4])
+        value = conv(*index) if scale is None else conv(*index) * scale(*channel)
+        value = value + bias(*channel)
         if residual is not None:
             value = value + residual(*index).astype(bias.dtype)
         return finished(value, layer.activation, bias.dtype, out_dtype)
@@ -293,7 +300,8 @@ def _conv_first(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, suffix: st
     return te.compute(
         shape,
         lambda n, ob, h, w, oi: te.sum(
-            data(n, ic, *source_pixel(layer, h, w, kh, kw)) * weight(ob, ic, kh, kw, 0, oi),
+            data(n, ic, *source_pixel(layer, h, w, kh, kw))
+            * weight(ob, ic, kh, kw, 0, oi).astype(data.dtype),
             axis=[ic, kh, kw],
         ),
         name=f"conv{suffix}",

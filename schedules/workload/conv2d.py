@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import OpError
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1}
 WORD_BYTES = 4
 """Bytes of a word: neighbouring channels whose products one instruction adds up."""
 WORDS = {
@@ -423,6 +423,9 @@ class Conv2DKernel:
         What a convolution of bytes makes these of, if its data is a float32 image in NCHW.
     residual_dtype : str | None
         That of the residual, if not ``dtype``: that of the sums.
+    weight_dtype : str | None
+        ``int8`` for weights that are widened to ``dtype`` as they are multiplied, with a scale for
+        each output channel after the biases; else None.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -444,6 +447,7 @@ class Conv2DKernel:
     sums: str | None = None
     rounding: ByteRounding | None = None
     residual_dtype: str | None = None
+    weight_dtype: str | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -514,6 +518,7 @@ def describe(kernel: Conv2DKernel) -> str:
     layers = " + ".join(map(str, kernel.layers))
     by = f" by Winograd {kernel.winograd}x{kernel.winograd}" if kernel.winograd else ""
     of = " of bytes" if kernel.is_quantized else f" of {kernel.dtype}" if kernel.sums else ""
+    by = f" by {kernel.weight_dtype}{by}" if kernel.weight_dtype else by
     return f"{layers}{of} on {kernel.height}x{kernel.width}{by}"
 
 
@@ -522,6 +527,7 @@ def to_json(kernel: Conv2DKernel) -> str:
     fields = asdict(kernel)
     defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
     defaults |= {"limited": False, "sums": None, "rounding": None, "residual_dtype": None}
+    defaults |= {"weight_dtype": None}
     for name, default in defaults.items():
         if fields[name] == default:
             del fields[name]

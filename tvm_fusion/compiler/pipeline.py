@@ -31,6 +31,7 @@ from relay_passes import (
     FuseConv2D,
     FuseEpilogue,
     FusePack,
+    KeepBytes,
     LegalizeCalls,
     LiftOutputs,
     LiftWeights,
@@ -102,7 +103,7 @@ class Options:
         Whether kernels are captured into CUDA graphs.
     weights : str | None
         ``"bf16"``, ``"int8"`` or ``"int4"``: type of the matrices of products on a CPU, to which
-        they are rounded.
+        they are rounded; with ``"int8"`` of the weights of convolutions, too.
     machine : Machine | None
         Machine by whose figures choices are made; without one, a CPU has those of its family, and a
         GPU fixed thresholds.
@@ -170,6 +171,8 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
     transform = relax.transform
     winograd, has_halves = options.winograd, CPUInfo.from_target(target).halves_pay
     halves = has_halves or precision == "bf16"
+    # The weights of a pair are floats.
+    fuse = "none" if (options.weights, options.fuse) == ("int8", "auto") else options.fuse
     return {
         "simplify": [
             MultiplyNarrow(target),
@@ -181,11 +184,12 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         "fuse": [
             MultiplyBytes(target),
             *(_halving(target, precision == "bf16") if halves else []),
-            FuseConv2D(options.fuse, target, winograd, options.records),
+            FuseConv2D(fuse, target, winograd, options.records),
             FuseEpilogue(halves=True),
         ],
         "pack": [
             PackLayout(target=target),
+            KeepBytes(target, winograd, options.weights == "int8"),
             ChooseWinograd(winograd, target, options.records),
             PadColumns(target),
             NameSizes(),

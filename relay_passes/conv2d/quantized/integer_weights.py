@@ -57,6 +57,13 @@ def integer_weights(weight: np.ndarray) -> IntegerWeights | None:
     return IntegerWeights(integers.reshape(weight.shape), scales)
 
 
+def rounded_weights(rows: np.ndarray) -> IntegerWeights:
+    """The integers nearest to finite weights ``[O, ...]``, the largest of a row being 127."""
+    largest = np.abs(rows).max(axis=1, initial=0)
+    scales = np.where(largest, largest / _LARGEST, 1.0)
+    return IntegerWeights(np.rint(rows / scales[:, None]).astype(np.int8), scales)
+
+
 def _scales(largest: np.ndarray) -> Iterator[np.ndarray]:
     """Scales to try, likely ones first: of each row its own, or one for all."""
     yield largest / _LARGEST

@@ -206,7 +206,7 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
 def operands(
     builder: KernelBuilder, kernel: Conv2DKernel, image: Index, position: int = 0
 ) -> LayerOperands:
-    """The operands of a function with parameters data, weight, bias[, residual], output."""
+    """The operands of a function with parameters data, weight, bias[, scale, residual], output."""
     if kernel.is_quantized:
         return _quantized_operands(builder, kernel, image)
     if kernel.sums is not None:
@@ -225,6 +225,7 @@ def operands(
         out_blocks=int(weight.shape[0]),
         dtype=kernel.dtype,
         out_dtype=kernel.out_dtype,
+        scale=builder.flat[3] if kernel.weight_dtype else None,
     )
 
 

@@ -175,7 +175,9 @@ def weight_turns(ops: LayerOperands, pixels: int) -> int:
 
 def weight_lines(ops: LayerOperands, blocks: int, tiles: int) -> int:
     """Cache lines that a step of a tile prefetches, so that ``tiles`` tiles prefetch all."""
-    return lines_a_step(blocks * ops.step * ops.lanes // line_elements(ops.dtype), tiles)
+    return lines_a_step(
+        blocks * ops.step * ops.lanes // line_elements(str(ops.weight.dtype)), tiles
+    )
 
 
 def pixel_nest(

@@ -199,8 +199,8 @@ class LayerOperands:
     met : int
         Groups that the output blocks of the tile belong to.
     scale : tirx.Buffer | None
-        Factors of the sums, like ``bias``; only of layers of bytes, whose input and weights are
-        int32 words.
+        Factors of the sums, like ``bias``; of layers of bytes, whose input and weights are int32
+        words, and of layers of floats with weights of int8.
     out_dtype : str | None
         Element type of the output, if not ``dtype``.
     word : int
@@ -578,7 +578,7 @@ def next_weights(ops: LayerOperands, tile: RegisterTile, turn: Index) -> Index:
     reduction = tile.reduction
     layer, lanes = ops.layer, ops.lanes
     taps, square = layer.kernel[0] * layer.kernel[1], ops.step * lanes
-    line = line_elements(ops.dtype)
+    line = line_elements(str(ops.weight.dtype))
     turns = max(1, square // line)
     piece = tirx.floormod(tirx.floordiv(turn, turns), tile.blocks)
     following = tile.block + tile.blocks if tile.following is None else tile.following
@@ -617,9 +617,10 @@ def _multiply(
     inputs = _group_inputs(ops, block, in_block)
     origins = [bound(source.at(at, *in_pixel) + lane) for at, lane in inputs]
     pixel_step = layer.strides[1] * source.step
+    line = line_elements(str(ops.weight.dtype))
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
-        prefetch(ops.weight, start + step * line_elements(ops.dtype), level=2)
+        prefetch(ops.weight, start + step * line, level=2)
     parts = ops.word if ops.pairs else 1
     # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
     # kernel columns share, and spill the accumulators.
@@ -661,7 +662,8 @@ def _floats(value: tirx.Expr) -> tirx.Expr:
     dtype = str(value.ty.dtype)
     if dtype.startswith("uint16"):
         return widen_bits(value)
-    return T.Cast(dtype.replace("uint8", "float32"), value) if "uint8" in dtype else value
+    kind = dtype.partition("x")[0]
+    return T.Cast(dtype.replace(kind, "float32"), value) if kind in ("uint8", "int8") else value
 
 
 def _multiply_add(
@@ -796,7 +798,7 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
         values = []
         for total, at, (_, v) in zip(sums, added, tile.cells(), strict=True):
             value = _load(total, 0, lanes)
-            if ops.scale is not None:
+            if complete and ops.scale is not None:
                 channel, floats = block + v * lanes, f"float32x{lanes}"
                 value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
                 value = value + _load(ops.bias, channel, lanes)

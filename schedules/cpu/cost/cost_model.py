@@ -375,6 +375,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
         data_level=_home(data_bytes, cpu, foreign=knobs.block_chunks > 1),
         out_level=_home(_padded(layer.out_channels, lanes) * out_h * out_w * item, cpu),
         residual=kernel.residual,
+        stored_bytes=ITEM_BYTES[kernel.weight_dtype] if kernel.weight_dtype else None,
     )
     parts: list[_Part] = []
     for group, count in _pieces(share, knobs.unit_group):
@@ -384,7 +385,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
             flat=tile_counts(out_h * out_w, knobs.pixels, group) if flat else None,
             data_bytes=rows * row_bytes,
         )
-        kept = layer.weight_elements() * item + nest.data_bytes
+        kept = layer.weight_elements() * nest.weight_bytes + nest.data_bytes
         parts.append(_Part(nest, count, not parts, kept))
     edges = 0.0
     if layer.group_lanes(lanes) and knobs.unit_chunks > 1:

@@ -87,7 +87,7 @@ class ConvNest(NamedTuple):
         Channels in a block of the output and of the input (1 for NCHW data), or in a piece of a
         group's inputs.
     item_bytes : int
-        Bytes of an element.
+        Bytes of an element; of a weight if it has no other type.
     size, out_size : tuple[int, int]
         Height and width of the layer's whole input and output.
     pixels : int
@@ -113,6 +113,8 @@ class ConvNest(NamedTuple):
         another nest.
     data_level, out_level : int
         Levels in which data are when the nest begins, and to which the output goes.
+    stored_bytes : int | None
+        Bytes of a weight of another type.
     """
 
     layer: ConvLayer
@@ -135,6 +137,12 @@ class ConvNest(NamedTuple):
     halo_bytes: float = 0.0
     data_level: int = L2
     out_level: int = L2
+    stored_bytes: int | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return self.stored_bytes or self.item_bytes
 
 
 def nest_terms(nest: ConvNest, weight_levels: Sequence[int], cpu: CPUInfo) -> list[Terms]:
@@ -164,7 +172,7 @@ def nest_terms(nest: ConvNest, weight_levels: Sequence[int], cpu: CPUInfo) -> li
         compute = _dense(nest, spans, tiles, visible, cpu)
     vectors = sum(nest.vectors)
     taps = width or nest.in_blocks * nest.source_lanes
-    block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.item_bytes
+    block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.weight_bytes
     pixels = sum(size * count for size, count in tiles) * nest.rows
     out_bytes = pixels * vectors * nest.lanes * nest.item_bytes
     output = out_bytes * (costs.store + nest.residual) / nest.calls / bandwidth(nest.out_level, cpu)
@@ -336,7 +344,7 @@ def _asked_for(nest: ConvNest, passes: int) -> float:
     """Share of the weights that ``passes`` tiles prefetch."""
     if not nest.prefetch:
         return 0.0
-    square = nest.source_lanes * nest.lanes * nest.item_bytes // CACHE_LINE_BYTES
+    square = nest.source_lanes * nest.lanes * nest.weight_bytes // CACHE_LINE_BYTES
     needed = max(1, max(nest.vectors) * square)
     return min(1.0, passes * lines_a_step(needed, passes) / needed)
 

@@ -382,3 +382,96 @@ def test_rows_in_blocks_that_have_no_kernel(attributes, groups, message) -> None
     )
     with pytest.raises(UnsupportedOperatorError, match=message):
         tvm_fusion.compile(looked_up([node], constants))
+
+
+CONVOLUTIONS = {  # input channels, output channels, kernel, stride, groups, zero point, size
+    "dense": (136, 200, 1, 1, 1, 0, 5),
+    "deep": (512, 72, 1, 1, 1, 0, 3),
+    "strided": (72, 136, 3, 2, 1, 0, 9),
+    "padded": (60, 75, 5, 1, 1, 0, 6),
+    "groups": (96, 192, 3, 2, 2, 0, 7),
+    "cut": (120, 120, 3, 2, 6, 0, 4),
+    "per tensor": (128, 128, 1, 1, 1, 0, 4),
+    "wide": (128, 136, 1, 1, 1, 9, 4),  # without their zero point they have nine bits
+    "centred": (136, 128, 1, 1, 1, 128, 4),  # uint8
+}
+
+
+def convolutions(random: np.random.Generator) -> onnx.ModelProto:
+    """Convolutions of dequantised weights with biases, residuals, and activations."""
+    nodes, constants, inputs, outputs = [], {}, [], []
+    for name, (channels, count, kernel, stride, groups, zero, size) in CONVOLUTIONS.items():
+        kind, low = (np.uint8, 0) if zero == 128 else (np.int8, -128)
+        integers = random.integers(low, low + 256, (count, channels // groups, kernel, kernel))
+        if zero == 128:
+            integers = np.maximum(integers, 1)
+        scale = random.uniform(0.01, 0.02, () if name == "per tensor" else count)
+        constants |= {
+            f"q {name}": integers.astype(kind),
+            f"s {name}": (scale / (channels * kernel**2 / groups) ** 0.5).astype("float32"),
+            f"z {name}": np.full(scale.shape, zero, kind),
+            f"b {name}": random.standard_normal(count).astype("float32"),
+        }
+        out_size = (size - 1) // stride + 1
+        pads = dict(pads=[kernel // 2] * 4, strides=[stride] * 2, group=groups)
+        quantised = [f"q {name}", f"s {name}", f"z {name}"]
+        nodes += [
+            helper.make_node("DequantizeLinear", quantised, [f"w {name}"], axis=0),
+            helper.make_node(
+                "Conv", [f"x {name}", f"w {name}", f"b {name}"], [f"c {name}"], **pads
+            ),
+            helper.make_node("Add", [f"c {name}", f"r {name}"], [f"a {name}"]),
+            helper.make_node("Relu", [f"a {name}"], [f"y {name}"]),
+        ]
+        for tensor, shape in (
+            ("x", (2, channels, size, size)),
+            ("r", (2, count, out_size, out_size)),
+        ):
+            value = helper.make_tensor_value_info(f"{tensor} {name}", TensorProto.FLOAT, shape)
+            inputs.append(value)
+        outputs.append(helper.make_tensor_value_info(f"y {name}", TensorProto.FLOAT, None))
+    initializers = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "convolutions", inputs, outputs, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_weights_of_convolutions_stay_bytes() -> None:
+    random = np.random.default_rng()
+    model = convolutions(random)
+    shapes = {
+        value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in model.graph.input
+    }
+    feeds = {name: random.standard_normal(size).astype("float32") for name, size in shapes.items()}
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    wanted = session.run(None, feeds)
+    found = tvm_fusion.compile(model, weights="int8")(**feeds)
+    for name, expected, got in zip(CONVOLUTIONS, wanted, found, strict=True):
+        tolerance = 2e-2 if name == "wide" else 1e-5  # rounded to eight bits
+        assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max(), name
+    for options, kept in ((None, len(CONVOLUTIONS) - 1), ("int8", len(CONVOLUTIONS))):
+        chosen = pipeline.Options(weights=options)
+        text = pipeline.optimize(import_onnx(model).mod, resolve("native"), chosen).script()
+        assert text.count('weight_dtype\\": \\"int8') == kept
+
+
+def test_weights_of_convolutions_are_rounded_when_asked(tmp_path: Path) -> None:
+    random = np.random.default_rng()
+    weight = random.standard_normal((192, 256, 3, 3)).astype("float32")
+    weight[7] = 0
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 256, 6, 6))
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(weight, "w")])
+    opset = [helper.make_opsetid("", 17)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=8)
+    data = random.standard_normal((1, 256, 6, 6)).astype("float32")
+    compiled = tvm_fusion.compile(model, weights="int8")
+    compiled.save(tmp_path / "small.so")
+    assert (tmp_path / "small.so").stat().st_size < weight.nbytes / 2
+    scale = np.abs(weight).max(axis=(1, 2, 3), keepdims=True) / 127
+    rounded = np.rint(weight / np.where(scale, scale, 1)) * scale
+    tensor = numpy_helper.from_array(rounded.astype("float32"), "w")
+    model.graph.initializer[0].CopyFrom(tensor)
+    expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": data})[0]
+    assert np.abs(compiled(data) - expected).max() <= 1e-5 * np.abs(expected).max()
