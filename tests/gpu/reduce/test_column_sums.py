@@ -179,12 +179,9 @@ def test_every_setting_keeps_whole_rows() -> None:
     """Columns are summed by the threads of one block, which take a group of rows in turns."""
     gpu = GPUInfo.from_target(CUDA)
     functions = reduction_functions(gradient("layer", (8192, 1024), "float32"), CUDA)
-    [group] = [
-        found
-        for func in functions
-        if (found := read_group(func.without_attr(attributes.REDUCE_CONFIG))) is not None
-        and found.columns
-    ]
+    plain = [func.without_attr(attributes.REDUCE_CONFIG) for func in functions]
+    groups = [found for func in plain if (found := read_group(func)) is not None]
+    [group] = [group for group in groups if group.columns]
     workload = CHAIN.read_workload(canonical(asdict(GroupWorkload.of(group))))
     settings = list(CHAIN.settings(workload, gpu))
     assert CHAIN.default(workload, gpu) in settings
