@@ -311,10 +311,10 @@ def lower_whole(program: ExportedProgram, choices: Choices) -> Run:
     names = list(program.graph_signature.user_inputs)
     places = [names.index(spec.name) for spec in model.inputs]
 
-    def run(*arguments: torch.Tensor) -> list[torch.Tensor]:
+    def run_whole(*arguments: torch.Tensor) -> list[torch.Tensor]:
         return run(model, [arguments[place] for place in places])
 
-    return run
+    return run_whole
 
 
 def _lower_in_parts(program: ExportedProgram, choices: Choices, refused: frozenset[str]) -> Run:

@@ -46,9 +46,9 @@ def lines_of(ops: Any, block: int, blocks: int, start: int, count: int) -> set[i
 def test_enough_tiles_ask_for_all_weights_that_come_next(lanes, kernel, blocks):
     layer = ConvLayer(4 * lanes, 8 * lanes, kernel)
     source = SimpleNamespace(lanes=lanes)
-    ops = SimpleNamespace(
-        layer=layer, source=source, lanes=lanes, step=lanes, in_blocks=4, dtype="float32"
-    )
+    weight = SimpleNamespace(dtype="float32")
+    ops = SimpleNamespace(layer=layer, source=source, weight=weight, lanes=lanes, in_blocks=4)
+    ops.step, ops.dtype = lanes, "float32"
     tiles = blocks * lanes * lanes // LINE
     following = lines_of(ops, 2 + blocks, blocks, 0, 4)
     assert asked_for(ops, blocks, ReducedBlocks(0, 4), tiles) == following
