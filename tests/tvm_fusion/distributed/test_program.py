@@ -7,6 +7,7 @@ import functools
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -238,7 +239,7 @@ def test_steps_between_exchanges_by_the_model(monkeypatch: pytest.MonkeyPatch) -
     """The plan is what counts: no kernel is compiled."""
     scheduled = "tvm_fusion.distributed.program.schedule_function"
     monkeypatch.setattr(scheduled, lambda name, func, *_: func)
-    monkeypatch.setattr(tvm, "compile", lambda *_: {})
+    monkeypatch.setattr(tvm, "compile", lambda *_: SimpleNamespace(jit=lambda **_: {}))
     processor = Processor(rate=1e9, bandwidth=1e10)
 
     def chosen(latency: float) -> int:
