@@ -12,7 +12,7 @@ OP = "tvm_fusion.op"
 the rules of packed layouts and of channel norms read it."""
 
 WORKLOAD = "tvm_fusion.workload"
-"""What a function computes, as JSON. :mod:`relay_passes.op` and ``FusePack`` write it for
+"""Computation of a function, as JSON. :mod:`relay_passes.op` and ``FusePack`` write it for
 convolutions, whose rules read it, and templates for their kernels; ``ShareKernels``, profiles and
 predictions read it, too."""
 

@@ -24,7 +24,7 @@ needs_mpi = pytest.mark.skipif(
     reason="MPI is not installed: pip install -e '.[mpi]'",
 )
 _BANNER = re.compile(r"\n=+\n=   BAD TERMINATION .*?debugging suggestions\n", re.DOTALL)
-"""What mpiexec prints itself if it notices that a rank was killed before it has killed them all."""
+"""Banner of mpiexec, if it notices that a rank was killed before it has killed them all."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ _LEAST_MEMORY_BYTES = 128 << 20
 
 
 NUMBERS = {"uint8": "bytes", "bfloat16": "bfloat16"}
-"""What a CPU may multiply otherwise than float32, and its name in a table."""
+"""Types that a CPU may multiply otherwise than float32, and their names in a table."""
 
 
 @dataclass(frozen=True)

@@ -144,18 +144,7 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         If the target has another kind, a choice is for CPUs only and this is a GPU, or the machine
         is another device.
     """
-    if options.machine is not None:
-        check_machine(target, options.machine)
-    if options.cuda_graph and target.kind.name != "cuda":
-        raise TargetError(
-            f"cuda_graph=True is for CUDA, not for {target.kind.name!r}: leave it out, or compile "
-            "for 'cuda'"
-        )
-    if options.fast_math and target.kind.name != "cuda":
-        raise TargetError(
-            f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
-            "CUDA kernels: leave it out, or compile for 'cuda'"
-        )
+    _check_options(target, options)
     precision = chosen_precision(options.precision, target)
     if options.weights is not None and options.weights not in WEIGHTS_BITS:
         raise TargetError(
@@ -211,6 +200,22 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
         ],
         "schedule": [MarkConstants(), ApplyRules(*cpu.rules(options.records)), PackWeights()],
     }
+
+
+def _check_options(target: Target, options: Options) -> None:
+    """Refuse choices that the target does not have."""
+    if options.machine is not None:
+        check_machine(target, options.machine)
+    if options.cuda_graph and target.kind.name != "cuda":
+        raise TargetError(
+            f"cuda_graph=True is for CUDA, not for {target.kind.name!r}: leave it out, or compile "
+            "for 'cuda'"
+        )
+    if options.fast_math and target.kind.name != "cuda":
+        raise TargetError(
+            f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
+            "CUDA kernels: leave it out, or compile for 'cuda'"
+        )
 
 
 def _halving(target: Target, rounds: bool) -> list[Pass]:

@@ -165,7 +165,7 @@ class Dense(TunableCPURule):
                                 acc[row, vector, lane] += x[rows * 6 + row, k] * w[k, ...]
 
     Constant weights of whole vectors are not copied, but stored as ``[N / 16, K, 16]``
-    (:data:`schedules.schedule_rule.LAID_OUT`).
+    (:data:`schedules.attributes.LAID_OUT`).
 
     Weights ``[N, K]``: vectors run along K, with up to 12 dot products at once. One row is bound by
     memory: up to 8 vectors of columns, or 4 accumulators for each dot product; a matrix beyond the

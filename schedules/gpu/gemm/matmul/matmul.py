@@ -28,7 +28,7 @@ from .warpgroup_matmul import warpgroup_function
 class Matmul(TunableGPURule):
     """Matrix products: dense layers, attention, either layout of a factor.
 
-    Those of float16, bfloat16, int8 and, where :data:`.tensor_core_tile.TF32` allows it, float32
+    Those of float16, bfloat16, int8 and, where :data:`schedules.attributes.TF32` allows it, float32
     with more than eight rows run on tensor cores where the device has those of sm_80; those of 16
     bits by warpgroups where it has those of sm_90a, and they take less time; all others on the
     ordinary cores, as follows.

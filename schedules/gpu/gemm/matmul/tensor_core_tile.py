@@ -251,7 +251,7 @@ def element(operand: Operand) -> tirx.Expr:
 
 
 def allows_tf32(func: tirx.PrimFunc) -> bool:
-    """Return whether the attribute :data:`TF32` is set."""
+    """Return whether the attribute :data:`schedules.attributes.TF32` is set."""
     return bool(func.attrs and func.attrs.get(attributes.TF32, False))
 
 

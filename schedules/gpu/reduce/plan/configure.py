@@ -40,10 +40,10 @@ def configure(
     Returns
     -------
     tirx.PrimFunc
-        The function with the attribute :data:`CONFIG`, and before its other parameters, if the last
-        block is to combine the results of all, a workspace ``int32[words]``, which must be zero at
-        the first call but for its last two words. ``func`` itself if it is no group of
-        reductions.
+        The function with the attribute ``attributes.REDUCE_CONFIG``, and before its other
+        parameters, if the last block is to combine the results of all, a workspace
+        ``int32[words]``, which must be zero at the first call but for its last two words. ``func``
+        itself if it is no group of reductions.
     """
     group = None if attributes.REDUCE_CONFIG in func.attrs else read_group(func)
     if group is None:
@@ -61,8 +61,8 @@ def configure(
 def read_configured(func: tirx.PrimFunc, gpu: GPUInfo) -> tuple[ReduceGroup, ReduceConfig] | None:
     """Group of a function, in the stages that the kernel has, and its configuration.
 
-    Without the attribute :data:`CONFIG` it is one that needs no workspace. None if the function is
-    no group of reductions, or sums columns of rows that no block can keep.
+    Without the attribute ``attributes.REDUCE_CONFIG`` it is one that needs no workspace. None if
+    the function is no group of reductions, or sums columns of rows that no block can keep.
     """
     group = read_group(func)
     if group is None:
