@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, s_tir, tirx
 
 from schedules.tir.expression_walk import loads, substitute
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 
 @dataclass(frozen=True)

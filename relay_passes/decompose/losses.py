@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.constants import tensor_constant
 from ..core.expressions import Value

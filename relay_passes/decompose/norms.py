@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from schedules.workload.reduce import constant, normal_axes
+from schedules.tir.extents import constant
+from schedules.workload.reduce import normal_axes
 
 from ..core.constants import numbers, uniform
 from ..core.expressions import Value

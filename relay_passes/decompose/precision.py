@@ -9,7 +9,8 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
-from schedules.workload.reduce import FLOATS, constant
+from schedules.tir.extents import constant
+from schedules.workload.reduce import FLOATS
 
 from ..core.constants import array_of, tensor_constant
 from ..core.graph import Graph

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tvm import relax
 from tvm.ir import GenericConst
 
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.expressions import Value
 from ..core.graph import Graph

@@ -14,8 +14,8 @@ from tvm import relax
 from tvm.ir import Op
 
 from schedules.distribute.rows.row_plan import Enlargement, RowMap, RowWindow
+from schedules.tir.extents import constant
 from schedules.workload.conv2d import Conv2DKernel
-from schedules.workload.reduce import constant
 
 from ..core.expressions import resize_alike
 from ..op.conv2d import CONV2D, FUSED_CONV2D

@@ -17,7 +17,7 @@ from tvm.ir import GenericConst
 
 from schedules.distribute.rows.row_plan import NetworkStage, StageOperand
 from schedules.errors import OpError
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.constants import tensor_constant
 from ..core.expressions import op_name, operands

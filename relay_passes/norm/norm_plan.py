@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 
 from schedules.compute.row_moments import SEGMENT
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.expressions import Value, op_name, operands
 

@@ -13,7 +13,7 @@ from tvm.target import Target
 
 from schedules.cpu.loops.checked_indices import check_indices
 from schedules.errors import OpError
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.extents import Extent, constant
 
 from .register import is_typed, register_op
 

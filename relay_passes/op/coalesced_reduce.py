@@ -22,7 +22,8 @@ from tvm import relax, te, tirx
 
 from schedules.compute import coalesced_reduce as compute
 from schedules.errors import OpError
-from schedules.workload.reduce import CanonicalLoops, ReduceWorkload, constant, extent_of
+from schedules.tir.extents import constant, extent_of
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 from schedules.workload.reduce_operator import empty_result
 
 from .register import is_typed, register_op

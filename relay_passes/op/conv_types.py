@@ -19,8 +19,8 @@ from tvm.ir import Op
 from tvm.sym import Analyzer
 
 from schedules.errors import OpError
+from schedules.tir.extents import constant
 from schedules.workload.conv2d import WORDS, Conv2DKernel, ConvLayer
-from schedules.workload.reduce import constant
 
 from .elementwise import check_bytes
 

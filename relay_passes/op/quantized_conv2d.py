@@ -31,6 +31,7 @@ from tvm import relax, te
 
 from schedules.compute import quantized_conv2d as compute
 from schedules.errors import OpError
+from schedules.tir.extents import constant
 from schedules.workload.conv2d import (
     WORD_BYTES,
     WORDS,
@@ -39,7 +40,6 @@ from schedules.workload.conv2d import (
     Conv2DKernel,
     ConvLayer,
 )
-from schedules.workload.reduce import constant
 from schedules.workload.winograd_matrices import TAPS, WHOLE_FACTOR, WHOLE_TILE
 
 from .conv_call import Known, checked_attrs, legalize_kernel

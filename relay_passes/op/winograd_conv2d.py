@@ -25,8 +25,8 @@ from tvm.ir import Op
 
 from schedules.compute.winograd_conv2d import winograd_conv2d as compute
 from schedules.errors import OpError
+from schedules.tir.extents import constant
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
-from schedules.workload.reduce import constant
 from schedules.workload.winograd_matrices import TAPS, TILE_SIZES
 
 from .conv_call import Known, integers, legalize_kernel

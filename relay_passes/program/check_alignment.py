@@ -14,8 +14,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules.tir.extents import Extent, constant
 from schedules.tir.index_math import floor_power_of_two
-from schedules.workload.reduce import Extent, constant
 
 CHECK = "tvm_fusion_check_alignment"
 """Beginning of the names of the functions that check."""

@@ -11,7 +11,7 @@ from tvm import IRModule, relax
 from tvm.ir import GlobalVar
 
 from schedules import attributes
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from .check_alignment import CHECK
 

@@ -11,7 +11,8 @@ from tvm import IRModule, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.errors import OpError
-from schedules.workload.reduce import constant, normal_axes
+from schedules.tir.extents import constant
+from schedules.workload.reduce import normal_axes
 
 from ..core.expressions import Value, is_claimed, op_name
 from ..op import coalesced_reduce

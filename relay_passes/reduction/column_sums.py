@@ -22,8 +22,9 @@ from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.reduce.plan.chain_config import choose_chain
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
 from schedules.gpu.reduce.plan.read_group import read_group
+from schedules.tir.extents import constant
 from schedules.tir.index_math import ravel
-from schedules.workload.reduce import ReduceWorkload, constant
+from schedules.workload.reduce import ReduceWorkload
 
 from ..op.coalesced_reduce import REDUCE_PATTERN
 from .call_group import CallGroup

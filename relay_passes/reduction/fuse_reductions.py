@@ -11,7 +11,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target
 
 from schedules.gpu.core.machine import GPUInfo, gpu_target
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.expressions import is_claimed
 from .call_group import CallGroup

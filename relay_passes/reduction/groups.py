@@ -36,7 +36,7 @@ from tvm import relax
 
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.limits import chain_fits
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.element_function import ElementFunction
 from .dependences import BlockOrder

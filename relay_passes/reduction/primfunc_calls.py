@@ -14,7 +14,8 @@ from tvm.sym import Analyzer
 
 from schedules import attributes
 from schedules.tir.expression_walk import nodes
-from schedules.workload.reduce import ReduceWorkload, constant
+from schedules.tir.extents import constant
+from schedules.workload.reduce import ReduceWorkload
 
 from ..core.element_function import ElementFunction
 from ..core.expressions import op_name

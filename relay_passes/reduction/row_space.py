@@ -15,16 +15,9 @@ from tvm import relax, tirx
 from tvm.ir import Range
 from tvm.sym import Analyzer
 
+from schedules.tir.extents import Extent, extent_of, is_one, size_of, unravel
 from schedules.tir.index_math import i64, ravel
-from schedules.workload.reduce import (
-    CanonicalLoops,
-    Extent,
-    ReduceWorkload,
-    extent_of,
-    is_one,
-    size_of,
-    unravel,
-)
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 
 from ..core.element_function import ElementFunction
 

@@ -16,8 +16,9 @@ from tvm import te, tirx
 
 from schedules import attributes
 
+from ..tir.extents import constant
 from ..tir.index_math import i64, ravel
-from ..workload.reduce import CanonicalLoops, ReduceWorkload, constant
+from ..workload.reduce import CanonicalLoops, ReduceWorkload
 from ..workload.reduce_operator import combine, field_dtypes, finish, identity, lift, state_of_one
 
 VALUE, STATE, FINISH = "reduce_value", "reduce_state", "reduce_finish"

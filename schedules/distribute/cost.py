@@ -17,7 +17,7 @@ from numbers import Real
 from tvm import ir, tirx
 
 from ..errors import OpError
-from ..workload.reduce import constant
+from ..tir.extents import constant
 from .distribute import Distribution
 from .exchange import Exchange, Gather, Region, difference, region_size
 from .loop_nest import LoopNest, operands

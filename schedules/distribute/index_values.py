@@ -10,8 +10,8 @@ import numpy as np
 from tvm import ir, sym, tirx
 
 from ..tir.expression_walk import loads, nodes, op_name, variables
+from ..tir.extents import constant
 from ..tir.index_math import simplified
-from ..workload.reduce import constant
 from .loop_nest import operands
 
 Domain = Mapping[ir.Var, ir.Range]

@@ -12,8 +12,8 @@ from tvm import ir, s_tir, tirx
 from ..errors import OpError
 from ..tir.block_expressions import Stage, read_stages
 from ..tir.expression_walk import is_if_then_else, loads, nodes, variables
+from ..tir.extents import constant
 from ..tir.index_math import simplified
-from ..workload.reduce import constant
 from .exchange import Region
 
 

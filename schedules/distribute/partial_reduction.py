@@ -47,8 +47,8 @@ from tvm import ir, s_tir, tirx
 from ..errors import OpError
 from ..tir.block_expressions import Stage, read_stages
 from ..tir.expression_walk import is_if_then_else, loads, nodes, op_name, substitute
+from ..tir.extents import constant
 from ..tir.index_math import as_type
-from ..workload.reduce import constant
 from .localize import whole_function
 from .loop_nest import name_of, operands
 from .partition import balanced, sized

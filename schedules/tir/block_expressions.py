@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
-from ..workload.reduce import Extent, constant, extent_of
 from .expression_walk import loads, substitute
+from .extents import Extent, constant, extent_of
 from .index_math import as_type
 
 

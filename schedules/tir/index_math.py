@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.sym import Analyzer, detect_linear_equation
 from tvm.topi.utils import ravel_index
 
-from ..workload.reduce import Extent, constant, size_of
+from .extents import Extent, constant, size_of
 
 INT32_END = 1 << 31
 

@@ -10,17 +10,16 @@ reduced loop, *y* by the parallel loop, and *all* has one output.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import OpError
+from ..tir.extents import Extent, is_one, size_of, unravel
 
 if TYPE_CHECKING:
     from tvm import tirx
 
-Extent: TypeAlias = "int | tirx.Expr"
 Form = Literal["all", "x", "y"]
 
 OPERATORS = (
@@ -191,54 +190,6 @@ class CanonicalLoops:
         for axes, index in ((self.parallel_axes, m), (self.axes, n)):
             found |= zip(axes, unravel(index, [self.shape[axis] for axis in axes]), strict=True)
         return [found[axis] for axis in range(len(self.shape))]
-
-
-def unravel(
-    index: tirx.Expr, extents: Sequence[Extent], is_natural: bool = False
-) -> list[tirx.Expr]:
-    """Recover subscripts from a row-major index by division and modulo.
-
-    An index that is not negative is divided towards zero by extents that are not known: rounding
-    down would test the signs.
-    """
-    from tvm import tirx  # machines that only measure have no compiler, and read descriptions
-
-    subscripts: list[tirx.Expr] = []
-    rest = index
-    live = [i for i, extent in enumerate(extents) if not is_one(extent)]
-    for position in reversed(range(len(extents))):
-        extent = extents[position]
-        if position not in live:
-            subscripts.append(tirx.const(0, index.ty.dtype))
-        elif position == live[0]:
-            subscripts.append(rest)  # the outermost one needs no modulo
-        else:
-            truncates = is_natural and constant(extent) is None
-            subscripts.append((tirx.truncmod if truncates else tirx.floormod)(rest, extent))
-            rest = (tirx.truncdiv if truncates else tirx.floordiv)(rest, extent)
-    return subscripts[::-1]
-
-
-def is_one(extent: Extent) -> bool:
-    """Return whether an extent is the constant 1."""
-    return constant(extent) == 1
-
-
-def constant(extent: Extent) -> int | None:
-    """An extent as an integer; None where it is symbolic."""
-    value = extent if isinstance(extent, int) else getattr(extent, "value", None)
-    return value if isinstance(value, int) else None
-
-
-def extent_of(extent: Extent) -> Extent:
-    """An extent as an integer where it is one."""
-    known = constant(extent)
-    return extent if known is None else known
-
-
-def size_of(extents: Iterable[Extent]) -> Extent:
-    """Number of elements of a shape."""
-    return math.prod(map(extent_of, extents))
 
 
 def _check_dtype(operator: str, dtype: str) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from .reduce import FLOATS, MAX_SUM_EXP, Extent, ReduceWorkload
+from ..tir.extents import Extent
+from .reduce import FLOATS, MAX_SUM_EXP, ReduceWorkload
 
 State = tuple[tirx.Expr, ...]
 

@@ -11,7 +11,7 @@ from tvm import s_tir, tirx
 
 from schedules import attributes
 from schedules.tir.expression_walk import loads
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 LONGEST_LOOP = 64
 FEWEST_THREADS = 1024

@@ -17,7 +17,7 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
-from schedules.workload.reduce import extent_of
+from schedules.tir.extents import extent_of
 
 from ...op.elementwise import BYTE, bounds_of, in_bytes
 from ...op.pack import pack

@@ -12,8 +12,8 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.tir.extents import constant
 from schedules.tuning.template import Template
-from schedules.workload.reduce import constant
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo

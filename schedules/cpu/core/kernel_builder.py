@@ -14,10 +14,10 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
 from schedules.errors import OpError
+from schedules.tir.extents import extent_of
 from schedules.tir.parameter_windows import windows_of
 from schedules.tir.vector_math import vectorize_math
 from schedules.workload.conv2d import WORDS
-from schedules.workload.reduce import extent_of
 
 from .micro_kernel import FeatureMap, Index
 

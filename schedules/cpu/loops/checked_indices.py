@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.extents import Extent, constant
 
 from .selections import Shapes, cpu_kernel, long, own_extents
 

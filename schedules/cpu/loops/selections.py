@@ -23,7 +23,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
-from schedules.workload.reduce import Extent
+from schedules.tir.extents import Extent
 
 Shapes = dict[str, tuple[Sequence[Extent], str] | tirx.Var]
 """The arguments of a kernel: the shapes and types of its buffers, or numbers."""

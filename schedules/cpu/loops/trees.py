@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.workload.reduce import Extent
+from schedules.tir.extents import Extent
 
 from .selections import Shapes, cpu_kernel, long, own_extents
 

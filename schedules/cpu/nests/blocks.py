@@ -18,8 +18,8 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules.tir.expression_walk import loads, op_name, variables
+from schedules.tir.extents import constant
 from schedules.tir.index_math import factors_of, ravel
-from schedules.workload.reduce import constant
 
 from ..core.machine import CPUInfo
 

@@ -19,8 +19,8 @@ from tvm import ir, s_tir, tirx
 from tvm.sym import Analyzer
 
 from schedules.tir.expression_walk import substitute, variables
+from schedules.tir.extents import size_of
 from schedules.tir.index_math import as_type
-from schedules.workload.reduce import size_of
 
 from .blocks import BlockFacts, Domain, Kernel, open_blocks
 from .interleaved_loads import is_interleaved

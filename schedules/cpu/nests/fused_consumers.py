@@ -12,7 +12,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules import attributes
 from schedules.tir.expression_walk import uses
-from schedules.workload.reduce import constant, is_one
+from schedules.tir.extents import constant, is_one
 
 from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of
 from .loop_transforms import attempt, fuse_group, static_extent

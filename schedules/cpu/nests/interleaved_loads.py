@@ -20,8 +20,8 @@ from tvm import ir, s_tir, sym, tirx
 
 from schedules import attributes
 from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute
+from schedules.tir.extents import constant
 from schedules.tir.index_math import factor_of, ravel
-from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts
 from .imported_functions import axis_along, with_functions

@@ -12,9 +12,9 @@ from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.tir.bfloat16 import keep_roundings
+from schedules.tir.extents import constant
 from schedules.tir.keep_nan import keep_nan
 from schedules.tir.vector_math import vectorize_math
-from schedules.workload.reduce import constant
 
 from .blocks import BlockFacts, Kernel, block_facts, realize_of
 from .interleaved_loads import load_interleaved

@@ -19,7 +19,7 @@ from tvm import ir, s_tir, sym, tirx
 
 from schedules import attributes
 from schedules.tir.expression_walk import substitute, uses
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from .overlapping_tails import conjuncts
 

@@ -20,7 +20,7 @@ import tvm_ffi
 from tvm import ir, s_tir, tirx
 
 from schedules.tir.expression_walk import extern_name, nodes, op_name, substitute
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from .imported_functions import IMPORT
 from .interleaved_loads import opencl_planes

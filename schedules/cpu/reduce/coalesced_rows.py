@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.extents import Extent
 from schedules.tir.index_math import i64
-from schedules.workload.reduce import FLOATS, Extent
+from schedules.workload.reduce import FLOATS
 
 from ..core.tiles import Index, Span
 from .source import ReduceSource

@@ -19,16 +19,9 @@ from tvm.target import Target
 
 from schedules import attributes
 from schedules.tir.expression_walk import loads, substitute, uses
+from schedules.tir.extents import Extent, constant, extent_of, is_one, unravel
 from schedules.tir.index_math import as_type, ravel, volume
-from schedules.workload.reduce import (
-    Extent,
-    ReduceWorkload,
-    accumulation_dtype,
-    constant,
-    extent_of,
-    is_one,
-    unravel,
-)
+from schedules.workload.reduce import ReduceWorkload, accumulation_dtype
 from schedules.workload.reduce_operator import field_dtypes
 
 from ..core.kernel_builder import buffers

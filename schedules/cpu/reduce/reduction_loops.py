@@ -13,8 +13,9 @@ from functools import cached_property
 
 import tvm_ffi
 
+from schedules.tir.extents import constant
 from schedules.tir.vector_math import is_expensive
-from schedules.workload.reduce import DTYPES, MAX_SUM_EXP, OPERATORS, constant
+from schedules.workload.reduce import DTYPES, MAX_SUM_EXP, OPERATORS
 
 from .source import Axis, ReduceSource
 

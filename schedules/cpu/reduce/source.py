@@ -11,8 +11,9 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from schedules.tir.expression_walk import substitute
+from schedules.tir.extents import Extent, constant
 from schedules.tir.index_math import ravel
-from schedules.workload.reduce import Extent, ReduceWorkload, constant
+from schedules.workload.reduce import ReduceWorkload
 from schedules.workload.reduce_operator import State
 
 from ..core.machine import CPUInfo

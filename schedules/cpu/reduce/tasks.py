@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.extents import Extent, constant, unravel
 from schedules.tir.index_math import i64
-from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.kernel_builder import KernelBuilder
 from ..core.tiles import Index, Span

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.extents import constant
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import constant
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo

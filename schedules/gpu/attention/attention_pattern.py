@@ -13,8 +13,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, op_name, substitute, uses
+from schedules.tir.extents import Extent, constant, extent_of, unravel
 from schedules.tir.index_math import ceildiv, i64, ravel, volume
-from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
 from ..gemm.matmul.matmul_pattern import (
     Operand,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.machine import GPUInfo
 from ..gemm.matmul.factor_tiles import WIDTH, pitch_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from tvm import DataType
 
+from schedules.tir.extents import constant
 from schedules.tir.index_math import ceil_power_of_two
-from schedules.workload.reduce import constant
 
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 
 from schedules.tir.expression_walk import op_name, substitute
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..pointwise.element_program import Step, Value
 from ..pointwise.iteration_domain import IterationSpace

@@ -24,8 +24,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
+from schedules.tir.extents import constant
 from schedules.tir.index_math import i64
-from schedules.workload.reduce import constant
 
 from ..core.intrinsics import sync
 from ..core.machine import GPUInfo

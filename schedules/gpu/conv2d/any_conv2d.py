@@ -16,9 +16,9 @@ from tvm.script.ir_builder import tirx as T
 from schedules import attributes
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
+from schedules.tir.extents import unravel
 from schedules.tir.index_math import ceildiv, i64, volume
 from schedules.workload.conv2d import from_json
-from schedules.workload.reduce import unravel
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo

@@ -18,8 +18,8 @@ from tvm.target import Target
 from schedules import attributes
 from schedules.errors import OpError
 from schedules.tir.branch import when
+from schedules.tir.extents import extent_of
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, describe, from_json, to_json
-from schedules.workload.reduce import extent_of
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
 from ..core.machine import GPUInfo

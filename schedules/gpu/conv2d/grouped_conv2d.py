@@ -13,8 +13,8 @@ from tvm.script.ir_builder import tirx as T
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import loads
+from schedules.tir.extents import extent_of, unravel
 from schedules.tir.index_math import ceildiv, i64, volume
-from schedules.workload.reduce import extent_of, unravel
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo

@@ -32,9 +32,9 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
 from schedules.tir.branch import when
+from schedules.tir.extents import unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
 from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload, from_json
-from schedules.workload.reduce import unravel
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels

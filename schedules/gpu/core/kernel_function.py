@@ -10,8 +10,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.extents import Extent, constant
 from schedules.tir.index_math import i64
-from schedules.workload.reduce import Extent, constant
 
 from .machine import GPUInfo
 

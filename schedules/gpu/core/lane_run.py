@@ -8,8 +8,8 @@ from tvm.ir import Range
 
 from schedules.tir.cut_points import COMPARISONS
 from schedules.tir.expression_walk import nodes, uses
+from schedules.tir.extents import constant
 from schedules.tir.index_math import i64, is_multiple
-from schedules.workload.reduce import constant
 
 _FAR = 1 << 40  # stands for an unknown extent
 

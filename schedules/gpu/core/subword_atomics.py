@@ -15,8 +15,8 @@ import numpy as np
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.extents import Extent, constant
 from schedules.tir.index_math import i64
-from schedules.workload.reduce import Extent, constant
 
 from .intrinsics import compare_and_swap
 from .machine import GPUInfo

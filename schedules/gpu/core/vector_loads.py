@@ -14,8 +14,8 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from schedules.tir.expression_walk import is_if_then_else, loads, nodes, substitute, uses
+from schedules.tir.extents import constant
 from schedules.tir.index_math import INT32_END, i64, ravel, volume
-from schedules.workload.reduce import constant
 
 from .lane_run import LaneRun
 from .machine import GPUInfo

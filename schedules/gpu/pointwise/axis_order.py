@@ -9,7 +9,7 @@ import tvm_ffi
 from tvm import DataType, tirx
 
 from schedules.tir.block_expressions import Stage, read_stages
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.machine_costs import COSTS
 from .coalescing import Lanes, classify, warp_cost

@@ -10,8 +10,8 @@ import numpy as np
 from tvm import DataType, tirx
 
 from schedules.tir.expression_walk import substitute, variables
+from schedules.tir.extents import constant, unravel
 from schedules.tir.index_math import is_multiple
-from schedules.workload.reduce import constant, unravel
 
 from ..core.lane_run import LaneRun
 from ..core.machine_costs import COSTS

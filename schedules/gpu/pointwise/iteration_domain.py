@@ -12,8 +12,8 @@ import tvm_ffi
 from tvm import ir, sym, tirx
 
 from schedules.tir.expression_walk import nodes, substitute, uses, variables
+from schedules.tir.extents import Extent, constant, extent_of
 from schedules.tir.index_math import i64, ravel, volume
-from schedules.workload.reduce import Extent, constant, extent_of
 
 from .element_program import Read, Step, Value
 

@@ -11,8 +11,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
+from schedules.tir.extents import Extent, constant, unravel
 from schedules.tir.index_math import i64
-from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.vector_loads import FlatViews, hold, load_vector, store_vector
 from .coalescing import Lanes, classify

@@ -10,7 +10,7 @@ from tvm import tirx
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, uses
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule

@@ -11,8 +11,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute, variables
+from schedules.tir.extents import Extent, constant, unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import Extent, constant, unravel
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_kernels

@@ -14,17 +14,14 @@ from tvm import tirx
 from tvm.sym import Analyzer
 
 from schedules.errors import OpError
+from schedules.tir.extents import constant, extent_of, size_of, unravel
 from schedules.workload.reduce import (
     DTYPES,
     FINISHES,
     OPERATORS,
     CanonicalLoops,
     ReduceWorkload,
-    constant,
-    extent_of,
     normal_axes,
-    size_of,
-    unravel,
 )
 
 

@@ -33,7 +33,7 @@ from tvm import relax, te, tirx
 from tvm.ir import GenericConst
 
 from relay_passes.op.checked_indices import checked_indices, is_checked
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 from tvm_fusion.errors import InvalidModelError
 
 from ..model.expansion import Expansion, taken_if

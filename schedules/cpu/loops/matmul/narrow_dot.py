@@ -26,8 +26,8 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.extents import Extent
 from schedules.workload.conv2d import WORD_BYTES
-from schedules.workload.reduce import Extent
 
 from ...core.machine import CPUInfo
 from ...core.micro_kernel import add_word_products

@@ -27,7 +27,7 @@ from operator import mul
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.workload.reduce import Extent
+from schedules.tir.extents import Extent
 
 from ...core.machine import CPUInfo
 from ..selections import Shapes, cpu_kernel, long, own_extents

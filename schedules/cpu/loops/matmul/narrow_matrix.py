@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
 from schedules.errors import OpError
-from schedules.workload.reduce import Extent
+from schedules.tir.extents import Extent
 
 from ...core.machine import CPUInfo
 from ...core.prefetch import CACHE_LINE_BYTES, prefetch

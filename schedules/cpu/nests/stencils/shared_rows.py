@@ -23,8 +23,8 @@ from tvm import ir, s_tir, tirx
 from tvm.tirx.op import fma
 
 from schedules import attributes
+from schedules.tir.extents import constant
 from schedules.tir.index_math import simplified
-from schedules.workload.reduce import constant
 
 from ...core.machine import CPUInfo
 from ..blocks import Access, BlockFacts

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from tvm import ir, sym, tirx
 
 from schedules.tir.expression_walk import loads
+from schedules.tir.extents import constant
 from schedules.tir.index_math import factor_of, ravel
-from schedules.workload.reduce import constant
 
 from ..blocks import item_bytes
 

@@ -25,8 +25,8 @@ from tvm import ir, s_tir, tirx
 
 from schedules import attributes
 from schedules.tir.expression_walk import extern_name, substitute, uses
+from schedules.tir.extents import constant
 from schedules.tir.store_fence import STORE_FENCE, STORE_FENCE_LLVM, store_fence
-from schedules.workload.reduce import constant
 
 from ..blocks import BlockFacts, Kernel, item_bytes
 from ..imported_functions import axis_along, with_functions

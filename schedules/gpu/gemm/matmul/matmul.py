@@ -9,7 +9,7 @@ from typing import Any
 from tvm import DataType, tirx
 from tvm.target import Target
 
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ...core.machine import GPUInfo
 from ...core.rule import TunableGPURule

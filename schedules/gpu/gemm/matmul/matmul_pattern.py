@@ -11,8 +11,8 @@ from tvm import DataType, ir, tirx
 
 from schedules.tir.block_expressions import Stage, read_stages
 from schedules.tir.expression_walk import loads, substitute, uses
+from schedules.tir.extents import Extent, constant, extent_of, unravel
 from schedules.tir.index_math import as_type, i64, volume
-from schedules.workload.reduce import Extent, constant, extent_of, unravel
 
 from ...core.tensor_core import CHUNK
 from ...pointwise.coalescing import classify

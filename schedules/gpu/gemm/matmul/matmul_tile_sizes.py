@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from schedules.workload.reduce import Extent, constant
+from schedules.tir.extents import Extent, constant
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS

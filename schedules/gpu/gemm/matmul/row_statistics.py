@@ -20,8 +20,8 @@ from tvm.sym import Analyzer
 from schedules.compute.row_moments import SEGMENT
 from schedules.tir.block_expressions import Stage
 from schedules.tir.expression_walk import loads
+from schedules.tir.extents import constant, extent_of, unravel
 from schedules.tir.index_math import i64, volume
-from schedules.workload.reduce import constant, extent_of, unravel
 
 from ...pointwise.element_program import ElementProgram
 from ...pointwise.iteration_domain import IterationSpace

@@ -7,7 +7,7 @@ All figures are estimates of :mod:`schedules.gpu.core.machine_costs`.
 from __future__ import annotations
 
 from schedules.compute.row_moments import SEGMENT
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS

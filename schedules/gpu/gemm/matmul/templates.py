@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from tvm import DataType, tirx
 
-from schedules.workload.reduce import DTYPES, constant
+from schedules.tir.extents import constant
+from schedules.workload.reduce import DTYPES
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS

@@ -24,8 +24,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
+from schedules.tir.extents import unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import unravel
 
 from ...core.intrinsics import sync
 from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels

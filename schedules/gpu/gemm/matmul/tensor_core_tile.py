@@ -10,7 +10,7 @@ from tvm import DataType, tirx
 
 from schedules import attributes
 from schedules.tir.expression_walk import is_if_then_else
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS

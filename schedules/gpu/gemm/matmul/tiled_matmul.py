@@ -12,8 +12,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.compute.row_moments import SEGMENT
 from schedules.tir.branch import when
+from schedules.tir.extents import Extent, unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import Extent, unravel
 
 from ...core.intrinsics import sync
 from ...core.kernel_function import resident_blocks, unless_empty, write_kernels

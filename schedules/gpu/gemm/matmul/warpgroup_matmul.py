@@ -25,8 +25,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
+from schedules.tir.extents import constant, unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import constant, unravel
 
 from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
 from ...core.machine import GPUInfo

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from tvm import tirx
 
+from schedules.tir.extents import constant
 from schedules.tir.index_math import i64
-from schedules.workload.reduce import constant
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS

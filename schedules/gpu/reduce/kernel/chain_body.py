@@ -34,8 +34,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.vector_loads import Register, Value, VectorLoads, store_lanes
 from schedules.tir.branch import when
+from schedules.tir.extents import constant
 from schedules.tir.index_math import ceildiv, i64
-from schedules.workload.reduce import constant
 
 from ..plan.group import ElementOutput, ReductionStage
 from . import state_buffers

@@ -10,8 +10,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.vector_loads import FlatViews
+from schedules.tir.extents import constant, unravel
 from schedules.tir.index_math import ceildiv, i64
-from schedules.workload.reduce import constant, unravel
 
 from ..plan.config import ReduceConfig
 from ..plan.group import ReduceGroup

@@ -11,8 +11,8 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.vector_loads import Narrow, Value, VectorLoads
 from schedules.tir.branch import when
+from schedules.tir.extents import constant
 from schedules.tir.index_math import ceildiv, i64, simplified
-from schedules.workload.reduce import constant
 from schedules.workload.reduce_operator import state_of_one
 
 from ..plan.group import ElementOutput, ReductionStage

@@ -13,8 +13,8 @@ from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
+from schedules.tir.extents import constant, size_of, unravel
 from schedules.tir.index_math import INT32_END, i64, narrowed
-from schedules.workload.reduce import constant, size_of, unravel
 
 from .context import ReduceContext
 

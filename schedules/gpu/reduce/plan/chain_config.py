@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
+from schedules.tir.extents import constant
 from schedules.tir.index_math import ceil_power_of_two
-from schedules.workload.reduce import CanonicalLoops, constant
+from schedules.workload.reduce import CanonicalLoops
 
 from .config import (
     MIN_THREADS,

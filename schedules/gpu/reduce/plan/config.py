@@ -22,8 +22,9 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.subword_atomics import consists_of_words
 from schedules.gpu.core.tagged_words import word_count
+from schedules.tir.extents import constant
 from schedules.tir.index_math import ceil_power_of_two
-from schedules.workload.reduce import FLOATS, CanonicalLoops, Form, ReduceWorkload, constant
+from schedules.workload.reduce import FLOATS, CanonicalLoops, Form, ReduceWorkload
 from schedules.workload.reduce_operator import field_dtypes
 
 from .group_workload import GroupWorkload

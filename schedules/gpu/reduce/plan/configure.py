@@ -10,7 +10,7 @@ from tvm import tirx
 
 from schedules import attributes
 from schedules.gpu.core.machine import GPUInfo
-from schedules.workload.reduce import constant
+from schedules.tir.extents import constant
 
 from .chain_config import choose_chain
 from .config import ReduceConfig, choose_sisters

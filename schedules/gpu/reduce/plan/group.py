@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from tvm import DataType, ir, tirx
 
 from schedules.tir.expression_walk import loads, uses
-from schedules.workload.reduce import CanonicalLoops, Extent, ReduceWorkload
+from schedules.tir.extents import Extent
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 
 
 @dataclass(frozen=True)

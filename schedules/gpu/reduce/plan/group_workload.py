@@ -16,16 +16,15 @@ from typing import Any
 from tvm import ir, tirx
 
 from schedules.tir.expression_walk import nodes
+from schedules.tir.extents import Extent, constant
 from schedules.workload.reduce import (
     DTYPES,
     FINISHES,
     MAX_SUM_EXP,
     OPERATORS,
     CanonicalLoops,
-    Extent,
     Form,
     ReduceWorkload,
-    constant,
 )
 
 from .group import ReduceGroup, Reduction, ReductionStage

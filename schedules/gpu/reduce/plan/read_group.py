@@ -19,16 +19,9 @@ from tvm.sym import Analyzer
 
 from schedules import attributes
 from schedules.tir.expression_walk import loads, nodes, substitute, uses
+from schedules.tir.extents import Extent, constant, extent_of, size_of, unravel
 from schedules.tir.index_math import as_type, i64, ravel, simplified
-from schedules.workload.reduce import (
-    CanonicalLoops,
-    Extent,
-    ReduceWorkload,
-    constant,
-    extent_of,
-    size_of,
-    unravel,
-)
+from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 
 from .group import (
     ColumnSums,
