@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distribution of loop nests over ranks: parts, regions read, messages, local functions.
 
-Imports ``tir`` and ``workload``; ``tvm_fusion.distributed`` may import it.
+Imports ``tir``; ``tvm_fusion.distributed`` may import it.
 Start with ``distribute.py``, then with ``exchange.py`` for who sends what to whom.
 """
