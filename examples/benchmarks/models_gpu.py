@@ -48,7 +48,7 @@ from examples.benchmarks.gpu.with_tvm.model_engines import model_engines  # noqa
 from examples.benchmarks.gpu.with_tvm.relax_build import cuda_texts  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
 from tvm_fusion.cli.progress import progress_bar  # noqa: E402
-from tvm_fusion.compiler.gpu_phases import stock_phases  # noqa: E402
+from tvm_fusion.compiler.phases import stock_phases  # noqa: E402
 from tvm_fusion.compiler.pipeline import build  # noqa: E402
 
 OURS, WITHOUT = "tvm-fusion", "without reduction passes"

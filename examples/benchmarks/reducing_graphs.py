@@ -28,7 +28,7 @@ from tvm.target import Target
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
 from examples.benchmarks.gpu.with_tvm import command_line  # noqa: E402
-from tvm_fusion.compiler.gpu_phases import gpu_phases  # noqa: E402
+from tvm_fusion.compiler.phases import gpu_phases  # noqa: E402
 
 op = relax.op
 KEPT = 1 / 3

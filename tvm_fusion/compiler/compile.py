@@ -223,7 +223,7 @@ def compile(
         progress("done", 1, 1)
     if check:
         from .check_numbers import check_numbers
-        from .precision import chosen_precision
+        from .options import chosen_precision
 
         chosen = chosen_precision(precision, compiled.target)
         rounds = {"bf16": "bfloat16", "fp32": "float16" if fast_math else None}

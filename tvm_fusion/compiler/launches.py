@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules and GPU kernels of the functions of a module, read from their IR."""
+"""Rules and GPU kernels of the functions of a module, read from their IR and checked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tvm import relax, tirx
 from schedules import attributes
 from schedules.schedule_rule import failed_rules
 
+from ..errors import CompilationError
 from .record_reader import record_of
 
 FALLBACK = "Fallback"
@@ -105,3 +106,23 @@ def launches(body: tirx.Stmt) -> int:
     callbacks = [(tirx.For, visit_for), (tirx.AttrStmt, visit_attribute)]
     tvm_ffi.structural_walk(body, callbacks, order="pre")
     return int(count)
+
+
+@tvm.transform.module_pass(opt_level=0, name="RequireKernels")
+class RequireKernels:
+    """Check that every function runs on the GPU, or is marked for the host.
+
+    Unscheduled functions would run on the host, which cannot read the memory of a GPU.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return the module, or raise ``CompilationError`` with the function's name."""
+        for name, func in mod.functions_items():
+            if not isinstance(func, tirx.PrimFunc) or "tirx.is_host_func" in func.attrs:
+                continue
+            if not launches(func.body):
+                raise CompilationError(
+                    f"no schedule rule for GPUs takes the function {name.name_hint!r}; please "
+                    "report the model, or compile it for a CPU"
+                )
+        return mod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline: passes and their order. It only composes; every rewriting is a pass.
+"""Pipeline from an imported module to code: the phases of ``phases.py``, then lowering and code.
 
 ``relax.get_pipeline("tvm_fusion")``, which ``plugin.py`` registers, gives
 a pass from an imported module to one that ``tvm.compile`` can generate code for.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,43 +20,16 @@ from tvm.relax.backend.gpu_generic import pipeline as gpu_generic
 from tvm.target import Target
 
 from relay_passes import (
-    ApplyRules,
-    AttentionInTiles,
     CaptureGraphs,
     CheckAlignment,
-    ChooseWinograd,
-    CoalesceReduction,
-    DropPragmaScopes,
-    FuseConv2D,
-    FuseEpilogue,
-    FusePack,
-    KeepBytes,
-    LegalizeCalls,
     LiftOutputs,
     LiftWeights,
-    MarkConstants,
-    MultiplyBfloat16,
-    MultiplyBytes,
-    MultiplyNarrow,
-    NameSizes,
-    NarrowWeights,
-    PackLayout,
-    PackWeights,
-    PadColumns,
     ShareKernels,
-    SimplifyInference,
-    WidenSums,
 )
-from relay_passes.conv2d.fusion_decision import Decision
-from relay_passes.op.legalizations import shared_legalizations
 from relay_passes.program.lift_outputs import sole_kernel
-from schedules import attributes, cpu
+from schedules import attributes
 from schedules.cost.decisions import deciding_for
-from schedules.cost.machine import Machine
-from schedules.cpu.core.machine import CPUInfo
 from schedules.gpu.core.machine import reproducible_target
-from schedules.tuning.records import Records
-from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .. import plugin
 from ..codegen.nvrtc import tvm_compiler
@@ -65,201 +37,29 @@ from ..errors import TargetError
 from ..runtime.fast_call import SoleKernelCall
 from ..runtime.host_arrays import ALIGNMENT
 from .build_kernels import build_program
-from .failures import NoteKernels, own_errors, without_nodes
-from .gpu_phases import gpu_phases
-from .precision import chosen_precision
-from .targets.gpu_target import check_machine
+from .failures import own_errors, without_nodes
+from .options import Fuse, Options, check_reproducible
+from .phases import phases
 from .targets.target import is_gpu
 
-Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 Progress = Callable[[str, int, int], None]
 
 NAME = plugin.PIPELINE
 
-WEIGHTS_BITS = {"bf16": 16, "int8": 8, "int4": 4}
-"""Types to which the matrices of products can be rounded, and their bits."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Choices of a user for the pipeline.
-
-    Parameters
-    ----------
-    fuse : str or callable
-        Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
-    dump : Path | None
-        A folder for the module after each phase, as ``0-simplify.py`` and so on.
-    winograd : str
-        Choice of 3x3 convolutions for :class:`relay_passes.ChooseWinograd`.
-    records : Records
-        Winners of tuning jobs, for the forms and knobs of kernels.
-    fast_math : bool
-        Whether functions of float32 may be approximations on CUDA.
-    precision : str
-        ``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU;
-        ``"bf16"``: what they multiply is rounded to bfloat16 on a CPU. See :mod:`.precision`.
-    cuda_graph : bool
-        Whether kernels are captured into CUDA graphs.
-    weights : str | None
-        ``"bf16"``, ``"int8"`` or ``"int4"``: type of the matrices of products on a CPU, to which
-        they are rounded; with ``"int8"`` of the weights of convolutions, too.
-    machine : Machine | None
-        Machine by whose figures choices are made; without one, a CPU has those of its family, and a
-        GPU fixed thresholds.
-    reproducible : bool
-        Whether kernels for a GPU do not depend on its number of multiprocessors.
-    """
-
-    fuse: Fuse = "auto"
-    dump: Path | None = None
-    winograd: str = "auto"
-    records: Records = field(default_factory=Records)
-    fast_math: bool = False
-    precision: str = "fp32"
-    cuda_graph: bool = False
-    weights: str | None = None
-    machine: Machine | None = None
-    reproducible: bool = False
-
-
-def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
-    """All phases up to scheduled functions, in order.
-
-    Parameters
-    ----------
-    target : Target
-        A CPU, or a GPU with a host.
-    options : Options
-        The user's choices.
-
-    Returns
-    -------
-    dict[str, list[Pass]]
-        From the name of a phase to its passes.
-
-    Raises
-    ------
-    TargetError
-        If the target has another kind, a choice is for CPUs only and this is a GPU, or the machine
-        is another device.
-    """
-    _check_options(target, options)
-    precision = chosen_precision(options.precision, target)
-    if options.weights is not None and options.weights not in WEIGHTS_BITS:
-        raise TargetError(
-            f"weights is {options.weights!r}; expected {' or '.join(map(repr, WEIGHTS_BITS))}"
-        )
-    if is_gpu(target):
-        _check_gpu(target, options)
-        return gpu_phases(target, options.fuse, precision, options.records)
-    if target.kind.name != "llvm":
-        raise TargetError(
-            f"target kind is {target.kind.name!r}; expected 'llvm', a CPU, or 'cuda' or 'opencl'"
-        )
-    transform = relax.transform
-    winograd, has_halves = options.winograd, CPUInfo.from_target(target).halves_pay
-    halves = has_halves or precision == "bf16"
-    # The weights of a pair are floats.
-    fuse = "none" if (options.weights, options.fuse) == ("int8", "auto") else options.fuse
-    return {
-        "simplify": [
-            MultiplyNarrow(target),
-            SimplifyInference(bounds=True),
-            WidenSums(reductions=False, stored=["bfloat16"] * has_halves),
-            SimplifyInference(),
-            *_narrowing(target, options.weights),
-        ],
-        "fuse": [
-            MultiplyBytes(target),
-            *(_halving(target, precision == "bf16") if halves else []),
-            FuseConv2D(fuse, target, winograd, options.records),
-            FuseEpilogue(halves=True),
-        ],
-        "pack": [
-            PackLayout(target=target),
-            KeepBytes(target, winograd, options.weights == "int8"),
-            ChooseWinograd(winograd, target, options.records),
-            PadColumns(target),
-            NameSizes(),
-        ],
-        "reduce": [CoalesceReduction(), WidenSums()],
-        "lower": [
-            *cpu_generic.library_dispatch_passes(target),
-            LegalizeCalls(shared_legalizations()),
-            DropPragmaScopes(),
-            FusePack(),
-            transform.AnnotateTIROpPattern(),
-            NoteKernels(),
-            transform.FuseOps(),
-            NoteKernels(),
-            transform.FuseTIR(),
-            # Views, not copies; a scheduled reshape may not be recognised.
-            transform.RewriteDataflowReshape(),
-            transform.DeadCodeElimination(),
-        ],
-        "schedule": [MarkConstants(), ApplyRules(*cpu.rules(options.records)), PackWeights()],
-    }
-
-
-def _check_options(target: Target, options: Options) -> None:
-    """Refuse choices that the target does not have."""
-    if options.machine is not None:
-        check_machine(target, options.machine)
-    if options.cuda_graph and target.kind.name != "cuda":
-        raise TargetError(
-            f"cuda_graph=True is for CUDA, not for {target.kind.name!r}: leave it out, or compile "
-            "for 'cuda'"
-        )
-    if options.fast_math and target.kind.name != "cuda":
-        raise TargetError(
-            f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
-            "CUDA kernels: leave it out, or compile for 'cuda'"
-        )
-
-
-def _halving(target: Target, rounds: bool) -> list[Pass]:
-    """Passes of products of bfloat16, which round to it if asked to."""
-    attention = [AttentionInTiles(target)] if rounds else []
-    return [MultiplyBfloat16(exact=not rounds), *attention, MultiplyNarrow(target)]
-
-
-def _narrowing(target: Target, weights: str | None) -> list[Pass]:
-    """Passes that round the matrices of products."""
-    if weights is None:
-        return []
-    return [NarrowWeights(WEIGHTS_BITS[weights]), MultiplyNarrow(target)]
-
-
-def _check_reproducible(target: Target, options: Options) -> None:
-    if not is_gpu(target):
-        raise TargetError(
-            f"reproducible=True has no effect on {target.kind.name!r}; it is for GPUs: leave it "
-            "out, or compile for 'cuda' or 'opencl'"
-        )
-    if options.machine is not None or options.records:
-        raise TargetError(
-            "reproducible=True is for all GPUs alike, and machine= and records= have times of one: "
-            "leave either out"
-        )
-
-
-def _check_gpu(target: Target, options: Options) -> None:
-    if options.weights is not None:
-        raise TargetError(
-            f"weights={options.weights!r} has no effect on {target.kind.name!r}: the kernels of "
-            "narrow weights are for CPUs; leave it out"
-        )
-    if options.winograd == "always":
-        raise TargetError(
-            f"winograd='always' has no effect on {target.kind.name!r}: Winograd's algorithm is for "
-            "CPUs only; expected 'auto' or 'never'"
-        )
-    if target.host is None:
-        raise TargetError(
-            f"the target {target.kind.name!r} has no host; expected one, as in "
-            f"Target({{'kind': {target.kind.name!r}, ...}}, host='llvm')"
-        )
+__all__ = [
+    "NAME",
+    "Built",
+    "Fuse",
+    "Options",
+    "Progress",
+    "build",
+    "build_apart",
+    "lower_to_vm",
+    "optimize",
+    "phases",
+    "run_phases",
+    "tvm_fusion_pipeline",
+]
 
 
 def optimize(
@@ -298,7 +98,7 @@ def optimize(
     if is_gpu(target):
         _refuse_cpu_kernels(mod, target)
     if options.reproducible:
-        _check_reproducible(target, options)
+        check_reproducible(target, options)
         target = reproducible_target(target)
     with deciding_for(options.machine):
         return run_phases(mod, target, phases(target, options), options.dump, progress)

@@ -16,7 +16,7 @@ from tvm.target import Target
 
 from examples.benchmarks import reducing_graphs
 from examples.benchmarks.reducing_graphs import KINDS, Count, build
-from tvm_fusion.compiler.gpu_phases import gpu_phases
+from tvm_fusion.compiler.phases import gpu_phases
 
 CUDA = Target({"kind": "cuda", "arch": "sm_90", "max_threads_per_block": 1024}, host="llvm")
 SLOW = pytest.mark.slow

@@ -32,7 +32,7 @@ from relay_passes.reduction.primfunc_calls import is_reduction
 from schedules import gpu
 from schedules.gpu.reduce.plan import configure
 from tests.selection import in_turns
-from tvm_fusion.compiler.gpu_phases import gpu_phases
+from tvm_fusion.compiler.phases import gpu_phases
 
 
 def lower(mod: tvm.IRModule) -> tvm.IRModule:

@@ -24,8 +24,8 @@ from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.cli.command_line import cli
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.options import chosen_precision, faster_precision
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.precision import chosen_precision, faster_precision
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 

@@ -199,12 +199,12 @@ def fail(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("run", "broken", "stage"),
     [
-        (tvm_fusion.compile, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
+        (tvm_fusion.compile, "tvm_fusion.compiler.phases.PackLayout", "pack"),
         (tvm_fusion.compile, "tvm.tirx.build", "build"),
-        (profile, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
-        (profile, "tvm_fusion.compiler.pipeline.ApplyRules", "schedule"),
+        (profile, "tvm_fusion.compiler.phases.PackLayout", "pack"),
+        (profile, "tvm_fusion.compiler.phases.ApplyRules", "schedule"),
         (profile, "tvm.compile", "build"),
-        (explain, "tvm_fusion.compiler.pipeline.PackLayout", "pack"),
+        (explain, "tvm_fusion.compiler.phases.PackLayout", "pack"),
     ],
 )
 def test_what_tvm_raises_names_the_stage(monkeypatch, run, broken: str, stage: str) -> None:

@@ -31,7 +31,7 @@ from relay_passes.program import weights as weight_passes
 from schedules import attributes, gpu
 from tvm_fusion.codegen import nvrtc
 from tvm_fusion.codegen.library_bin import compile_kernels, cuda_texts, packed
-from tvm_fusion.compiler import compile_model, gpu_phases, pipeline
+from tvm_fusion.compiler import compile_model, phases, pipeline
 from tvm_fusion.compiler.launches import kernel_uses, launches
 from tvm_fusion.compiler.pipeline import Options
 from tvm_fusion.compiler.targets.target import resolve
@@ -146,7 +146,7 @@ def test_pairs_of_convolutions_are_fused_if_asked(fuse: str) -> None:
 @pytest.mark.parametrize("ours", [True, False])
 def test_every_function_tells_its_rule(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not ours:
-        monkeypatch.setattr(gpu_phases.gpu, "RULES", ())
+        monkeypatch.setattr(phases.gpu, "RULES", ())
     mod = pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL))
     uses = kernel_uses(mod)
     assert uses and all(str(mod[use.name].attrs[attributes.RULE]) == use.rule for use in uses)
@@ -339,8 +339,8 @@ class _Nothing(dlight.ScheduleRule):
 
 
 def test_a_function_that_no_rule_takes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_phases.gpu, "RULES", (_Nothing(),))
-    monkeypatch.setattr(gpu_phases, "STOCK_RULES", ())
+    monkeypatch.setattr(phases.gpu, "RULES", (_Nothing(),))
+    monkeypatch.setattr(phases, "STOCK_RULES", ())
     message = r"no schedule rule for GPUs takes the function '\w*conv2d"
     with pytest.raises(CompilationError, match=message):
         pipeline.optimize(import_onnx(small_model()).mod, resolve(OPENCL))
@@ -355,7 +355,7 @@ def test_functions_of_the_host_need_no_threads() -> None:
                 v = T.axis.spatial(4, i)
                 B[v] = A[v] * T.int64(2)
 
-    check = gpu_phases.RequireKernels()
+    check = phases.RequireKernels()
     mod = tvm.IRModule({"double": double.with_attr("tirx.is_host_func", True)})
     tvm.ir.assert_structural_equal(check(mod), mod)
     with pytest.raises(CompilationError, match="takes the function 'double'"):

@@ -21,8 +21,8 @@ import tvm_fusion
 from examples.transformers import bert_base
 from schedules.tir.expression_walk import op_name
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.gpu_phases import gpu_phases
 from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.phases import gpu_phases
 from tvm_fusion.compiler.pipeline import Options
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.errors import TargetError

@@ -162,7 +162,7 @@ def test_explain_shows_what_no_rule_takes() -> None:
 
 def test_explain_shows_what_is_left_to_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     fallback = cpu.RULES[-1]
-    monkeypatch.setattr("tvm_fusion.compiler.pipeline.cpu.rules", lambda _: (fallback,))
+    monkeypatch.setattr("tvm_fusion.compiler.phases.cpu.rules", lambda _: (fallback,))
     report = explain(small_model(), fuse="none")
     kernels = [use for use in report["functions"] if use["rule"] == "Fallback"]
     assert kernels and all(use["slow"] == "no other rule takes it" for use in kernels)
@@ -188,7 +188,7 @@ def test_explain_for_gpus_shows_them_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("lenient")
 def test_what_no_rule_of_ours_takes_on_a_gpu_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tvm_fusion.compiler.gpu_phases.gpu.RULES", ())
+    monkeypatch.setattr("tvm_fusion.compiler.phases.gpu.RULES", ())
     report = explain_kernels(small_model(), "opencl", fuse="none")
     assert {use["slow"] for use in report["functions"]} == {"none of our rules takes it"}
     assert all(use["rule"].startswith("dlight.") for use in report["functions"])

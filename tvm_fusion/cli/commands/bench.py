@@ -111,7 +111,7 @@ def _hint(options: Mapping[str, Any]) -> str | None:
     """One line on a faster precision; None for a model that is compiled already."""
     if "artifact" in options:
         return None
-    from ...compiler.precision import faster_precision
+    from ...compiler.options import faster_precision
     from ...compiler.targets.target import resolve
 
     return faster_precision(options["precision"], resolve(options["target"]))

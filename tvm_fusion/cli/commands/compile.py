@@ -122,7 +122,7 @@ def compile_command(
 
 
 def _faster(precision: str, compiled: Any) -> str | None:
-    from ...compiler.precision import faster_precision
+    from ...compiler.options import faster_precision
 
     return faster_precision(precision, compiled.target)
 

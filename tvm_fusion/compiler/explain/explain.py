@@ -18,7 +18,7 @@ from schedules.cost.machine import load_machine
 from ...onnx.frontend import import_onnx
 from .. import pipeline
 from ..launches import kernel_uses
-from ..precision import chosen_precision, faster_precision
+from ..options import chosen_precision, faster_precision
 from ..record_reader import choose_records
 from ..targets.target import resolve
 

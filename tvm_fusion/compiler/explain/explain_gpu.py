@@ -22,8 +22,8 @@ from ...codegen.library_bin import compile_kernels
 from ...errors import TargetError
 from ...onnx.frontend import import_onnx
 from .. import pipeline
-from ..gpu_phases import stock_phases
 from ..launches import kernel_uses
+from ..phases import stock_phases
 from ..targets.target import is_gpu, resolve
 from .explain import decisions_table, with_slow_kernels
 

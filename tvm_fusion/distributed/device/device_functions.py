@@ -20,8 +20,8 @@ from schedules.schedule_rule import schedule_function
 
 from ...codegen.host_code import AfterSplit, Allocation, HostCode, Launch, opencl_texts
 from ...codegen.nvrtc import compile_cuda, tvm_compiler
-from ...compiler.gpu_phases import STOCK_RULES
 from ...compiler.launches import launches
+from ...compiler.phases import STOCK_RULES
 from ...errors import OpError
 from ...runtime.arguments import numpy_dtype
 from .device import ResolvedDevice

@@ -10,7 +10,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 
-from tvm_fusion.compiler.gpu_phases import stock_phases
+from tvm_fusion.compiler.phases import stock_phases
 from tvm_fusion.compiler.pipeline import build
 from tvm_fusion.errors import EngineError
 

@@ -23,8 +23,8 @@ from schedules.gpu.gemm.matmul.matmul_tile_sizes import TileConfig
 from schedules.gpu.gemm.matmul.tensor_core_tile import TensorTile
 from schedules.gpu.gemm.matmul.tiled_matmul import holds_moments
 from tests.selection import in_turns
-from tvm_fusion.compiler.gpu_phases import gpu_phases
 from tvm_fusion.compiler.launches import kernel_uses
+from tvm_fusion.compiler.phases import gpu_phases
 from tvm_fusion.compiler.pipeline import run_phases
 
 OPENCL = Target({"kind": "opencl", "max_shared_memory_per_block": 49152}, host="llvm")
