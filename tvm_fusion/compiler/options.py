@@ -34,17 +34,21 @@ WEIGHTS_BITS = {"bf16": 16, "int8": 8, "int4": 4}
 class Options:
     """Choices of a user for the pipeline."""
 
-    fuse: Fuse = "auto"  # Choice of pairs of convolutions for `relay_passes.FuseConv2D`.
+    fuse: Fuse = "auto"
+    """Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`."""
     dump: Path | None = None
     """A folder for the module after each phase, as ``0-simplify.py`` and so on."""
-    winograd: str = "auto"  # Choice of 3x3 convolutions for `relay_passes.ChooseWinograd`.
+    winograd: str = "auto"
+    """Choice of 3x3 convolutions for :class:`relay_passes.ChooseWinograd`."""
     records: Records = field(default_factory=Records)
     """Winners of tuning jobs, for the forms and knobs of kernels."""
-    fast_math: bool = False  # Whether functions of float32 may be approximations on CUDA.
+    fast_math: bool = False
+    """Whether functions of float32 may be approximations on CUDA."""
     precision: str = "fp32"
     """``"fp16"``: products and convolutions of float32 are computed in float16 on a GPU;
     ``"bf16"``: what they multiply is rounded to bfloat16 on a CPU; see :func:`chosen_precision`."""
-    cuda_graph: bool = False  # Whether kernels are captured into CUDA graphs.
+    cuda_graph: bool = False
+    """Whether kernels are captured into CUDA graphs."""
     weights: str | None = None
     """``"bf16"``, ``"int8"`` or ``"int4"``: type of the matrices of products on a CPU, to which
     they are rounded; with ``"int8"`` of the weights of convolutions, too."""
