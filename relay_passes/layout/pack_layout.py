@@ -94,7 +94,7 @@ class PackLayout:
             blocks = ChannelBlocks(self.block, self.block)
         else:
             blocks = _channel_blocks(mod, pass_target(self.target, "PackLayout"))
-        target, takes, pairs, cpu = gpu_target(self.target), _takes_all, False, None
+        target, takes, cpu = gpu_target(self.target), _takes_all, None
         if target is not None:
             gpu = GPUInfo.from_target(target)
             takes = partial(_takes_on_gpu, lanes=blocks.most, gpu=gpu, tf32=self.tf32)
@@ -102,13 +102,12 @@ class PackLayout:
                 mod = self._pack_halves(mod)
         elif current := self.target or Target.current(allow_none=True):
             cpu = CPUInfo.from_target(current)
-            pairs = cpu.word_channels == WORDS["int16"]
-        return _Packer(mod, blocks, takes, pairs, cpu).rewrite_module(mod)
+        return _Packer(mod, blocks, takes, cpu).rewrite_module(mod)
 
     def _pack_halves(self, mod: IRModule) -> IRModule:
         """The module with convolutions of 16-bit floats packed, where all are single and dense."""
         block = self.block or CHUNK // 2
-        packer = _Packer(mod, ChannelBlocks(block, block), _takes_half, pairs=False)
+        packer = _Packer(mod, ChannelBlocks(block, block), _takes_half)
 
         def is_wanted(func: relax.Function) -> bool:
             kernels = map(kernel_of, _calls_of(func))
@@ -174,14 +173,15 @@ class _Packer(relax.PyExprMutator):
         mod: IRModule,
         blocks: ChannelBlocks,
         takes: Takes,
-        pairs: bool,
         cpu: CPUInfo | None = None,
     ) -> None:
         super().__init__(mod)
         self.blocks = blocks
         visits = self.builder_.emit, self.visit_expr, self._bound
-        self.scope = Scope(blocks, Uses(), *visits, takes, pairs)
+        self.scope = Scope(blocks, Uses(), *visits, takes)
         if cpu is not None:
+            self.scope.pairs = cpu.word_channels == WORDS["int16"]
+            self.scope.shifts = cpu.shifts_bytes
             self.scope.tile_groups = partial(tile_groups, blocks=blocks, cpu=cpu)
 
     def rewrite_module(

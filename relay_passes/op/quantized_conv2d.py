@@ -15,7 +15,7 @@ float32 in NCHW, also where the rest is packed: then it is rounded to bytes firs
 the byte that stands for 0. Packed, with lanes ``x`` from
 ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
 ``[blocks, x]``, ``data`` alike, with lanes of its own, as 4 of an input image, the weight is
-as in ``schedules/compute/quantized_conv2d.py``, of int8 or of int16 for CPUs that add products in
+as in ``schedules/compute/quantized_conv2d.py``, of int8, or of int16 for CPUs that add products in
 pairs, and ``in_channels`` and ``out_channels`` are given.
 Batch, height and width may be symbolic.
 """
@@ -86,6 +86,7 @@ def quantized_conv2d(
     out_dtype: str = "float32",
     addition: ByteAddition | None = None,
     limited: bool = False,
+    shifted: bool = False,
     rounding: ByteRounding | None = None,
     winograd: int = 0,
 ) -> relax.Call:
@@ -111,6 +112,8 @@ def quantized_conv2d(
     limited : bool
         Whether 16 bits hold the sum of any two products of neighbouring channels in a word of the
         packed weight.
+    shifted : bool
+        Whether the packed weight of int8 ends with what sums of signed bytes, data less 128, lack.
     rounding : ByteRounding | None
         How ``data`` is rounded to bytes, if it is of float32.
     winograd : int
@@ -146,8 +149,7 @@ def quantized_conv2d(
         del attrs["groups"]
     if addition is not None:
         attrs["addition"] = [float(number) for number in astuple(addition)]
-    if limited:
-        attrs["limited"] = True
+    attrs |= {name: True for name, is_so in (("limited", limited), ("shifted", shifted)) if is_so}
     if rounding is not None:
         attrs["rounding"] = list(map(float, astuple(rounding)))
     if winograd:
@@ -199,7 +201,8 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
         out_dtype=out_dtype,
         word=word,
         addition=addition,
-        limited=_read_limited(call),
+        limited=_read_form(call, "limited"),
+        shifted=_read_form(call, "shifted"),
         rounding=rounding,
         winograd=_winograd_of(call),
     )
@@ -209,11 +212,12 @@ def _winograd_of(call: relax.Call) -> int:
     return int(call.attrs["winograd"]) if "winograd" in call.attrs.keys() else 0
 
 
-def _read_limited(call: relax.Call) -> bool:
-    if "limited" not in call.attrs.keys() or not call.attrs["limited"]:
+def _read_form(call: relax.Call, name: str) -> bool:
+    """Return whether the weight has a form that only packed ones of int8 have."""
+    if name not in call.attrs.keys() or not call.attrs[name]:
         return False
     if str(call.args[1].ty.dtype) != "int8" or str(call.attrs["out_layout"]) == "NCHW":
-        raise OpError(f"{_NAME}: limited is True; expected a packed weight of int8")
+        raise OpError(f"{_NAME}: {name} is True; expected a packed weight of int8")
     return True
 
 
@@ -255,7 +259,8 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     if lanes:
         step, out_blocks = layer.input_step(data_lanes), -(-layer.out_channels // lanes)
         word = WORDS[str(call.args[1].ty.dtype)]
-        expected = (out_blocks, -(-own // step), *layer.kernel, step // word, lanes, word)
+        blocks = -(-own // step) + _read_form(call, "shifted")
+        expected = (out_blocks, blocks, *layer.kernel, step // word, lanes, word)
         numbers = (out_blocks, lanes)
     _check_shapes(call, expected, numbers)
     check_products(layer, _NAME)

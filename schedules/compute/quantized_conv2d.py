@@ -15,7 +15,9 @@ bias       ``[O]``                 ``[B(O), x]``, float32
 scale      ``[O]``                 ``[B(O), x]``, float32
 ========== ======================= ======================================================
 
-Data that is rounded first is ``[N, C, H, W]``, float32, in both.
+Data that is rounded first is ``[N, C, H, W]``, float32, in both. Shifted weights are for kernels
+that multiply signed bytes, data less 128: they have a block of input channels more, whose first
+word is the int32 that is 128 times the sum of the weights of each tap and output lane.
 """
 
 from __future__ import annotations

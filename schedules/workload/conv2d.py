@@ -415,6 +415,9 @@ class Conv2DKernel:
         bfloat16 with ``sums`` whose weights are not in words, as of depthwise layers.
     limited : bool
         Whether the weights are such that two neighbouring products of bytes fit in 16 bits.
+    shifted : bool
+        Whether 128 is subtracted from bytes as they are multiplied, and the weights contain what
+        the sums lack; see :mod:`schedules.compute.quantized_conv2d`.
     addition : ByteAddition | None
         What a convolution of bytes does with its residual, which is of ``uint8``.
     sums : str | None
@@ -448,6 +451,7 @@ class Conv2DKernel:
     rounding: ByteRounding | None = None
     residual_dtype: str | None = None
     weight_dtype: str | None = None
+    shifted: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -527,7 +531,7 @@ def to_json(kernel: Conv2DKernel) -> str:
     fields = asdict(kernel)
     defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
     defaults |= {"limited": False, "sums": None, "rounding": None, "residual_dtype": None}
-    defaults |= {"weight_dtype": None}
+    defaults |= {"weight_dtype": None, "shifted": False}
     for name, default in defaults.items():
         if fields[name] == default:
             del fields[name]

@@ -180,7 +180,7 @@ class PeakProbe:
         self._data = tvm.runtime.tensor(data)
         self._sums = tvm.runtime.tensor(np.zeros(threads * vectors * lanes, sums))
         word = 1 if is_float else _word(numbers, cpu)
-        kernel = _multiply_add(lanes, vectors, threads, numbers, word)
+        kernel = _multiply_add(lanes, vectors, threads, numbers, word, cpu.shifts_bytes)
         self._kernel = tvm.compile(kernel, target)["main"]
         self._operations = threads * vectors * lanes * 2 * word * _ROUNDS
 
@@ -253,7 +253,9 @@ def _data_size(lanes: int, vectors: int, is_float: bool) -> int:
     return lanes * (1 if is_float else _WORD_STEPS * (vectors // 2 + 2))
 
 
-def _multiply_add(lanes: int, vectors: int, threads: int, numbers: str, word: int) -> tirx.PrimFunc:
+def _multiply_add(
+    lanes: int, vectors: int, threads: int, numbers: str, word: int, signed: bool
+) -> tirx.PrimFunc:
     """``sums = sums * data + data``, ``_ROUNDS`` times in registers; or of words of numbers."""
     is_float = numbers == "float32"
     size, pixels = _data_size(lanes, vectors, is_float), vectors // 2
@@ -270,7 +272,7 @@ def _multiply_add(lanes: int, vectors: int, threads: int, numbers: str, word: in
         left, right = (data[tirx.Ramp(number * lanes, 1, lanes)] for number in places)
         if numbers == "bfloat16":
             return add_half_products(total, left, right)
-        return add_word_products(total, left, right, lanes, word)
+        return add_word_products(total, left, right, lanes, word, signed=signed)
 
     return _probe(size, lanes, vectors, threads, _ROUNDS, step, numbers)
 

@@ -72,9 +72,9 @@ class MultiplyBytes:
             out_dtype="uint8",
         )
 
-    For CPUs that multiply bytes (VNNI, I8MM, or AVX2 in 16 bits), and GPUs whose tensor cores do,
-    the latter for convolutions only, in functions whose convolutions have no groups: others are in
-    float32 and another layout there. Products with constant matrices are those of pixels; depthwise
+    For CPUs that multiply bytes (VNNI, dot products of AArch64, or AVX2 in 16 bits), and GPUs whose
+    tensor cores do, the latter for convolutions only, in functions whose convolutions have no
+    groups: others are in float32 and another layout there. Products with constant matrices are those of pixels; depthwise
     convolutions read bytes, and multiply floats; an image of up to four channels is rounded in its
     convolution; the sum of a product and of other bytes, each with its scale, is rounded in the
     product; maxima are taken of bytes; other readers get floats again. Where zero bytes stand for

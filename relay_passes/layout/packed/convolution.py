@@ -186,7 +186,8 @@ def _bound_after(activation: Activation, bound: float) -> float:
 def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     """Rewrite one call of bytes; images of few channels are packed in words of four, or rounded.
 
-    Where products are added in pairs of 16 bits, weights stay bytes if no pair can saturate.
+    Where products are added in pairs of 16 bits, weights stay bytes if no pair can saturate. Where
+    bytes are signed in products, constant weights contain what sums of data less 128 lack.
     """
     call = binding.value
     layers = read_convolution(call, scope.blocks, scope.takes)
@@ -209,7 +210,11 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         attrs |= {"groups": groups} if groups else {}
         operands = [_in_blocks(scope, data)]
     weight = scope.parameter(call.args[1], "quantized" + suffix)
-    if scope.pairs and isinstance(weight, GenericConst) and fits_pairs(weight.value.numpy()):
+    is_constant = isinstance(weight, GenericConst)
+    if scope.shifts and is_constant:
+        attrs["shifted"] = True
+        weight = scope.parameter(call.args[1], "shifted" + suffix)
+    elif scope.pairs and is_constant and fits_pairs(weight.value.numpy()):
         attrs["limited"] = True
     elif scope.pairs:
         weight = scope.parameter(call.args[1], "pairs" + suffix)

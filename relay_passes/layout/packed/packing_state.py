@@ -83,6 +83,8 @@ class Scope:
         Whether a direct convolution, or a pair, is packed.
     pairs : bool
         Whether products of bytes are added in pairs of 16 bits.
+    shifts : bool
+        Whether products are those of signed bytes, so that 128 is subtracted from data.
     tile_groups : Callable
         Groups in which tile registers compute a convolution with groups; 0 where they do not.
     packed : dict
@@ -100,6 +102,7 @@ class Scope:
     define: Callable[[relax.Expr], Value] = field(default=lambda _: None)
     takes: Takes = field(default=lambda _: True)
     pairs: bool = False
+    shifts: bool = False
     tile_groups: Callable[[Conv2DKernel], int] = field(default=lambda _: 0)
     packed: dict[relax.Var, Packed] = field(default_factory=dict)
     tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)

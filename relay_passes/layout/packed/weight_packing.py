@@ -18,6 +18,8 @@ quantized_ ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d/4, x, 4]``, `
 grouped
 quantized_ ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, 4, x, 4]``: as of groups of 16 channels,
 diagonal                                with zeros between those of the true groups
+shifted    as quantized, also           with a block of input channels more, whose first word is 128
+           ``_first``, ``_grouped``     times the sum of the weights of each tap and output lane
 pairs      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of int16
 pairs_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of int16, for data in words
 first                                   of four
@@ -34,9 +36,9 @@ bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
 
-Divisions round up; lanes past the last channel are zero. Every form is one padding, possibly one
-choice of rows, one reshape and one permutation, so that the same description applies to numpy
-arrays and Relax expressions.
+Divisions round up; lanes past the last channel are zero. Every form but the shifted one, which only
+constants have, is one padding, possibly one choice of rows, one reshape and one permutation, so
+that the same description applies to numpy arrays and Relax expressions.
 """
 
 from __future__ import annotations
@@ -187,12 +189,22 @@ def pack_array(array: np.ndarray, form: str, block: int, inner: int | None = Non
     np.ndarray
         The packed parameter, contiguous; see :func:`element_type`.
     """
+    if form.startswith("shifted"):
+        return _with_shifts(pack_array(array, form.replace("shifted", "quantized"), block, inner))
     packing = Packing.of(form, array.shape, block, inner or block)
     padded = np.pad(array, [(0, count) for count in packing.padding])
     if packing.rows is not None:
         padded = padded.reshape(-1, *padded.shape[2:])[list(packing.rows)]
     packed = padded.reshape(packing.split).transpose(packing.order)
     return np.ascontiguousarray(packed, element_type(form, "") or None)
+
+
+def _with_shifts(packed: np.ndarray) -> np.ndarray:
+    """Append to packed words of bytes what their sums lack if 128 is subtracted from the data."""
+    sums = np.ascontiguousarray(128 * packed.sum(axis=(1, 4, 6)), "<i4")
+    block = np.zeros_like(packed[:, :1])
+    block[:, 0, :, :, 0] = sums.view("int8").reshape(*sums.shape, WORD_BYTES)
+    return np.concatenate([packed, block], axis=1)
 
 
 def pack_expr(value: relax.Expr, form: str, block: int, inner: int | None = None) -> relax.Expr:

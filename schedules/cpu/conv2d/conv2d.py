@@ -175,7 +175,7 @@ class Conv2D(PackedRule):
         if kernel is not None and kernel.is_quantized:
             word = WORDS["int16"] if kernel.limited else kernel.word
             takes_bytes = word == cpu.word_channels and kernel.lanes <= cpu.lanes("int32")
-            return kernel if takes_bytes else None
+            return kernel if takes_bytes and kernel.shifted == cpu.shifts_bytes else None
         return kernel
 
     def workload_json(self, workload: Conv2DKernel) -> str:
@@ -253,13 +253,14 @@ def _quantized_operands(
         bias=builder.flat[2],
         residual=residual[0] if residual else None,
         lanes=int(weight.shape[5]),
-        in_blocks=int(weight.shape[1]),
+        in_blocks=int(weight.shape[1]) - kernel.shifted,
         out_blocks=int(weight.shape[0]),
         dtype="int32",
         scale=builder.flat[3],
         out_dtype=kernel.out_dtype,
         word=kernel.word,
         limited=kernel.limited,
+        shifted=kernel.shifted,
         addition=kernel.addition,
         rounding=kernel.rounding,
     )
@@ -418,7 +419,7 @@ def _nest(
     """Both orders of block tiles and pixels over one group of units."""
     flat = is_flat(ops)
     is_wider = ops.pairs or (ops.scale is not None and ops.word != WORD_BYTES)
-    if ops.rounding is not None or is_wider:
+    if ops.rounding is not None or is_wider or ops.shifted:
         with T.sblock("words"):
             T.reads()
             T.writes()

@@ -23,9 +23,12 @@ from ..core.tiles import Span, split_evenly, tile_start
 from ..cost.conv2d_knobs import Conv2DKnobs
 from .register_tile_nest import is_flat, source_span
 
+_SHIFT = -0x7F7F7F80
+"""Bits of a word of bytes that change where 128 is subtracted from each."""
+
 
 def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperands:
-    """Copy bytes to 16 bits each, in words of two, and bfloat16 to float32."""
+    """Copy bytes to 16 bits each, in words of two, or less 128, and bfloat16 to float32."""
     source, width = ops.source, ops.source.width
     if is_flat(ops):
         sizes = split_evenly(width, knobs.pixels)
@@ -35,7 +38,9 @@ def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
         first_row, stop = source_span(units, ops.layer, source.height, axis=0)
         first, last = first_row * width, stop * width
         most = width * _rows_read(ops.layer, source.height, knobs.unit_group)
-    words, each = (source.lanes, ops.word) if ops.pairs else (source.lanes // ops.word, 1)
+    words, each = source.lanes, ops.word if ops.pairs else 1
+    if not (ops.pairs or ops.shifted):
+        words //= ops.word
     dtype = ops.dtype if ops.pairs else "int32"
     blocks = ops.in_blocks if ops.layer.groups == 1 else -(-ops.layer.in_channels // words)
     stored = FeatureMap(
@@ -50,12 +55,14 @@ def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
     )
     with loop(0, blocks) as block, T.serial(0, last - first) as pixel:
         at = source.offset + block * source.block_stride + (first + pixel) * source.step
-        found = source.buffer[T.ramp(at, 1, source.lanes)]
-        if ops.pairs:
+        found = source.buffer[_range(at, source.lanes)]
+        if ops.shifted:
+            wide = tirx.bitwise_xor(found, _vector(T.int32(_SHIFT), words))
+        elif ops.pairs:
             wide = widen_bits(T.reinterpret(f"uint16x{words * each}", found))
         else:
             wide = T.reinterpret(f"int32x{words}", T.Cast(f"int16x{source.lanes}", found))
-        place = T.ramp((block * stored.block_stride + pixel * words) * each, 1, words * each)
+        place = _range((block * stored.block_stride + pixel * words) * each, words * each)
         T.buffer_store(stored.buffer, wide, [place])
     return replace(ops, source=stored)
 
@@ -101,6 +108,7 @@ def rounded(ops: LayerOperands, rows: Span, count: int) -> LayerOperands:
 
     zero = sum(rounding.zero << (32 // ops.word * part) for part in range(ops.word))
     zero -= zero >> 31 << 32  # as a signed integer
+    zero ^= _SHIFT if ops.shifted else 0
 
     def fill(place: Index, pixels: int) -> None:
         with T.serial(0, pixels * words) as word:
@@ -132,6 +140,8 @@ def _round_row(ops: LayerOperands, row: Index, buffer: tirx.Buffer, place: Index
         parts = [_word(integers[k : k + ops.word]) for k in range(0, WORD_BYTES, ops.word)]
         order = [k * lanes + lane for lane in range(lanes) for k in range(words)]
         pixels = tirx.Shuffle(parts, order) if len(order) > 1 else parts[0]
+        if ops.shifted:
+            pixels = tirx.bitwise_xor(pixels, _vector(T.int32(_SHIFT), len(order)))
         place = place + column * words
         T.buffer_store(buffer, pixels, [_range(place, len(order))])
 

@@ -61,11 +61,12 @@ class CPUInfo:
         Whether vectors can be stored past the caches.
     word_channels : int
         Products of bytes that are added to each int32 of a vector at once: four (VNNI, or the
-        mixed signs of AArch64's I8MM), or two of bytes in 16 bits where that is faster than floats
+        dot products of AArch64), or two of bytes in 16 bits where that is faster than floats
         (AVX2); else 0.
     byte_dots : str
         Instruction for products of bytes: ``"vpdpbusd"``; ``"maddubs"``, whose sums of two products
-        have 16 bits; ``"sdot"``; or none.
+        have 16 bits; ``"usdot"`` of AArch64's I8MM; ``"sdot"``, both of whose factors are signed;
+        or none.
     converts_halves : bool
         Whether vectors of float16 become float32 by an instruction.
     tiles : tuple[str, ...]
@@ -109,6 +110,11 @@ class CPUInfo:
     def multiplies_pairs(self) -> bool:
         """Return whether vectors of pairs of bfloat16 are multiplied, faster than float32."""
         return self.has_half_dots and self.costs.half_products > 1
+
+    @property
+    def shifts_bytes(self) -> bool:
+        """Return whether 128 is subtracted from unsigned bytes before they are multiplied."""
+        return self.byte_dots == "sdot"
 
     @property
     def halves_pay(self) -> bool:
@@ -280,7 +286,7 @@ def _word_channels(features: set[str], bits: int) -> int:
     Those of 16 bits take a multiplication and an addition: on two ports for vectors of 512 bits
     they are no faster than two multiply-adds of floats.
     """
-    if "i8mm" in features or ("avx512vnni" if bits == 512 else "avxvnni") in features:
+    if _byte_dots(features, bits) in ("vpdpbusd", "usdot", "sdot"):
         return WORDS["int8"]
     return WORDS["int16"] if bits == 256 else 0
 
@@ -291,6 +297,8 @@ def _byte_dots(features: set[str], bits: int) -> str:
         return "vpdpbusd"
     if ("avx512bw" if bits == 512 else "avx2") in features:
         return "maddubs"
+    if "i8mm" in features:
+        return "usdot"
     return "sdot" if "dotprod" in features else ""
 
 

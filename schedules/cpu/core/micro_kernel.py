@@ -213,6 +213,9 @@ class LayerOperands:
         adds up; in vectors of :data:`DOT_LANES`.
     limited : bool
         Whether two neighbouring products of bytes fit in 16 bits.
+    shifted : bool
+        Whether 128 is subtracted from the bytes of ``source``, and the weights of each output block
+        end with what the sums lack.
     addition : ByteAddition | None
         What is done with a residual of bytes, after the activation.
     rounding : ByteRounding | None
@@ -235,6 +238,7 @@ class LayerOperands:
     word: int = WORD_BYTES
     addition: ByteAddition | None = None
     limited: bool = False
+    shifted: bool = False
     pairs: bool = False
     dots: bool = False
     rounding: ByteRounding | None = None
@@ -248,6 +252,11 @@ class LayerOperands:
     def step(self) -> int:
         """Channels of an input block, or of a piece that a group is read in."""
         return self.layer.input_step(self.source.lanes)
+
+    @property
+    def weight_blocks(self) -> int:
+        """Input blocks that the weights of an output block are stored for."""
+        return self.in_blocks + self.shifted
 
     @property
     def ending(self) -> Activation:
@@ -590,7 +599,7 @@ def next_weights(ops: LayerOperands, tile: RegisterTile, turn: Index) -> Index:
         first = tirx.Select(reduction.last, following, first)
         start = tirx.Select(reduction.last, 0, start)
     lines = tirx.floormod(turn, turns) * reduction.count - reduction.start
-    return ((first + piece) * ops.in_blocks + start) * (taps * square) + lines * (taps * line)
+    return ((first + piece) * ops.weight_blocks + start) * (taps * square) + lines * (taps * line)
 
 
 def _multiply(
@@ -610,7 +619,7 @@ def _multiply(
     block, blocks = tile.block, tile.blocks
     kh, kw, span = tap
     taps = layer.kernel[0] * layer.kernel[1]
-    per_block = ops.in_blocks * taps * square
+    per_block = ops.weight_blocks * taps * square
     position = (in_block * taps + kh * layer.kernel[1] + kw) * square
     weight = bound(block * per_block + position)
     in_pixel = _source_pixel(layer, tile.row, tile.column, kh, kw)
@@ -674,7 +683,8 @@ def _multiply_add(
         return add_half_products(total, vector, factor)
     if ops.dtype != "int32":
         return total + _floats(factor) * _floats(vector)
-    return add_word_products(total, factor, vector, ops.lanes, ops.word, ops.limited)
+    how = ops.word, ops.limited, ops.shifted
+    return add_word_products(total, factor, vector, ops.lanes, *how)
 
 
 def add_word_products(
@@ -684,20 +694,22 @@ def add_word_products(
     lanes: int,
     word: int,
     limited: bool = False,
+    signed: bool = False,
 ) -> tirx.Expr:
     """Add to each int32 of ``total`` the products of the channels of its words.
 
     Those are four of bytes, or two in 16 bits, which cannot saturate: their sum is at most
-    ``2 * 255 * 128``. Vectors of 128 bits are multiplied in words of four by AArch64 alone. Four of
-    ``limited`` weights are first added up in pairs, as AVX2 does with saturation. Two, and four so,
-    need :func:`word_functions`.
+    ``2 * 255 * 128``. Vectors of 128 bits are multiplied in words of four by AArch64 alone, where
+    those of ``factor`` may be ``signed``, too. Four of ``limited`` weights are first added up in
+    pairs, as AVX2 does with saturation. Two, and four so, need :func:`word_functions`.
     """
     bits, vector_type = 32 * lanes, f"int32x{lanes}"
     if word != WORD_BYTES:
         pairs = (T.reinterpret(f"int16x{bits // 16}", each) for each in (factor, vector))
         return _add_pairs(total, *pairs)
     if lanes == LANES_OF_128_BITS:
-        name, bytes_ = "llvm.aarch64.neon.usdot.v4i32.v16i8", "int8x16"
+        name = f"llvm.aarch64.neon.{'sdot' if signed else 'usdot'}.v4i32.v16i8"
+        bytes_ = "int8x16"
         factor, vector = (T.reinterpret(bytes_, each) for each in (factor, vector))
         return T.call_llvm_pure_intrin(vector_type, name, total, factor, vector)
     if llvm_version_major() >= BYTES_SINCE_LLVM:
@@ -786,6 +798,26 @@ def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) 
         if place is not None:
             value = tirx.if_then_else(first, value, _load(ops.output.buffer, place, lanes))
         _store(total, value, 0, lanes)
+    if not ops.shifted:
+        return
+    with (
+        nullcontext() if first is True else T.If(first),
+        nullcontext() if first is True else T.Then(),
+    ):
+        _add_shifts(ops, sums, tile)
+
+
+def _add_shifts(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) -> None:
+    """Add 128 times the weights of the taps that each pixel sees, which end those of a block."""
+    lanes, blocks, square = ops.lanes, tile.blocks, ops.step * ops.lanes
+    taps = ops.layer.kernel[0] * ops.layer.kernel[1]
+    for kh, kw, span in _taps(ops, tile.row, tile.run):
+        tap = ops.in_blocks * taps + kh * ops.layer.kernel[1] + kw
+        for v in range(blocks):
+            at = ((tile.block + v) * (ops.weight_blocks * taps) + tap) * square
+            shift = _load(ops.weight, at, lanes)
+            for total in (sums[p * blocks + v] for p in range(*span)):
+                _store(total, _load(total, 0, lanes) + shift, 0, lanes)
 
 
 def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) -> None:

@@ -38,8 +38,8 @@ class QuantizedCase:
     """A layer on concrete shapes; ``words``: the data is packed in words of four channels.
 
     Other data is in blocks of ``inner`` channels, if not as many as the output. Weights are words
-    of ``word`` channels. An image with a ``rounding`` is one of floats in NCHW, and is multiplied
-    in words.
+    of ``word`` channels, also ``shifted`` ones. An image with a ``rounding`` is one of floats in
+    NCHW, and is multiplied in words.
     """
 
     layer: ConvLayer
@@ -55,6 +55,7 @@ class QuantizedCase:
     rounding: ByteRounding | None = None
     inner: int | None = None
     winograd: int = 0
+    shifted: bool = False
 
     @property
     def data_lanes(self) -> int:
@@ -82,6 +83,7 @@ class QuantizedCase:
         adds = self.addition is not None
         types = {"out_dtype": self.out_dtype, "word": self.word, "addition": self.addition}
         types |= {"limited": self.limited, "rounding": self.rounding, "winograd": self.winograd}
+        types["shifted"] = self.shifted
         return Conv2DKernel((self.layer,), *sizes, adds, "uint8", *layouts, **types)
 
     def build(self, batch: int | tirx.Var | None = None) -> tirx.PrimFunc:
@@ -93,7 +95,7 @@ class QuantizedCase:
             "data": ((images, blocks, self.height, self.width, data_lanes), "uint8"),
             "weight": (
                 (
-                    *(out_blocks, up(self.own, self.step), *layer.kernel),
+                    *(out_blocks, up(self.own, self.step) + self.shifted, *layer.kernel),
                     *(self.step // self.word, lanes, self.word),
                 ),
                 self.weight_dtype,
@@ -166,6 +168,11 @@ class QuantizedCase:
         words = pack(pack(weight, self.step, axis=1), self.lanes, axis=0)
         shape = *words.shape[:4], self.step // self.word, self.word, self.lanes
         packed = np.moveaxis(words.reshape(shape), 5, 6)
+        if self.shifted:
+            sums = np.ascontiguousarray(128 * packed.sum(axis=(1, 4, 6)), "int32")
+            block = np.zeros_like(packed[:, :1])
+            block[:, 0, :, :, 0] = sums.view("int8").reshape(*sums.shape, 4)
+            packed = np.concatenate([packed, block], axis=1)
         return transform_words(packed, self.word) if self.winograd else packed
 
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
@@ -262,3 +269,26 @@ def quantized_cases(draw, form: tuple[int, bool] | None = None) -> QuantizedCase
     can_round = words and channels <= 4 and not layer.is_pointwise
     rounding = draw(st.sampled_from((None, *ROUNDINGS))) if can_round else None
     return QuantizedCase(layer, batch, height, width, *types, addition, limited, rounding)
+
+
+def portable_products(
+    total: tirx.Expr,
+    factor: tirx.Expr,
+    vector: tirx.Expr,
+    lanes: int,
+    word: int,
+    limited: bool = False,
+    signed: bool = False,
+) -> tirx.Expr:
+    """What the instructions of AArch64 do, part by part."""
+
+    def all_lanes(number: int) -> tirx.Expr:
+        return tirx.Broadcast(tirx.const(number, "int32"), lanes)
+
+    assert (word, limited) == (4, False)
+    for part in range(0, 32, 8):
+        byte = (factor >> all_lanes(part)) & all_lanes(255)
+        if signed:
+            byte = (factor << all_lanes(24 - part)) >> all_lanes(24)
+        total = total + byte * ((vector << all_lanes(24 - part)) >> all_lanes(24))
+    return total

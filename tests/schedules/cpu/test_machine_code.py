@@ -146,7 +146,8 @@ def products_of_bytes(cpu: str) -> Forms:
     words = [(info.word_channels, False), *([(4, True)] if info.word_channels == 2 else [])]
     for (name, layer, size, is_words), (word, limited) in product(sizes, words):
         rows, name = 64 if size == 1 else 1, f"{name}_limited" if limited else name
-        case = QuantizedCase(layer, rows, size, size, lanes, is_words, word=word, limited=limited)
+        how = {"word": word, "limited": limited, "shifted": info.shifts_bytes}
+        case = QuantizedCase(layer, rows, size, size, lanes, is_words, **how)
         kernel = case.kernel.in_words()
         knobs = default_conv2d_knobs(kernel, info)
         func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]

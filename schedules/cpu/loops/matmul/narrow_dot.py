@@ -49,7 +49,7 @@ _LANES = 8  # numbers of a row that become bytes at once
 _LEAST = 2.0**-119  # largest number of a block below which all of it counts as 0
 _MOST = float(np.finfo(np.float32).max)
 _WORTH_THREADS = 16  # rows
-_RATES = {"vpdpbusd": 1.0, "maddubs": 2.0, "sdot": 4.0}
+_RATES = {"vpdpbusd": 1.0, "maddubs": 2.0, "usdot": 1.0, "sdot": 1.0}
 """Products a second of each instruction, by those of words of bytes, or of floats without such."""
 
 
@@ -338,13 +338,9 @@ class _Writer:
             T.buffer_store(part, total + (products[0] + products[1]), [every])
             return
         for weight, x in pairs:
-            if self.cpu.byte_dots == "sdot":
-                name = f"llvm.aarch64.neon.sdot.v{lanes}i32.v{4 * lanes}i8"
-                factors = self._bytes(weight), self._bytes(x)
-                result = T.call_llvm_pure_intrin(f"int32x{lanes}", name, part[every], *factors)
-            else:
-                result = add_word_products(part[every], weight, x, lanes, WORD_BYTES)
-            T.buffer_store(part, result, [every])
+            signed = self.cpu.byte_dots == "sdot"  # the weight's are small
+            how = {"lanes": lanes, "word": WORD_BYTES, "signed": signed}
+            T.buffer_store(part, add_word_products(part[every], weight, x, **how), [every])
 
     def _bytes(self, words: tirx.Expr) -> tirx.Expr:
         return T.reinterpret(f"int8x{4 * self._places.lanes}", words)

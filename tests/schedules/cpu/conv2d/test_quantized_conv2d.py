@@ -16,6 +16,7 @@ from cpu.quantized_cases import (
     ROUNDINGS,
     WORD_FORMS,
     QuantizedCase,
+    portable_products,
     quantized_cases,
     winograd_cases,
 )
@@ -282,12 +283,16 @@ def test_cpus_without_an_instruction(cpu):
     )
 
 
-NEON = Target(
-    {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v2", "num-cores": 2}
-)
+NEON = {
+    name: Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": name, "num-cores": 2})
+    for name in ("neoverse-n1", "apple-m1", "neoverse-v1", "neoverse-v2", "generic")
+}
+SHIFTS = ("neoverse-n1", "apple-m1")
+"""CPUs that multiply bytes of the same sign alone."""
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases(2)
+@pytest.mark.parametrize("cpu", ["neoverse-n1", "neoverse-v2", "apple-m1", "neoverse-v1"])
 @pytest.mark.parametrize(
     "layer",
     [
@@ -297,39 +302,34 @@ NEON = Target(
     ],
     ids=str,
 )
-def test_words_of_bytes_on_aarch64(layer):
+def test_words_of_bytes_on_aarch64(layer, cpu):
     """Tiles stay in registers: no loop over them loads or stores a sum."""
-    case = QuantizedCase(layer, 1, 28, 28, 4, out_dtype="uint8")
-    text = assembly(schedule(case, NEON), NEON)
-    loops = [body for body in loop_bodies(text) if any("usdot" in line for line in body)]
-    assert max(sum("usdot" in line for line in body) for body in loops) >= 12
+    case = QuantizedCase(layer, 1, 28, 28, 4, out_dtype="uint8", shifted=cpu in SHIFTS)
+    text = assembly(schedule(case, NEON[cpu]), NEON[cpu])
+    name = re.compile("sdot" if case.shifted else "usdot")
+    loops = [body for body in loop_bodies(text) if any(map(name.match, body))]
+    assert max(sum(map(bool, map(name.match, body))) for body in loops) >= 12
     for body in loops:
         if not any(line.startswith("scvtf") for line in body):  # the end of a tile stores bytes
             assert not any(re.match(r"st[rp]\s", line) or "sp" in line for line in body), body
-    without = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"})
-    assert Conv2D().apply(case.build(), without, False) is None
-
-
-def portable_products(total, factor, vector, lanes, word, limited=False):
-    """What the instruction of AArch64 does, part by part."""
-
-    def all_lanes(number: int) -> tirx.Expr:
-        return tirx.Broadcast(tirx.const(number, "int32"), lanes)
-
-    assert (word, limited) == (4, False)
-    for part in range(0, 32, 8):
-        byte = (factor >> all_lanes(part)) & all_lanes(255)
-        total = total + byte * ((vector << all_lanes(24 - part)) >> all_lanes(24))
-    return total
+    other = replace(case, shifted=not case.shifted)
+    assert Conv2D().apply(other.build(), NEON[cpu], False) is None
+    assert Conv2D().apply(case.build(), NEON["generic"], False) is None
 
 
 @pytest.mark.slow
-@given(quantized_cases((4, False)), st.sampled_from(ROUNDINGS), SEED)
+@given(
+    quantized_cases((4, False)),
+    st.sampled_from(ROUNDINGS),
+    st.sampled_from(["neoverse-n1", "neoverse-v2"]),
+    SEED,
+)
 @settings(max_examples=settings.default.max_examples // 4)
-def test_numbers_of_the_kernels_of_aarch64(case, rounding, seed):
+def test_numbers_of_the_kernels_of_aarch64(case, rounding, cpu, seed):
     can_round = case.rounding is not None
     case = replace(case, lanes=4, rounding=rounding if can_round else None)
-    knobs = CONV2D.default(case.kernel, CPUInfo.from_target(NEON))
+    case = replace(case, shifted=cpu in SHIFTS)
+    knobs = CONV2D.default(case.kernel, CPUInfo.from_target(NEON[cpu]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(micro_kernel, "add_word_products", portable_products)
         func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]

@@ -74,6 +74,23 @@ def test_tiles_come_from_the_features(cpu, features, tiles):
     assert set(CPUInfo.from_target(target).tiles) == tiles
 
 
+@pytest.mark.parametrize(
+    ("cpu", "dots", "word"),
+    [
+        ("generic", "", 0),
+        ("neoverse-n1", "sdot", 4),
+        ("apple-m1", "sdot", 4),
+        ("neoverse-v1", "usdot", 4),
+        ("neoverse-v2", "usdot", 4),
+    ],
+)
+def test_products_of_bytes_on_aarch64_come_from_the_features(cpu, dots, word):
+    info = CPUInfo.from_target(
+        Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": cpu})
+    )
+    assert (info.byte_dots, info.word_channels, info.shifts_bytes) == (dots, word, dots == "sdot")
+
+
 def test_caches_of_another_cpu_are_defaults():
     cpu = CPUInfo.from_target(Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu"}))
     assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (32 * 1024, 512 * 1024, 8 * 1024**2)

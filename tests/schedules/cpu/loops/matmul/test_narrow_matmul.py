@@ -226,7 +226,7 @@ def test_products_of_bytes(
 def test_machine_code(cpu: str) -> None:
     """One row: sums stay in registers, and bytes are multiplied by the CPU's instruction."""
     info = info_of(cpu)
-    words = {"vpdpbusd": "vpdpbusd", "maddubs": "vpmaddubsw", "sdot": "sdot"}
+    words = {"vpdpbusd": "vpdpbusd", "maddubs": "vpmaddubsw", "sdot": "sdot", "usdot": "usdot"}
     kernels = {
         "floats": narrow_matmul([1], matrix_of(256, 256, 4, 32, cpu=info), "int8", info),
         "bytes": narrow_dot([1], matrix_of(256, 256, 4, 32, "", True, info), "int8", info),
