@@ -22,7 +22,6 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.core.micro_kernel import (
-    DOT_LANES,
     add_half_products,
     add_word_products,
     word_functions,
@@ -172,7 +171,7 @@ class PeakProbe:
             self._operations = products * _word(numbers, cpu) * 2
             return
         is_float = numbers == "float32"
-        lanes = DOT_LANES if numbers == "bfloat16" else cpu.lanes("float32")
+        lanes = cpu.lanes("float32")
         vectors = min(2 * _VECTORS_IN_FLIGHT, cpu.num_vector_registers - 4)
         sums = "float32" if is_float or numbers == "bfloat16" else "int32"
         size = _data_size(lanes, vectors, is_float)
@@ -254,7 +253,7 @@ def _data_size(lanes: int, vectors: int, is_float: bool) -> int:
 
 
 def _multiply_add(
-    lanes: int, vectors: int, threads: int, numbers: str, word: int, signed: bool
+    lanes: int, vectors: int, threads: int, numbers: str, word: int, signed: bool = False
 ) -> tirx.PrimFunc:
     """``sums = sums * data + data``, ``_ROUNDS`` times in registers; or of words of numbers."""
     is_float = numbers == "float32"
@@ -304,7 +303,7 @@ def _probe(
     """A function that repeats ``step`` on sums in registers, the same on every thread."""
     is_float, halves = numbers == "float32", numbers == "bfloat16"
     dtype = "float32" if is_float or halves else "int32"
-    functions = word_functions(not is_float and not halves, halves)
+    functions = word_functions(not is_float and not halves, lanes * halves)
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name("main")

@@ -74,11 +74,11 @@ class MultiplyBytes:
 
     For CPUs that multiply bytes (VNNI, dot products of AArch64, or AVX2 in 16 bits), and GPUs whose
     tensor cores do, the latter for convolutions only, in functions whose convolutions have no
-    groups: others are in float32 and another layout there. Products with constant matrices are those of pixels; depthwise
-    convolutions read bytes, and multiply floats; an image of up to four channels is rounded in its
-    convolution; the sum of a product and of other bytes, each with its scale, is rounded in the
-    product; maxima are taken of bytes; other readers get floats again. Where zero bytes stand for
-    another number than zero, they are padded explicitly.
+    groups: others are in float32 and another layout there. Products with constant matrices are
+    those of pixels; depthwise convolutions read bytes, and multiply floats; an image of up to four
+    channels is rounded in its convolution; the sum of a product and of other bytes, each with its
+    scale, is rounded in the product; maxima are taken of bytes; other readers get floats again.
+    Where zero bytes stand for another number than zero, they are padded explicitly.
     Left alone: tensors whose limits are more than 255 apart, convolutions with groups of other than
     multiples of four channels, or of more outputs than inputs or fewer, weights
     whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not

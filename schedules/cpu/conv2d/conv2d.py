@@ -42,7 +42,6 @@ from schedules.workload.conv2d import (
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import (
-    DOT_LANES,
     FeatureMap,
     Index,
     LayerOperands,
@@ -318,7 +317,7 @@ def _row_of_images(image: FeatureMap, count: int) -> FeatureMap:
 def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     """Return whether an instruction multiplies the kernel's pairs of bfloat16, and faster."""
     in_pairs = kernel.has_words and not kernel.is_quantized
-    return in_pairs and cpu.multiplies_pairs and kernel.lanes == DOT_LANES
+    return in_pairs and cpu.multiplies_pairs and kernel.lanes == cpu.lanes("float32")
 
 
 def in_vectors(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKernel:
@@ -369,7 +368,7 @@ def conv2d_template(
     """
     builder = KernelBuilder(func)
     in_pairs = kernel.is_quantized and (kernel.word != WORD_BYTES or kernel.limited)
-    with builder.body(), word_functions(in_pairs, dots):
+    with builder.body(), word_functions(in_pairs, kernel.lanes * dots):
         pieces = knobs.unit_chunks * knobs.block_chunks
         images = 1 if kernel.is_matrix else builder.batch
         with T.parallel(0, images * pieces) as index:

@@ -73,8 +73,9 @@ class CPUInfo:
         Types whose products tile registers (AMX) add up: ``"uint8"``, ``"bfloat16"``.
     emulates_tiles : bool
         Whether loops do what tile registers do: to test kernels on a CPU without these.
-    has_half_dots : bool
-        Whether an instruction for vectors of 512 bits multiplies pairs of bfloat16.
+    half_dots : str
+        Instruction that multiplies pairs of bfloat16: ``"vdpbf16ps"``, for vectors of 512 bits;
+        ``"bfdot"`` of AArch64; or none.
     """
 
     vector_bits: int
@@ -91,7 +92,7 @@ class CPUInfo:
     converts_halves: bool = False
     tiles: tuple[str, ...] = ()
     emulates_tiles: bool = False
-    has_half_dots: bool = False
+    half_dots: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", tuple(self.tiles))  # of JSON, a list
@@ -109,7 +110,9 @@ class CPUInfo:
     @property
     def multiplies_pairs(self) -> bool:
         """Return whether vectors of pairs of bfloat16 are multiplied, faster than float32."""
-        return self.has_half_dots and self.costs.half_products > 1
+        return self.half_dots == "bfdot" or (
+            self.half_dots == "vdpbf16ps" and self.costs.half_products > 1
+        )
 
     @property
     def shifts_bytes(self) -> bool:
@@ -118,8 +121,8 @@ class CPUInfo:
 
     @property
     def halves_pay(self) -> bool:
-        """Return whether products of bfloat16 are faster than those of float32."""
-        return "bfloat16" in self.tiles or self.multiplies_pairs
+        """Return whether products of bfloat16 were found to be faster than those of float32."""
+        return "bfloat16" in self.tiles or (self.half_dots != "bfdot" and self.multiplies_pairs)
 
     def lanes(self, dtype: str | DataType) -> int:
         """Number of elements of ``dtype`` in a vector register (at least 1)."""
@@ -248,7 +251,7 @@ class MeasuredCPU(CPUInfo):
             converts_halves=info.converts_halves,
             tiles=info.tiles,
             emulates_tiles=info.emulates_tiles,
-            has_half_dots=info.has_half_dots,
+            half_dots=info.half_dots,
             memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
@@ -268,7 +271,7 @@ def _from_text(text: str) -> CPUInfo:
         byte_dots=_byte_dots(features, bits),
         converts_halves="f16c" in features or _is_aarch64(target),
         tiles=_tiles(features, bits),
-        has_half_dots="avx512bf16" in features and bits == TILE_BITS,
+        half_dots=_half_dots(features, bits),
     )
 
 
@@ -300,6 +303,13 @@ def _byte_dots(features: set[str], bits: int) -> str:
     if "i8mm" in features:
         return "usdot"
     return "sdot" if "dotprod" in features else ""
+
+
+def _half_dots(features: set[str], bits: int) -> str:
+    """Name of the instruction for pairs of bfloat16."""
+    if "avx512bf16" in features and bits == TILE_BITS:
+        return "vdpbf16ps"
+    return "bfdot" if {"bf16", "neon"} <= features else ""
 
 
 def _vector_unit(features: set[str], aarch64: bool) -> tuple[int, int, bool]:

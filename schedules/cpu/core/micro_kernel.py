@@ -75,30 +75,39 @@ define linkonce_odr {vector} @{_ADD}{lanes}({vector} %a, {vector} %b) alwaysinli
 """LLVM IR of additions in the order given; else LLVM adds products to each other, and spills."""
 
 
-DOT_LANES = 16
 _DOT = "tvm_fusion_dot_bfloat16"
-_DOTS = f"""
-declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
-define linkonce_odr <16 x float> @{_DOT}(
-    <16 x float> %a, <16 x i32> %b, <16 x i32> %c) alwaysinline {{
-  %left = bitcast <16 x i32> %b to <32 x bfloat>
-  %right = bitcast <16 x i32> %c to <32 x bfloat>
-  %sum = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(
-      <16 x float> %a, <32 x bfloat> %left, <32 x bfloat> %right)
-  ret <16 x float> %sum
+_DOT_INTRINSICS = {
+    4: "llvm.aarch64.neon.bfdot.v4f32.v8bf16",
+    16: "llvm.x86.avx512bf16.dpbf16ps.512",
+}
+"""Instructions for pairs of bfloat16 by the lanes of their sums."""
+
+
+def _dot_function(lanes: int) -> str:
+    """LLVM IR of an instruction whose operands of bfloat16 TVM cannot write."""
+    sums, words = f"<{lanes} x float>", f"<{lanes} x i32>"
+    halves, name = f"<{2 * lanes} x bfloat>", _DOT_INTRINSICS[lanes]
+    return f"""
+declare {sums} @{name}({sums}, {halves}, {halves})
+define linkonce_odr {sums} @{_DOT}({sums} %a, {words} %b, {words} %c) alwaysinline {{
+  %left = bitcast {words} %b to {halves}
+  %right = bitcast {words} %c to {halves}
+  %sum = call {sums} @{name}({sums} %a, {halves} %left, {halves} %right)
+  ret {sums} %sum
 }}
 """
-"""LLVM IR of an instruction whose operands of bfloat16 TVM cannot write."""
 
 
-def word_functions(in_pairs: bool, dots: bool = False) -> AbstractContextManager[None]:
+def word_functions(in_pairs: bool, dots: int = 0) -> AbstractContextManager[None]:
     """Import what products of words call into what is opened next.
 
-    That is an addition if they are added in pairs, and the instruction for pairs of bfloat16.
+    That is an addition if they are added in pairs, and the instruction for pairs of bfloat16 with
+    so many sums, if any.
     """
     if not in_pairs and not dots:
         return nullcontext()
-    return T.attr(T.int32(0), "pragma_import_llvm", _DOTS if dots else _ADDITIONS)
+    text = _dot_function(dots) if dots else _ADDITIONS
+    return T.attr(T.int32(0), "pragma_import_llvm", text)
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ class LayerOperands:
         float32: twice as many elements as its strides say.
     dots : bool
         Whether weights and source are int32 words of two bfloat16, whose products an instruction
-        adds up; in vectors of :data:`DOT_LANES`.
+        adds up.
     limited : bool
         Whether two neighbouring products of bytes fit in 16 bits.
     shifted : bool
@@ -722,7 +731,7 @@ def add_word_products(
 
 
 def add_half_products(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
-    """Add to 16 float32 the products of the two bfloat16 of each word; needs ``word_functions``."""
+    """Add to each float32 the products of the two bfloat16 of words; needs ``word_functions``."""
     return T.call_pure_extern(str(total.ty.dtype), _DOT, total, left, right)
 
 

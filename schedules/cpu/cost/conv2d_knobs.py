@@ -69,7 +69,8 @@ def _tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Register tiles."""
     spare = 1 if kernel.weight_dtype else 0  # widened, weights are loaded ahead
     if kernel.out_dtype is not None:
-        spare = cpu.num_vector_registers // 4 if kernel.word == WORD_BYTES else PAIR_REGISTERS
+        loads_ahead = kernel.word == WORD_BYTES or cpu.half_dots == "bfdot"
+        spare = cpu.num_vector_registers // 4 if loads_ahead else PAIR_REGISTERS
     return register_tiles(kernel.layers[0], _row(kernel), kernel.lanes, cpu, spare)
 
 

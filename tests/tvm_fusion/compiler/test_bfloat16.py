@@ -13,6 +13,7 @@ import onnx
 import onnx.parser
 import pytest
 from click.testing import CliRunner
+from cpu.conv2d.test_conv2d_bfloat16 import portable_dots
 from gpu_onnx import attention, bottlenecks
 from onnx import TensorProto, helper, numpy_helper
 from onnx_reference import random_feed, relative_error, run_onnx
@@ -20,6 +21,7 @@ from onnx_reference import random_feed, relative_error, run_onnx
 import tvm_fusion
 from examples.models import mobilenet_v2, resnet_18
 from examples.transformers import bert_base
+from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.cli.command_line import cli
 from tvm_fusion.compiler import pipeline
@@ -129,6 +131,21 @@ def test_numbers_by_loops_in_place_of_tile_registers(model: onnx.ModelProto) -> 
         rules = [use.rule for use in kernel_uses(mod)]
         found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
     assert rules.count("TileConv2D") >= 3 and "Conv2D" not in rules
+    assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
+
+
+def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, model = resolve("native", 1), pooled()
+    monkeypatch.setattr(micro_kernel, "_dot_function", portable_dots)
+    neon = {"vector_bits": 128, "num_vector_registers": 32, "half_dots": "bfdot"}
+    feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
+    with described(target, replace(CPUInfo.from_target(target), **neon)):
+        assert chosen_precision("auto", target) == "fp32"
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))
+        found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
+    assert mod.script().count("tvm_fusion_dot_bfloat16") >= 3
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
 
 

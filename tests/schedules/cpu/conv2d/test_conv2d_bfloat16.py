@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -27,12 +28,13 @@ from cpu.conv_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
+from tvm.target import Target
 
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import Conv2D, conv2d_template
 from schedules.cpu.core import micro_kernel
+from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
-from tvm_fusion.compiler.targets.target import resolve
 
 TYPES = st.sampled_from(["bfloat16", "float32"])
 
@@ -225,57 +227,80 @@ def test_infinite_data_spreads_like_float32():
     assert np.isinf(found).all()
 
 
-def _sixteen(value: int) -> str:
-    return f"<{', '.join([f'i32 {value}'] * 16)}>"
+NEON = {"neoverse-n1": False, "neoverse-v1": True, "neoverse-v2": True, "apple-m1": False}
+"""CPUs, and whether they multiply pairs."""
 
 
-PORTABLE = f"""
-define linkonce_odr <16 x float> @tvm_fusion_dot_bfloat16(
-    <16 x float> %a, <16 x i32> %b, <16 x i32> %c) alwaysinline {{
-  %b0 = shl <16 x i32> %b, {_sixteen(16)}
-  %c0 = shl <16 x i32> %c, {_sixteen(16)}
-  %b1 = and <16 x i32> %b, {_sixteen(-65536)}
-  %c1 = and <16 x i32> %c, {_sixteen(-65536)}
-  %x0 = bitcast <16 x i32> %b0 to <16 x float>
-  %y0 = bitcast <16 x i32> %c0 to <16 x float>
-  %x1 = bitcast <16 x i32> %b1 to <16 x float>
-  %y1 = bitcast <16 x i32> %c1 to <16 x float>
-  %p0 = fmul <16 x float> %x0, %y0
-  %p1 = fmul <16 x float> %x1, %y1
-  %s1 = fadd <16 x float> %a, %p1
-  %s0 = fadd <16 x float> %s1, %p0
-  ret <16 x float> %s0
+def portable_dots(lanes: int) -> str:
+    """What the instructions for pairs do, for CPUs without them.
+
+    Those of AVX-512 add one product after the other, the later one first; that of AArch64 adds
+    their sum.
+    """
+    sums, words = f"<{lanes} x float>", f"<{lanes} x i32>"
+
+    def every(value: int) -> str:
+        return f"<{', '.join([f'i32 {value}'] * lanes)}>"
+
+    order = ("%a", "%p1", "%p0") if lanes == 16 else ("%p0", "%p1", "%a")
+    return f"""
+define linkonce_odr {sums} @tvm_fusion_dot_bfloat16(
+    {sums} %a, {words} %b, {words} %c) alwaysinline {{
+  %b0 = shl {words} %b, {every(16)}
+  %c0 = shl {words} %c, {every(16)}
+  %b1 = and {words} %b, {every(-65536)}
+  %c1 = and {words} %c, {every(-65536)}
+  %x0 = bitcast {words} %b0 to {sums}
+  %y0 = bitcast {words} %c0 to {sums}
+  %x1 = bitcast {words} %b1 to {sums}
+  %y1 = bitcast {words} %c1 to {sums}
+  %p0 = fmul {sums} %x0, %y0
+  %p1 = fmul {sums} %x1, %y1
+  %s1 = fadd {sums} {order[0]}, {order[1]}
+  %s0 = fadd {sums} %s1, {order[2]}
+  ret {sums} %s0
 }}
 """
-"""What the instruction does, for CPUs without it."""
 
 
 @pytest.mark.slow
-@given(cases(pair=False).filter(lambda case: case.layers[0].groups == 1), TYPES, KNOBS, SEED)
+@given(
+    cases(pair=False).filter(lambda case: case.layers[0].groups == 1),
+    st.sampled_from([4, 16]),
+    TYPES,
+    KNOBS,
+    SEED,
+)
 @settings(max_examples=settings.default.max_examples // 4)
-def test_numbers_of_products_in_pairs(case, out_dtype, knobs, seed):
-    case = replace(case, lanes=16)
+def test_numbers_of_products_in_pairs(case, lanes, out_dtype, knobs, seed):
+    case = replace(case, lanes=lanes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_kernel, "_DOTS", PORTABLE)
+        patch.setattr(micro_kernel, "_dot_function", portable_dots)
         func = build(case, out_dtype)
         written = conv2d_template(func, kernel_of(case, out_dtype), knobs, dots=True)
     check(case, written.mod["main"], out_dtype, seed)
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("name", ["znver4", "znver5", "sapphirerapids", "x86-64-v4"])
+@pytest.mark.parametrize("name", ["znver4", "znver5", "sapphirerapids", "x86-64-v4", *NEON])
 @pytest.mark.parametrize(
     "layer",
     [ConvLayer(64, 64, (1, 1)), ConvLayer(128, 128, (3, 3), padding=(1, 1, 1, 1))],
     ids=str,
 )
 def test_pairs_are_multiplied_by_an_instruction_where_that_is_faster(name, layer):
-    target = resolve(name, 2)
-    case = Case((layer,), height=14, width=14, lanes=16, residual=True)
+    triple = "aarch64-linux-gnu" if name in NEON else "x86_64-linux-gnu"
+    target = Target({"kind": "llvm", "mtriple": triple, "mcpu": name, "num-cores": 2})
+    lanes = CPUInfo.from_target(target).lanes("float32")
+    case = Case((layer,), height=14, width=14, lanes=lanes, residual=True)
     found = Conv2D().apply(build(case, "bfloat16"), target, False)
     text = assembly(found.mod["main"], target)
-    bodies = [body for body in loop_bodies(text) if any("vdpbf16ps" in line for line in body)]
-    assert bool(bodies) == name.startswith("znver")
+    dot = re.compile("vdpbf16ps|bfdot")
+    bodies = [body for body in loop_bodies(text) if any(map(dot.match, body))]
+    assert bool(bodies) == (name.startswith("znver") or NEON.get(name, False))
+    counts = [sum(map(bool, map(dot.match, body))) for body in bodies]
+    assert max(counts, default=12) >= 12
     for body in bodies:
-        assert not any("vfmadd" in line or "call" in line for line in body), body
+        assert not any(re.match("vfmadd|fmla|call|bl\\b", line) for line in body), body
         assert not any("zmm" in line and "(%rsp)" in line for line in body), body
+        assert not any(re.match(r"st[rp]\s+q|ld[rp]\s+q.*\[sp", line) for line in body), body

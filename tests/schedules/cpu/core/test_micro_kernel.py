@@ -34,7 +34,7 @@ def lines_of(ops: Any, block: int, blocks: int, start: int, count: int) -> set[i
     taps = ops.layer.kernel[0] * ops.layer.kernel[1]
     square = ops.source.lanes * ops.lanes * taps
     return {
-        ((piece * ops.in_blocks + start) * square + element) // LINE
+        ((piece * ops.weight_blocks + start) * square + element) // LINE
         for piece in range(block, block + blocks)
         for element in range(count * square)
     }
@@ -47,7 +47,7 @@ def test_enough_tiles_ask_for_all_weights_that_come_next(lanes, kernel, blocks):
     layer = ConvLayer(4 * lanes, 8 * lanes, kernel)
     source = SimpleNamespace(lanes=lanes)
     weight = SimpleNamespace(dtype="float32")
-    ops = SimpleNamespace(layer=layer, source=source, weight=weight, lanes=lanes, in_blocks=4)
+    ops = SimpleNamespace(layer=layer, source=source, weight=weight, lanes=lanes, weight_blocks=4)
     ops.step, ops.dtype = lanes, "float32"
     tiles = blocks * lanes * lanes // LINE
     following = lines_of(ops, 2 + blocks, blocks, 0, 4)
