@@ -22,9 +22,7 @@ from schedules.gpu.conv2d.tensor_core_pair_tile import (
     separate_product_cycles,
 )
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.gemm.implicit_gemm import ConvShape
-from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .pair_decision import Decision
@@ -59,14 +57,12 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False
     if gain >= LEAST_GAIN:
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
-    if workload.dtype in HALF and not workload.layer1.is_depthwise:
+    if choose_pair_tile(workload, gpu, tf32) and repacking_cycles(workload, gpu):
         cause = "separate layers have their channels in blocks"
         return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
     cause = "the first layer would be recomputed, or by too few blocks"
     if choose_pair_tile(workload, gpu, tf32) and workload.layer2.is_pointwise:
         cause = "too few blocks"
-        if not workload.layer1.is_depthwise:
-            cause += ", or windows gathered for each of their tiles of channels"
     return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
 
 
@@ -102,8 +98,7 @@ def _cycles(workload: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool) -> tuple[fl
         return min(ways), products + repacking_cycles(workload, gpu)
     fused = fused_cycles(_pair(workload), gpu)
     assert fused is not None, "there is a tile"
-    # Among layers of TF32, which are in NCHW, data and result of the pair are repacked.
-    return min(ways), fused + (2 * COSTS.launch if len(ways) > 1 else 0)
+    return min(ways), fused
 
 
 def _pair(workload: FusedConv2DWorkload) -> ConvPair:

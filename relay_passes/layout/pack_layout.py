@@ -58,9 +58,9 @@ class PackLayout:
 
     Weights and biases that are constants are packed here, others by calls in the function. A
     reshape reads past those before it, so that it is a view. On a GPU blocks are 16 bytes. Left
-    alone there: convolutions whose groups cross block boundaries, those of 16-bit floats without
-    tensor cores or in functions where some of them have groups, open sizes or are pairs, which stay
-    in NCHW, and those of other types than floats. Left alone everywhere: ops that are in no table
+    alone there: convolutions whose groups cross block boundaries, pairs on tensor cores, those of
+    16-bit floats without tensor cores or in functions where some of them have groups, open sizes or
+    are pairs, and those of bytes with open sizes. Left alone everywhere: ops that are in no table
     of ``relay_passes/layout/packed``, ops whose operands would be packed or unpacked for them
     alone, convolutions that are packed already, and functions without any of our convolutions or
     packed tensors.
@@ -73,8 +73,8 @@ class PackLayout:
     block : int | None
         The number of lanes, whatever the target.
     tf32 : bool
-        Whether, on a GPU, dense convolutions and pairs run on tensor cores, which take them in
-        NCHW: then they are left alone, and the depthwise ones, which are mostly between them.
+        Whether, on a GPU, dense convolutions and pairs run on tensor cores: then weights of the
+        former have the input lanes of a block last, and the latter stay in NCHW.
     """
 
     def __init__(
@@ -94,15 +94,16 @@ class PackLayout:
             blocks = ChannelBlocks(self.block, self.block)
         else:
             blocks = _channel_blocks(mod, pass_target(self.target, "PackLayout"))
-        target, takes, cpu = gpu_target(self.target), _takes_all, None
+        target, takes, cpu, chunks = gpu_target(self.target), _takes_all, None, False
         if target is not None:
             gpu = GPUInfo.from_target(target)
+            chunks = self.tf32 and gpu.has_tensor_cores and blocks.most == LANES
             takes = partial(_takes_on_gpu, lanes=blocks.most, gpu=gpu, tf32=self.tf32)
             if gpu.has_tensor_cores:
-                mod = self._pack_halves(mod)
+                mod = self._pack_bytes(self._pack_halves(mod))
         elif current := self.target or Target.current(allow_none=True):
             cpu = CPUInfo.from_target(current)
-        return _Packer(mod, blocks, takes, cpu).rewrite_module(mod)
+        return _Packer(mod, blocks, takes, cpu, chunks).rewrite_module(mod)
 
     def _pack_halves(self, mod: IRModule) -> IRModule:
         """The module with convolutions of 16-bit floats packed, where all are single and dense."""
@@ -114,6 +115,11 @@ class PackLayout:
             return all(_takes_half(each) for each in kernels if each and each.dtype in HALF)
 
         return packer.rewrite_module(mod, is_wanted)
+
+    def _pack_bytes(self, mod: IRModule) -> IRModule:
+        """The module with convolutions of bytes packed, of 16 bytes each."""
+        blocks = ChannelBlocks(CHUNK, CHUNK)
+        return _Packer(mod, blocks, _takes_bytes, pairs=False, chunks=True).rewrite_module(mod)
 
 
 def _channel_blocks(mod: IRModule, target: Target) -> ChannelBlocks:
@@ -152,16 +158,21 @@ def _takes_all(_: Conv2DKernel) -> bool:
 def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, gpu: GPUInfo, tf32: bool) -> bool:
     if kernel.dtype != "float32" or any(is_cut(layer, lanes) for layer in kernel.layers):
         return False
-    if len(kernel.layers) > 1:
-        return not takes_pair(kernel, gpu, tf32)
-    [layer] = kernel.layers
-    return not tf32 or not (layer.groups == 1 or layer.is_depthwise)
+    return len(kernel.layers) == 1 or not takes_pair(kernel, gpu, tf32)
 
 
 def _takes_half(kernel: Conv2DKernel) -> bool:
+    return kernel.dtype in HALF and _is_product(kernel)
+
+
+def _takes_bytes(kernel: Conv2DKernel) -> bool:
+    return kernel.is_quantized and _is_product(kernel)
+
+
+def _is_product(kernel: Conv2DKernel) -> bool:
+    """Return whether a convolution is dense, alone, and of images of a known size."""
     is_dense = len(kernel.layers) == 1 and kernel.layers[0].groups == 1
-    is_known = None not in (kernel.height, kernel.width)
-    return kernel.dtype in HALF and is_dense and is_known
+    return is_dense and None not in (kernel.height, kernel.width)
 
 
 @relax.expr_functor.mutator
@@ -174,11 +185,12 @@ class _Packer(relax.PyExprMutator):
         blocks: ChannelBlocks,
         takes: Takes,
         cpu: CPUInfo | None = None,
+        chunks: bool = False,
     ) -> None:
         super().__init__(mod)
         self.blocks = blocks
         visits = self.builder_.emit, self.visit_expr, self._bound
-        self.scope = Scope(blocks, Uses(), *visits, takes)
+        self.scope = Scope(blocks, Uses(), *visits, takes, chunks=chunks)
         if cpu is not None:
             self.scope.pairs = cpu.word_channels == WORDS["int16"]
             self.scope.shifts = cpu.shifts_bytes

@@ -18,6 +18,7 @@ from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.sym import Analyzer
 
+from schedules.compute.conv2d import WORDS_RANK
 from schedules.errors import OpError
 from schedules.tir.extents import constant
 from schedules.workload.conv2d import WORDS, Conv2DKernel, ConvLayer
@@ -148,9 +149,16 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
 
 
 def _has_words(call: relax.Call, op: ConvOp, index: int) -> bool:
-    """Return whether a packed weight has words: a dense one, or with groups one of rank 7."""
+    """Return whether a packed weight has words: a dense one, or with groups one of rank 7.
+
+    Those of one type with the sums are as long as a block.
+    """
     is_dense = int(call.attrs["groups" + op.suffixes[index]]) == 1
-    return _sums_of(call) is not None and (is_dense or call.args[1 + 2 * index].ty.ndim == 7)
+    has_rank = call.args[1 + 2 * index].ty.ndim == WORDS_RANK
+    if _sums_of(call) is None:
+        is_packed = str(call.attrs["data_layout"]) != "NCHW" and len(op.suffixes) == 1
+        return is_dense and has_rank and is_packed
+    return is_dense or has_rank
 
 
 def has_scale(call: relax.Call, op: ConvOp) -> bool:
@@ -246,7 +254,8 @@ def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLay
     if lanes:
         check_packable(layer, lanes, plain_data, suffix, op.name)
     data_lanes = lanes_of(str(call.attrs["data_layout"]), op.name) if has_words else None
-    check_parameters(layer, weight, bias, lanes, plain_data, suffix, op.name, data_lanes)
+    word = lanes if _sums_of(call) is None else WORDS["bfloat16"]
+    check_parameters(layer, weight, bias, lanes, plain_data, suffix, op.name, data_lanes, word)
     return layer
 
 
@@ -362,18 +371,21 @@ def check_packable(layer: ConvLayer, lanes: int, plain_data: bool, suffix: str, 
 
 
 def packed_weight_shape(
-    layer: ConvLayer, lanes: int, plain_data: bool, data_lanes: int | None = None
+    layer: ConvLayer,
+    lanes: int,
+    plain_data: bool,
+    data_lanes: int | None = None,
+    word: int = WORDS["bfloat16"],
 ) -> tuple[int, ...]:
     """Shape of the packed weight of ``layer``.
 
-    ``plain_data`` for a first layer on NCHW data; with ``data_lanes`` in words of two channels.
+    ``plain_data`` for a first layer on NCHW data; with ``data_lanes`` in words of some channels.
     """
     out_blocks = -(-layer.out_channels // lanes)
     if layer.is_depthwise:
         return (out_blocks, *layer.kernel, lanes)
     per_group = layer.in_channels // layer.groups
     if data_lanes is not None:
-        word = WORDS["bfloat16"]
         step = layer.input_step(data_lanes)
         words = (step // word, lanes, word)
         return (out_blocks, -(-per_group // step), *layer.kernel, *words)
@@ -394,10 +406,11 @@ def check_parameters(
     suffix: str,
     op: str,
     data_lanes: int | None = None,
+    word: int = WORDS["bfloat16"],
 ) -> None:
     """Reject a weight or bias whose shape does not match ``layer``."""
     if lanes:
-        expected_weight = packed_weight_shape(layer, lanes, plain_data, data_lanes)
+        expected_weight = packed_weight_shape(layer, lanes, plain_data, data_lanes, word)
         expected_bias: tuple[int, ...] = (-(-layer.out_channels // lanes), lanes)
     else:
         per_group = layer.in_channels // layer.groups

@@ -16,7 +16,7 @@ the byte that stands for 0. Packed, with lanes ``x`` from
 ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
 ``[blocks, x]``, ``data`` alike, with lanes of its own, as 4 of an input image, the weight is
 as in ``schedules/compute/quantized_conv2d.py``, of int8, or of int16 for CPUs that add products in
-pairs, and ``in_channels`` and ``out_channels`` are given.
+pairs, in words of a whole block for GPUs, and ``in_channels`` and ``out_channels`` are given.
 Batch, height and width may be symbolic.
 """
 
@@ -194,7 +194,7 @@ def read_quantized(call: relax.Call) -> Conv2DKernel:
     if out_dtype != "float32":
         last = layer.activation if addition is None else addition.activation
         check_bytes(last, out_dtype, _NAME)
-    word = WORDS[str(call.args[1].ty.dtype)]
+    word = int(call.args[1].ty.shape.values[-1]) if lanes else WORDS["int8"]
     return Conv2DKernel(
         (layer,),
         *(batch, height, width, addition is not None, "uint8", *layouts),
@@ -258,7 +258,7 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     numbers: tuple[int, ...] = expected[:1]
     if lanes:
         step, out_blocks = layer.input_step(data_lanes), -(-layer.out_channels // lanes)
-        word = WORDS[str(call.args[1].ty.dtype)]
+        word = step if weight[-1] == step else WORDS[str(call.args[1].ty.dtype)]
         blocks = -(-own // step) + _read_form(call, "shifted")
         expected = (out_blocks, blocks, *layer.kernel, step // word, lanes, word)
         numbers = (out_blocks, lanes)

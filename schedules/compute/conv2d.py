@@ -21,7 +21,8 @@ Convolutions of bfloat16 with biases of float32 sum up, add and activate in floa
 their dense weights are ``[B(O), B(I), kh, kw, x / 2, x, 2]``: words of two input channels, output
 lanes, the channels of a word. With groups they may be ``[B(O), I / g / d, kh, kw, d / 2, x, 2]``,
 too, with ``d`` that of the data. First layers read ``[N, ceil(C / 4), H, W, 4]``, with weights
-``[B(O), ceil(I / 4), kh, kw, 2, x, 2]``.
+``[B(O), ceil(I / 4), kh, kw, 2, x, 2]``. On tensor cores of GPUs dense weights of float32 are
+``[B(O), B(I), kh, kw, 1, x, x]``: words of all input lanes of a block.
 
 Block names are fixed, because schedule rules find their stages by them: ``pad1``, ``conv1``,
 ``layer1`` (bias, residual, activation), and the same with 2 for the second layer.
@@ -36,7 +37,8 @@ from tvm import DataType, te, tirx
 from ..tir.bfloat16 import round_to_bits
 from ..workload.conv2d import Activation, ByteAddition, ConvLayer
 
-_WORDS_RANK = 7
+WORDS_RANK = 7
+"""Axes of a weight in words."""
 
 
 def activate(value: tirx.Expr, activation: Activation, dtype: str) -> tirx.Expr:
@@ -211,7 +213,7 @@ def _layer(
         conv = _conv_first(image, weight, layer, suffix)
     elif layer.is_depthwise:
         conv = _conv_depthwise(image, weight, layer, suffix, sums)
-    elif len(weight.shape) == _WORDS_RANK:
+    elif len(weight.shape) == WORDS_RANK:
         conv = _conv_words(image, weight, layer, suffix, sums)
     elif layer.group_lanes(int(weight.shape[-1])):
         conv = _conv_narrow(image, weight, layer, suffix, sums)

@@ -11,7 +11,10 @@ from ..conv_chain import ConvChain
 
 
 def find_byte_chains(block: relax.DataflowBlock) -> list[ConvChain]:
-    """All convolutions of bytes in NCHW of a block, as chains of one line."""
+    """All convolutions of bytes in NCHW of a block, as chains of one line.
+
+    Not those that add a residual, which no pair can.
+    """
     return [chain for binding in block.bindings for chain in [_match(binding)] if chain is not None]
 
 
@@ -20,9 +23,9 @@ def _match(binding: relax.Binding) -> ConvChain | None:
     if not isinstance(binding, relax.VarBinding) or op_name(call) != QUANTIZED_CONV2D.name:
         return None
     kernel = read_quantized(call)
-    if kernel.out_layout != "NCHW":
+    if kernel.out_layout != "NCHW" or kernel.residual:
         return None
-    data, weight, bias, scale = call.args  # none on a GPU has a residual
+    data, weight, bias, scale = call.args
     [layer] = kernel.layers
     operands = data, weight, bias, None
     return ConvChain(layer, *operands, (binding,), str(kernel.out_dtype), scale)

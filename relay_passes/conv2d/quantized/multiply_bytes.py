@@ -111,8 +111,7 @@ class MultiplyBytes:
                 if rules.has_groups:
                     continue
             graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
-            if not on_gpu:
-                graph.sweep({"relax.add": [rules.find_summands]})
+            graph.sweep({"relax.add": [rules.find_summands]})
             graph.settle({ROUND_CLIP: [rules.store_bytes]})
             changed = graph.settle(
                 {
@@ -122,7 +121,7 @@ class MultiplyBytes:
                     "relax.add": [fold_byte_bias],
                     "relax.multiply": [fold_byte_scale],
                     **dict.fromkeys(_ACTIVATIONS, [fold_byte_activation]),
-                    ROUND_CLIP: [fold_byte_activation, *([] if on_gpu else [fold_byte_residual])],
+                    ROUND_CLIP: [fold_byte_activation, fold_byte_residual],
                 }
             )
             if not on_gpu:

@@ -73,7 +73,7 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
     """Rewrite one call; its weights become packed parameters.
 
     A first layer of fewer channels than lanes reads NCHW data, because its blocks would be mostly
-    padding; unless they are packed already.
+    padding; unless they are packed already, or tensor cores copy them in chunks of a block.
     """
     call = binding.value
     layers = read_convolution(call, scope.blocks, scope.takes)
@@ -83,13 +83,15 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
         return pack_words(scope, binding, layers[0])
     op = _OPS[call.op.name]
     data, residual = call.args[0], call.args[op.operands :]
-    few = _is_less(scope, layers[0].in_channels) and layers[0].groups == 1
+    chunks = scope.chunks and len(layers) == 1 and layers[0].groups == 1
+    few = _is_less(scope, layers[0].in_channels) and layers[0].groups == 1 and not chunks
     plain_data = few and scope.lookup(data) is None
     operands = [scope.visit(data) if plain_data else scope.pack(data).expr]
     for index, layer in enumerate(layers):
         block = scope.blocks.of(layer.out_channels)
         form = weight_form(layer, block, plain_data and index == 0)
-        operands.append(scope.parameter(call.args[1 + 2 * index], str(form)))
+        form = "chunks" if chunks else str(form)
+        operands.append(scope.parameter(call.args[1 + 2 * index], form))
         operands.append(scope.parameter(call.args[2 + 2 * index], "bias"))
     packed_residual = [scope.pack(tensor) for tensor in residual]
     operands += [tensor.expr for tensor in packed_residual]
@@ -200,6 +202,8 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     if "rounding" in attrs:
         attrs["data_layout"], suffix = "NCHW", "_first"
         operands = [scope.visit(data)]
+    elif scope.chunks:
+        operands = [scope.pack(data).expr]
     elif layer.groups == 1 and _is_less(scope, layer.in_channels) and scope.lookup(data) is None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         suffix = "_first"
@@ -209,7 +213,8 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         suffix = _group_suffix(layer, groups)
         attrs |= {"groups": groups} if groups else {}
         operands = [_in_blocks(scope, data)]
-    weight = scope.parameter(call.args[1], "quantized" + suffix)
+    form = "chunks" if scope.chunks else "quantized" + suffix
+    weight = scope.parameter(call.args[1], form)
     is_constant = isinstance(weight, GenericConst)
     if scope.shifts and is_constant:
         attrs["shifted"] = True

@@ -32,6 +32,7 @@ words_     ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d/2, x, 2]`` of
 grouped
 words_     ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, 8, x, 2]`` of bfloat16
 diagonal
+chunks     ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, 1, x, x]``, input lanes last
 bias       ``[C]``                      ``[C/x, x]``
 data       ``[N, C, H, W]``             ``[N, C/x, H, W, x]``
 ========== ============================ =====================================================
@@ -58,7 +59,7 @@ from schedules.workload.conv2d import WORD_BYTES, WORDS, ConvLayer
 FORMS = (
     *("dense", "first", "depthwise", "grouped", "narrow", "quantized", "quantized_first"),
     *("quantized_grouped", "pairs", "pairs_first", "pairs_grouped", "words", "words_first"),
-    *("quantized_diagonal", "words_grouped", "words_diagonal", "bias", "data"),
+    *("quantized_diagonal", "words_grouped", "words_diagonal", "chunks", "bias", "data"),
 )
 
 
@@ -115,7 +116,7 @@ class Packing:
             rows = rows.reshape(width, blocks[0], block).swapaxes(0, 1)
             split = (blocks[0], 1, width, block, *extents[2:])
             return cls((tail[0], 0, 0, 0), split, (0, 1, 4, 5, 2, 3), tuple(rows.ravel().tolist()))
-        if form.startswith(("quantized", "pairs", "words")):
+        if form.startswith(("quantized", "pairs", "words", "chunks")):
             lanes = WORD_BYTES if form.endswith("_first") else inner
             lanes = math.gcd(extents[1], inner) if form.endswith("_grouped") else lanes
             own, padding, chosen = extents[1], 0, None
@@ -123,6 +124,7 @@ class Packing:
                 chosen = _diagonal(blocks[0] * block, own)
                 own, padding, lanes = TILE_WORDS, 1, math.gcd(TILE_WORDS, inner)
             word = WORDS["bfloat16" if form.startswith("words") else element_type(form, "int8")]
+            word = lanes if form == "chunks" else word
             count = channel_blocks(own, lanes)
             padding += count * lanes - own
             split = (blocks[0], block, count, lanes // word, word, *extents[2:])

@@ -25,6 +25,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.compute.conv2d import WORDS_RANK
 from schedules.errors import OpError
 from schedules.tuning.template import Knobs, Template
 from schedules.workload.conv2d import (
@@ -199,7 +200,9 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
     kernel = from_json(str(text))
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
     mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
-    return kernel if packed and mine else None
+    # Weights of floats in words of a whole block are those of a GPU's tensor cores.
+    for_cpu = kernel.has_words or len(func.params[1].shape) < WORDS_RANK
+    return kernel if packed and mine and for_cpu else None
 
 
 def operands(

@@ -16,6 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.compute.conv2d import WORDS_RANK
 from schedules.errors import OpError
 from schedules.tir.branch import when
 from schedules.tir.extents import extent_of
@@ -149,6 +150,7 @@ def packed_kernel(func: tirx.PrimFunc, layers: int) -> Conv2DKernel | None:
     packed = kernel.out_layout == f"NCHW{LANES}c" and kernel.dtype == "float32"
     static = None not in (kernel.height, kernel.width)
     direct = not (kernel.winograd or kernel.plain_data or kernel.plain_out)
+    direct = direct and len(func.params[1].shape) < WORDS_RANK  # those of tensor cores have words
     if not (packed and static and direct and len(kernel.layers) == layers):
         return None
     for layer in kernel.layers:

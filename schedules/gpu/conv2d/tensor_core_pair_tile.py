@@ -307,9 +307,9 @@ def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
 def repacking_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
     """Predicted cycles of moving data and result of a pair, in NCHW, from and to packed layers.
 
-    Layers of 16-bit floats are packed where none has groups.
+    Those of 16-bit floats are packed where none has groups.
     """
-    if not PAIR_TYPES[pair.dtype].transposes or pair.layer1.is_depthwise:
+    if PAIR_TYPES[pair.dtype].transposes and pair.layer1.is_depthwise:
         return 0.0
     return 2 * COSTS.launch + 2 * sum(_transfer(moved, gpu) for moved in _ends(pair))
 
@@ -335,8 +335,7 @@ def _layer_cycles(
     tile = tile.with_stages(gpu.shared_bytes)
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
-    gathering = 0.0 if kind.transposes else tile.columns * _GATHER  # 16 bits have channels last
-    block = _product(layer, tile, tile.rows + tile.columns, gathering)
+    block = _product(layer, tile, tile.rows + tile.columns, gathering=0.0)
     return _run(block, blocks, resident, transfer, gpu)
 
 

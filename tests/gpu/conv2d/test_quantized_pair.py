@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from conv2d.test_tensor_core_conv2d import OPENCL, convolve
-from cuda_text import count, cuda_source, opcodes, ptxas, sass
+from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
 from opencl import compile_opencl
 from tensor_core_emulation import emulate_tensor_cores
 from tvm import te, tirx
 from tvm.target import Target
 
+from relay_passes.layout.packed.weight_packing import pack_array
 from schedules.compute.quantized_conv2d import fused_quantized_conv2d, quantized_conv2d
 from schedules.gpu import AnyConv2D, FusedConv2D
 from schedules.gpu.conv2d.tensor_core_pair import pair_workload
@@ -23,6 +25,8 @@ from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_js
 from tests.selection import in_turns, slow_where
 
 BYTES = Activation("round_clip", 0, 255)
+BLOCK = 16
+MOST_INSTRUCTIONS = 9.5  # of a warp, for each product, where a tile is smallest
 
 
 def layer_of(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, **more) -> ConvLayer:
@@ -39,17 +43,32 @@ def kernel_of(layers: tuple[ConvLayer, ...], size: tuple[int, int, int]) -> Conv
 def function(kernel: Conv2DKernel) -> tirx.PrimFunc:
     """The function of one or two layers as legalization makes it."""
     data = (kernel.batch, kernel.layers[0].in_channels, kernel.height, kernel.width)
-    tensors = [te.placeholder(data, "uint8", name="data")]
+    tensors = [te.placeholder(packed_shape(kernel, data, "data"), "uint8", name="data")]
     for number, layer in enumerate(kernel.layers, 1):
-        weight = (layer.out_channels, layer.in_channels, *layer.kernel)
+        weight = packed_shape(kernel, (layer.out_channels, layer.in_channels, *layer.kernel))
         tensors.append(te.placeholder(weight, "int8", name=f"weight{number}"))
         for name in ("bias", "scale"):
-            shape = (layer.out_channels,)
+            shape = packed_shape(kernel, (layer.out_channels,), "bias")
             tensors.append(te.placeholder(shape, "float32", name=f"{name}{number}"))
     compute = quantized_conv2d if len(kernel.layers) == 1 else fused_quantized_conv2d
     output = compute(*tensors, *kernel.layers, kernel.out_dtype)
     func = te.create_prim_func([*tensors, output], "int64")
     return func.with_attr("tvm_fusion.workload", to_json(kernel))
+
+
+def packed_shape(kernel: Conv2DKernel, shape: Sequence[int], form: str = "chunks"):
+    return packed(kernel, np.empty(shape, "int8"), form).shape
+
+
+def packed(kernel: Conv2DKernel, array: np.ndarray, form: str) -> np.ndarray:
+    """An array in NCHW in the kernel's layout."""
+    return array if kernel.out_layout == "NCHW" else pack_array(array, form, BLOCK)
+
+
+def in_blocks(kernel: Conv2DKernel) -> Conv2DKernel:
+    """The kernel of one layer with channels in blocks of 16 bytes."""
+    layout = f"NCHW{BLOCK}c"
+    return replace(kernel, data_layout=layout, out_layout=layout, word=BLOCK)
 
 
 def scheduled(kernel: Conv2DKernel, target: Target) -> tirx.PrimFunc:
@@ -77,17 +96,20 @@ CASES = {
         (1, 4, 13),
     ),
     "one": ((layer_of(40, 24, 3),), (2, 6, 8)),
+    "one_in_blocks": ((layer_of(40, 24, 3),), (2, 6, 8)),
+    "image_in_blocks": ((layer_of(3, 72, 7, 2, activation=Activation("relu")),), (1, 15, 13)),
 }
 
 
-@pytest.mark.quick_cases("1x1")
+@pytest.mark.quick_cases("1x1", "one_in_blocks")
 @pytest.mark.parametrize("name", slow_where(["halo_of_windows"], CASES))
 def test_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes are those of two kernels, but for some that are rounded the other way."""
     emulate_tensor_cores(monkeypatch)
-    kernel = kernel_of(*CASES[name])
+    plain = kernel = kernel_of(*CASES[name])
+    kernel = in_blocks(plain) if name.endswith("in_blocks") else plain
     rng = np.random.default_rng()
-    shapes = [[int(extent) for extent in param.shape] for param in function(kernel).params]
+    shapes = [[int(extent) for extent in param.shape] for param in function(plain).params]
     mid = data = rng.integers(0, 256, shapes[0], "uint8")
     parameters: list[np.ndarray] = []
     for number, layer in enumerate(kernel.layers):
@@ -97,10 +119,12 @@ def test_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         scale = (scale / np.sqrt(np.prod(weight.shape[1:]))).astype("float32")
         sums = convolve(mid.astype("int64"), weight.astype("int64"), layer)
         mid = finished(sums, bias, scale, layer)
-        parameters += [weight, bias, scale]
+        forms = (weight, "chunks"), (bias, "bias"), (scale, "bias")
+        parameters += [packed(kernel, array, form) for array, form in forms]
+    assert len(np.unique(mid)) > 50
+    data, mid = (packed(kernel, each, "data") for each in (data, mid))
     found = np.full(mid.shape, 77, mid.dtype)
     compile_opencl(scheduled(kernel, OPENCL), OPENCL).run(data, *parameters, found)
-    assert len(np.unique(mid)) > 50
     errors = np.abs(found.astype("float64") - mid)
     assert errors.max() <= 1 and (errors > 0.01).mean() < 1e-2
 
@@ -132,6 +156,21 @@ def test_machine_code(name: str, arch: str) -> None:
     assert count(names, "IMMA.16832.S8.U8") >= tile.second.sums // 4 * 2
     assert count(names, "LDSM")
     assert count(names, "STS") == count(names, "STS.128") + count(names, "STS.64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arch"), in_turns(list(PAIRS)[:3], ["sm_90", "sm_80"], every=3))
+def test_machine_code_of_blocks_of_channels(name: str, arch: str) -> None:
+    """Windows and weights are copied as they lie: a seventh of the instructions of NCHW."""
+    (layer, _), size = PAIRS[name]
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    source = cuda_source(scheduled(in_blocks(kernel_of((layer,), size)), target), arch)
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names, [loop] = opcodes(code), loops(code)
+    assert count(names, "LDGSTS.E.BYPASS.128") and not count(names, "STS")
+    assert count(names, "STG.E") == count(names, "STG.E.64") > 0
+    assert len(loop) <= MOST_INSTRUCTIONS * count(loop, "IMMA")
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def layer_of(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, **more
 
 
 BLOCK = 8  # channels of 16 bits in 16 bytes
+BLOCKS = {"float16": BLOCK, "bfloat16": BLOCK, "float32": 4}
 
 
 def scheduled(
@@ -52,10 +53,11 @@ def scheduled(
     ]
     layouts = ["NCHW", "NCHW"]
     if is_packed:
-        layouts = ["NCHW8c" if form == "data" else "NCHW" for form in (forms(layer)[0], "data")]
+        used, block = forms(layer, dtype), BLOCKS[dtype]
+        layouts = ["NCHW" if used[0] is None else f"NCHW{block}c", f"NCHW{block}c"]
         shapes = [
-            shape if form is None else pack_array(np.empty(shape, dtype), form, BLOCK).shape
-            for shape, form in zip(shapes, forms(layer), strict=True)
+            shape if form is None else pack_array(np.empty(shape, dtype), form, block).shape
+            for shape, form in zip(shapes, used, strict=True)
         ]
     types = [dtype, dtype, "float32" if wide else dtype]
     tensors = [
@@ -122,8 +124,10 @@ def wide_packed_conv2d(
     )
 
 
-def forms(layer: ConvLayer) -> tuple[str | None, str, str]:
+def forms(layer: ConvLayer, dtype: str = "float16") -> tuple[str | None, str, str]:
     """Packed forms of the data, if it has blocks, weights and bias."""
+    if dtype == "float32":
+        return "data", "chunks", "bias"
     is_image = layer.in_channels < BLOCK
     return None if is_image else "data", "first" if is_image else "dense", "bias"
 
@@ -175,13 +179,14 @@ def test_numbers(
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * terms + 1e-5)
 
 
-def test_numbers_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
+def test_numbers_of_tf32(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors are rounded to the nearest number of TF32; nothing else is."""
     emulate_tensor_cores(monkeypatch)
-    layer = layer_of(12, 40, 3, 2, activation=Activation("relu"))
-    func = scheduled(layer, (2, 9, 11), "float32", OPENCL)
+    layer = layer_of(10, 38, 3, 2, activation=Activation("relu"))
+    func = scheduled(layer, (2, 9, 11), "float32", OPENCL, is_packed=is_packed)
     rng = np.random.default_rng()
-    shapes = [(2, 12, 9, 11), (40, 12, 3, 3), (40,)]
+    shapes = [(2, 10, 9, 11), (38, 10, 3, 3), (38,)]
     data, weight, bias = (rng.standard_normal(shape).astype("float32") for shape in shapes)
     exact, rounded = (
         np.maximum(convolve(*factors, layer) + bias[:, None, None], 0)
@@ -190,8 +195,13 @@ def test_numbers_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
             (rounded_to_tf32(data), rounded_to_tf32(weight)),
         )
     )
+    inputs = data, weight, bias
+    if is_packed:
+        used = forms(layer, "float32")
+        inputs = [pack_array(each, form, 4) for each, form in zip(inputs, used, strict=True)]
+        exact, rounded = (pack_array(each, "data", 4) for each in (exact, rounded))
     found = np.full(exact.shape, np.nan, "float32")
-    compile_opencl(func, OPENCL).run(data, weight, bias, found)
+    compile_opencl(func, OPENCL).run(*inputs, found)
     np.testing.assert_allclose(found, rounded, rtol=0, atol=2e-4)
     assert np.abs(found - exact).max() > 1e-3, "nothing was rounded"
 
@@ -240,24 +250,26 @@ def test_machine_code(name: str, arch: str) -> None:
     assert count(names, "STS") == count(names, "STS.128")
 
 
-MOST_INSTRUCTIONS = 9.5  # of a warp, for each product, where a tile is smallest
+# Of a warp, for each product, where a tile is smallest. Factors of TF32 are rounded on their way.
+MOST_INSTRUCTIONS = {"float16": 9.5, "float32": 14.0}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch"), in_turns([name for name in RESNET if name != "stem"], CUDA_ARCHS, every=4)
 )
-def test_machine_code_of_blocks_of_channels(name: str, arch: str) -> None:
+@pytest.mark.parametrize("dtype", MOST_INSTRUCTIONS)
+def test_machine_code_of_blocks_of_channels(dtype: str, name: str, arch: str) -> None:
     """Windows and weights are copied as they lie, the place of a tap is computed once a step."""
     layer, size = RESNET[name]
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
-    source = cuda_source(scheduled(layer, size, "float16", target, is_packed=True), arch)
+    source = cuda_source(scheduled(layer, size, dtype, target, is_packed=True), arch)
     [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
     names, [loop] = opcodes(code), loops(code)
     assert count(names, "LDGSTS.E.BYPASS.128") and not count(names, "STS")
     assert count(names, "STG.E") == count(names, "STG.E.128") > 0
-    assert len(loop) <= MOST_INSTRUCTIONS * count(loop, "HMMA")
+    assert len(loop) <= MOST_INSTRUCTIONS[dtype] * count(loop, "HMMA")
 
 
 @pytest.mark.slow

@@ -351,21 +351,23 @@ def test_groups_that_cut_blocks_stay_plain_on_a_gpu_behind_one_unpack():
     tvm.ir.assert_structural_equal(PackLayout(GPU)(Before), Expected, map_free_vars=True)
 
 
-def test_dense_and_depthwise_layers_stay_plain_for_tf32():
+def test_dense_layers_of_tf32_have_input_lanes_last():
+    """Those of an image, too; others are as in float32."""
     dw, dw_b = const(8, 1, 3, 3), const(8)
-    w, b, wg = const(8, 8, 1, 1), const(8), const(8, 4, 1, 1)
+    w, b, wg = const(8, 3, 1, 1), const(8), const(8, 4, 1, 1)
     wgp, bp = (
         packed(wg, str(weight_form(ConvLayer(8, 8, (1, 1), groups=2), 4, False)), 4),
         packed(b, "bias", 4),
     )
+    wp, dwp, dw_bp = packed(w, "chunks", 4), packed(dw, "depthwise", 4), packed(dw_b, "bias", 4)
 
     @I.ir_module
     class Before:
         @R.function
-        def main(x: R.Tensor((1, 8, 8, 8), "float32")):
+        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
             with R.dataflow():
-                lv = R.tvm_fusion.conv2d(x, dw, dw_b, groups=8)
-                lv1 = R.tvm_fusion.conv2d(lv, w, b)
+                lv = R.tvm_fusion.conv2d(x, w, b)
+                lv1 = R.tvm_fusion.conv2d(lv, dw, dw_b, groups=8)
                 gv = R.tvm_fusion.conv2d(lv1, wg, b, groups=2)
                 R.output(gv)
             return gv
@@ -373,13 +375,17 @@ def test_dense_and_depthwise_layers_stay_plain_for_tf32():
     @I.ir_module
     class Expected:
         @R.function
-        def main(x: R.Tensor((1, 8, 8, 8), "float32")):
+        def main(x: R.Tensor((1, 3, 8, 8), "float32")):
             with R.dataflow():
-                lv = R.tvm_fusion.conv2d(x, dw, dw_b, groups=8)
-                lv1 = R.tvm_fusion.conv2d(lv, w, b)
-                p = R.tvm_fusion.pack(lv1, block=4)
+                p = R.tvm_fusion.pack(x, block=4)
+                lv = R.tvm_fusion.conv2d(
+                    p, wp, bp, data_layout="NCHW4c", in_channels=3, out_channels=8
+                )
+                lv1 = R.tvm_fusion.conv2d(
+                    lv, dwp, dw_bp, groups=8, data_layout="NCHW4c", in_channels=8, out_channels=8
+                )
                 lv2 = R.tvm_fusion.conv2d(
-                    p, wgp, bp, groups=2, data_layout="NCHW4c", in_channels=8, out_channels=8
+                    lv1, wgp, bp, groups=2, data_layout="NCHW4c", in_channels=8, out_channels=8
                 )
                 gv = R.tvm_fusion.unpack(lv2, channels=8)
                 R.output(gv)
@@ -418,7 +424,7 @@ def _with_weight(weight: np.ndarray, numbers: relax.Expr) -> tvm.IRModule:
     return builder.get()
 
 
-def test_convolutions_of_bytes_stay_plain_on_a_gpu():
+def test_convolutions_of_bytes_are_packed():
     weight = np.zeros((8, 8, 1, 1), "int8")
     weight[3, 2:4, 0, 0] = 127, 2
     w, b = relax.const(weight), const(8)
@@ -432,7 +438,13 @@ def test_convolutions_of_bytes_stay_plain_on_a_gpu():
                 R.output(gv)
             return gv
 
-    tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
+    tvm.ir.assert_structural_equal(PackLayout(NO_TENSOR_CORES)(Module), Module)
+    [call] = [b.value for b in PackLayout(GPU)(Module)["main"].body.blocks[0].bindings][1:2]
+    assert call.attrs["data_layout"] == call.attrs["out_layout"] == "NCHW16c"
+    assert tuple(call.args[1].ty.shape.values) == (1, 1, 1, 1, 1, 16, 16)
+    np.testing.assert_array_equal(
+        call.args[1].value.numpy()[0, 0, 0, 0, 0, :8, :8], weight[:, :, 0, 0]
+    )
     assert "NCHW16c" in PackLayout(block=16)(Module).script()
     for cpu, block, dtype in (("znver3", 8, "int16"), ("znver4", 16, "int8")):
         target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": cpu})

@@ -135,7 +135,7 @@ def test_winograds_algorithm_gives_the_same_bits(tmp_path):
 def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch):
     """By emulation."""
     emulate_tensor_cores(monkeypatch)
-    block = dense_block(batch=1, size=6, width=16)
+    block = dense_block(batch=1, size=6, width=16, residual=fuse == "none")
     model = quantized(block, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
     x = next(iter(Images(model).get_next().values()))
     (wanted,) = run_onnx(model, {model.graph.input[0].name: x})
@@ -144,6 +144,9 @@ def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch
     rules = [use.rule for use in kernel_uses(mod)]
     products = [rules.count("FusedConv2D"), rules.count("AnyConv2D")]
     assert products == ([1, 1] if fuse == "all" else [0, 3])
+    assert "NCHW16c" in str(workloads(mod)), "no layer has its channels in blocks"
+    if fuse == "none":  # the input is rounded and packed; the output gets floats, if it has bytes
+        assert len(rules) <= 5, rules
     (found,) = RelaxOnOpenCL(mod, target)(x)
     step = np.diff(np.unique(wanted)).min()
     assert np.abs(found - wanted).max() < 1.01 * step
@@ -152,9 +155,9 @@ def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
-    block = dense_block(batch=8, size=28, width=64)
+    block = dense_block(batch=8, size=28, width=64, residual=False)
     model = quantized(block, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
-    compiled = tvm_fusion.compile(model, "cuda -arch=sm_80")
+    compiled = tvm_fusion.compile(model, "cuda -arch=sm_80", fuse="all")
     (text,) = cuda_texts(compiled._executable)
     kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
     products = [kernel for kernel in kernels if "row_col_s32_s8_u8_s32" in kernel]
@@ -322,8 +325,10 @@ def test_residuals_are_added_within_convolutions(form, target, tmp_path):
     assert len(rules) <= 5, rules  # the input is rounded and packed; the output may get floats
 
 
-def dense_block(batch: int, size: int, width: int, groups: int = 1) -> onnx.ModelProto:
-    """A block of ResNet-50."""
+def dense_block(
+    batch: int, size: int, width: int, groups: int = 1, residual: bool = True
+) -> onnx.ModelProto:
+    """A block of ResNet-50, with or without its residual."""
     rng, node = np.random.default_rng(4), onnx.helper.make_node
     nodes = [
         node("Conv", ["x", "w1"], ["a"], kernel_shape=[1, 1]),
@@ -331,8 +336,8 @@ def dense_block(batch: int, size: int, width: int, groups: int = 1) -> onnx.Mode
         node("Conv", ["b", "w2"], ["c"], kernel_shape=[3, 3], pads=[1] * 4, group=groups),
         node("Relu", ["c"], ["d"]),
         node("Conv", ["d", "w3"], ["e"], kernel_shape=[1, 1]),
-        node("Add", ["e", "x"], ["f"]),
-        node("Relu", ["f"], ["y"]),
+        *([node("Add", ["e", "x"], ["f"])] if residual else []),
+        node("Relu", ["f" if residual else "e"], ["y"]),
     ]
     outer = 2 * width
     shapes = {

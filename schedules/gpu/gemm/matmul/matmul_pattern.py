@@ -179,7 +179,7 @@ def _taps_first(
     So neighbours along the reduced axis are of one tap, and its place is computed once for them.
     """
     read, own = _only_read(before, left), [axis.var for axis in product.axes]
-    if read is None or not reduced[-1].var.same_as(read.indices[-1]):
+    if read is None or uses(read.indices[-1], *own):
         return list(reduced)
     taps = [
         axis
@@ -267,14 +267,15 @@ def _are_blocks(
 ) -> bool:
     """Return whether some axes are blocks of 16 bytes of channels, and the channels of a block.
 
-    They are the first and the last axis of the weights.
+    They are the first axis of the weights, and the last one or that before words of channels.
     """
     read = _only_read(before, weight)
     if read is None or len(channels) != 2:
         return False
     first, last = (product.axes[channel].var for channel in channels)
     is_chunk = constant(product.shape[channels[1]]) == _chunk(read.buffer)
-    return is_chunk and first.same_as(read.indices[0]) and last.same_as(read.indices[-1])
+    ends = any(last.same_as(index) for index in read.indices[-2:])
+    return is_chunk and first.same_as(read.indices[0]) and ends
 
 
 def _chunk(buffer: tirx.Buffer) -> int:

@@ -283,6 +283,12 @@ def store_results(
 
 
 def epilogue_lanes(matmul: Product, width: int = WIDTH) -> Lanes:
-    """The widest lanes of the epilogue, neighbours of a row, that no row ends within."""
-    lanes = classify(matmul.epilogue, width, [matmul.accumulator])
-    return lanes if lanes.is_aligned or width == 1 else epilogue_lanes(matmul, width // 2)
+    """The widest lanes of the epilogue, neighbours of a row, that no row ends within.
+
+    Narrower ones where all accesses are then vectors, as to blocks of fewer channels.
+    """
+    halves = [width >> part for part in range(width.bit_length())]
+    found = [classify(matmul.epilogue, each, [matmul.accumulator]) for each in halves]
+    found = [lanes for lanes in found if lanes.is_aligned] or found[-1:]
+    wide = (lanes for lanes in found if "each" not in lanes.kinds.values())
+    return next(wide, found[0])
