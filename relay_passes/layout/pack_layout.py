@@ -119,7 +119,7 @@ class PackLayout:
     def _pack_bytes(self, mod: IRModule) -> IRModule:
         """The module with convolutions of bytes packed, of 16 bytes each."""
         blocks = ChannelBlocks(CHUNK, CHUNK)
-        return _Packer(mod, blocks, _takes_bytes, pairs=False, chunks=True).rewrite_module(mod)
+        return _Packer(mod, blocks, _takes_bytes, chunks=True).rewrite_module(mod)
 
 
 def _channel_blocks(mod: IRModule, target: Target) -> ChannelBlocks:
