@@ -71,12 +71,12 @@ def test_tensor_cores_for_separate_layers_count() -> None:
     assert gains[1] < gains[0] < 0
 
 
-def test_pairs_of_tf32_gain_on_tensor_cores() -> None:
-    """Where those of the ordinary cores lose; windows that both gather are left alone."""
-    early = pair(56, dense(64, 64, 3), dense(64, 256), 8)
-    late = pair(28, dense(128, 128, 3), dense(128, 512), 8)
-    fused = [[decide_gpu(each, CUDA, tf32).fuse for each in (early, late)] for tf32 in (0, 1)]
-    assert fused == [[False, False], [True, False]]
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_pairs_lose_against_separate_layers_that_are_packed(dtype: str) -> None:
+    """Those of TF32 and of bytes are, as those of 16 bits."""
+    early = replace(pair(56, dense(64, 64, 3), dense(64, 256), 8), dtype=dtype)
+    decision = decide_gpu(early, CUDA, tf32=True)
+    assert not decision.fuse and "channels in blocks" in decision.reason
 
 
 def test_refusals_have_reasons() -> None:
