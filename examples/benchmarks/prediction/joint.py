@@ -242,7 +242,7 @@ def boosted(rows: Rows, taught: np.ndarray, chosen: dict[str, Any]) -> xgboost.B
     _, index, count = np.unique(names, return_inverse=True, return_counts=True)
     weight = (1 / np.sqrt(count))[index]
     target = np.log(rows.seconds / rows.base)[taught]
-    parameters: dict[str, Any] = {"tree_method": "hist", "subsample": 0.8, "nthread": 2}
+    parameters: dict[str, Any] = {"tree_method": "hist", "subsample": 0.8, "nthread": 1}
     parameters |= {"colsample_bynode": 0.5, "base_score": float(target.mean()), "max_bin": 64}
     parameters |= chosen
     rounds = int(parameters.pop("rounds"))
