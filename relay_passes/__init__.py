@@ -19,6 +19,7 @@ from .conv2d.fuse_conv2d import FuseConv2D
 from .conv2d.fuse_epilogue import FuseEpilogue
 from .conv2d.fusion_decision import Decision, decide
 from .conv2d.multiply_bfloat16 import MultiplyBfloat16
+from .conv2d.pair_in_tiles import PairInTiles
 from .conv2d.quantized.keep_bytes import KeepBytes
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .decompose.decompose_normalization import DecomposeNormalization
@@ -82,6 +83,7 @@ __all__ = [
     "PackLayout",
     "PackWeights",
     "PadColumns",
+    "PairInTiles",
     "SeparatePairs",
     "ShareKernels",
     "ShortenNames",

@@ -91,10 +91,7 @@ class FuseConv2D:
         records: Records | None = None,
         tf32: bool = False,
     ) -> None:
-        if not callable(fuse) and fuse not in _MODES:
-            raise OpError(
-                f"FuseConv2D: fuse is {fuse!r}; expected one of {', '.join(_MODES)} or a callable"
-            )
+        check_fuse(fuse, "FuseConv2D")
         check_mode(winograd, "FuseConv2D")
         self.fuse = fuse
         self.winograd = winograd
@@ -118,6 +115,36 @@ class FuseConv2D:
 
         result = rewrite_chains(mod, plan)
         return write_report(result, merge_reports(read_report(mod), entries))
+
+
+def check_fuse(fuse: str | Chooser, name: str) -> None:
+    """Check the choice of pairs of the pass ``name``; else OpError."""
+    if not callable(fuse) and fuse not in _MODES:
+        raise OpError(
+            f"{name}: fuse is {fuse!r}; expected one of {', '.join(_MODES)} or a callable"
+        )
+
+
+def asked_decision(
+    fuse: str | Chooser,
+    workload: FusedConv2DWorkload,
+    target: Target,
+    predicted: Callable[[], Decision],
+) -> Decision:
+    """The decision on a pair by the user's choice, or by a prediction that this asks for."""
+    if fuse == "none":
+        return Decision(False, "fusion is switched off")
+    decision = predicted()
+    if not callable(fuse):
+        if fuse == "auto" or decision.fuse:
+            return decision
+        return Decision(True, f"every pair was requested; {decision.reason}", decision.gain)
+    answer = fuse(workload, target)
+    if isinstance(answer, Decision):
+        return answer
+    if not isinstance(answer, bool):
+        raise OpError(f"FuseConv2D: the callable returned {answer!r}; expected bool or Decision")
+    return Decision(answer, "the caller's choice", decision.gain)
 
 
 @dataclass(frozen=True)
@@ -261,26 +288,16 @@ class _Judge:
         return _Candidate(pair, call, self._ask(pair, workload))
 
     def _ask(self, pair: _Pair, workload: FusedConv2DWorkload) -> Decision:
-        if self.fuse == "none":
-            return Decision(False, "fusion is switched off")
         allowed = self._allowed(pair)
         if self.fuse == "auto":
             found = recorded_decision(workload, self.target, self.records, allowed)
             if found is not None:
                 return found
-        decision = decide(workload, self.target, allowed, self.tf32)
-        if not callable(self.fuse):
-            if self.fuse == "auto" or decision.fuse:
-                return decision
-            return Decision(True, f"every pair was requested; {decision.reason}", decision.gain)
-        answer = self.fuse(workload, self.target)
-        if isinstance(answer, Decision):
-            return answer
-        if not isinstance(answer, bool):
-            raise OpError(
-                f"FuseConv2D: the callable returned {answer!r}; expected bool or Decision"
-            )
-        return Decision(answer, "the caller's choice", decision.gain)
+
+        def predicted() -> Decision:
+            return decide(workload, self.target, allowed, self.tf32)
+
+        return asked_decision(self.fuse, workload, self.target, predicted)
 
     def _allowed(self, pair: _Pair) -> tuple[bool, bool]:
         """Layers that, as separate kernels, may be computed by Winograd's algorithm."""

@@ -14,6 +14,7 @@ import tvm.relax.script
 from .channels import channel_norm, channel_shuffle, channel_slice
 from .coalesced_reduce import coalesced_reduce
 from .conv2d import conv2d, fused_conv2d
+from .conv_pair import conv2d_pair
 from .elementwise import hardswish, round_clip, sort_key
 from .pack import pack, unpack
 from .quantized_conv2d import fused_quantized_conv2d, quantized_conv2d
@@ -27,6 +28,7 @@ __all__ = [
     "channel_slice",
     "coalesced_reduce",
     "conv2d",
+    "conv2d_pair",
     "fused_conv2d",
     "fused_quantized_conv2d",
     "hardswish",

@@ -111,9 +111,10 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder) -> relax.TensorType:
     return output_type(call, CONV2D)
 
 
-def _compute(
+def compute_layer(
     kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
 ) -> te.Tensor:
+    """The computation of a kernel of one layer."""
     data, weight, bias, *scale = operands
     layouts = kernel.data_layout, kernel.out_layout
     others = kernel.layers[0], *layouts, kernel.out_dtype, *scale
@@ -124,7 +125,7 @@ def legalize(
     builder: relax.BlockBuilder, call: relax.Call, known: Known | None = None
 ) -> relax.Expr:
     """Replace a call, as :func:`.conv_call.legalize_kernel` does."""
-    return legalize_call(builder, call, CONV2D, _compute, known)
+    return legalize_call(builder, call, CONV2D, compute_layer, known)
 
 
 register_op(

@@ -18,6 +18,8 @@ from schedules.compute.edge_values import max_pool, quantize, sign
 from .conv2d import CONV2D, FUSED_CONV2D, legalize_fused
 from .conv2d import legalize as legalize_conv2d
 from .conv_call import Known
+from .conv_pair import NAME as PAIR
+from .conv_pair import legalize as legalize_pair
 from .quantized_conv2d import (
     FUSED_QUANTIZED_CONV2D,
     QUANTIZED_CONV2D,
@@ -38,6 +40,7 @@ def shared_legalizations() -> dict[str, Legalize]:
         FUSED_CONV2D.name: partial(legalize_fused, known=known),
         FUSED_QUANTIZED_CONV2D.name: partial(legalize_fused_quantized, known=known),
         QUANTIZED_CONV2D.name: partial(legalize_quantized, known=known),
+        PAIR: partial(legalize_pair, known=known),
         WINOGRAD: partial(legalize_winograd, known=known),
     }
 

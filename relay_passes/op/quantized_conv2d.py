@@ -345,9 +345,10 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
     return kernel_output_type(call, read_quantized(call), _NAME)
 
 
-def _compute(
+def compute_layer(
     kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
 ) -> te.Tensor:
+    """The computation of a kernel of one layer."""
     data, weight, bias, scale = operands
     layer, out_dtype = kernel.layers[0], str(kernel.out_dtype)
     added = residual, kernel.addition
@@ -359,7 +360,7 @@ def legalize(
     builder: relax.BlockBuilder, call: relax.Call, known: Known | None = None
 ) -> relax.Expr:
     """Replace a call, as :func:`.conv_call.legalize_kernel` does."""
-    return legalize_kernel(builder, call, _NAME, read_quantized(call), _compute, known)
+    return legalize_kernel(builder, call, _NAME, read_quantized(call), compute_layer, known)
 
 
 register_op(

@@ -18,6 +18,7 @@ from .conv2d.forms import FORMS
 from .conv2d.fused_conv2d import FUSED, PLANAR, FusedConv2D
 from .conv2d.pack import Pack
 from .conv2d.tile_conv2d import TILE_CONV2D, TileConv2D
+from .conv2d.tile_pair import TILE_PAIR, TilePair
 from .conv2d.winograd.winograd_conv2d import WINOGRAD, WinogradConv2D
 from .core.rule import CPUTemplate
 from .loops.elementwise import Elementwise
@@ -34,6 +35,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
     """Return all rules in order; those with knobs choose them by ``records`` where they can."""
     return (
         FusedConv2D(records),
+        TilePair(records),
         TileConv2D(records),
         Conv2D(records),
         WinogradConv2D(records),
@@ -54,6 +56,7 @@ _ALL: tuple[CPUTemplate, ...] = (
     FUSED,
     PLANAR,
     TILE_CONV2D,
+    TILE_PAIR,
     CONV2D,
     WINOGRAD,
     DENSE,
@@ -83,6 +86,7 @@ __all__ = [
     "Pooling",
     "Softmax",
     "TileConv2D",
+    "TilePair",
     "WinogradConv2D",
     "rules",
 ]

@@ -27,6 +27,8 @@ ACTIVATIONS = (
     "round_clip",
 )
 BOUNDED = ("clip", "round_clip")
+PAIR = 2
+"""Layers of a fused kernel."""
 
 
 @dataclass(frozen=True)
@@ -429,6 +431,8 @@ class Conv2DKernel:
     weight_dtype : str | None
         ``int8`` for weights that are widened to ``dtype`` as they are multiplied, with a scale for
         each output channel after the biases; else None.
+    mid_layout : str | None
+        Layout between the two layers of a pair in tile registers; else None.
     """
 
     layers: tuple[ConvLayer, ...]
@@ -452,6 +456,7 @@ class Conv2DKernel:
     residual_dtype: str | None = None
     weight_dtype: str | None = None
     shifted: bool = False
+    mid_layout: str | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -484,6 +489,34 @@ class Conv2DKernel:
                 width=self.width + left + right,
             )
         return replace(kernel, batch=1, width=self.batch) if self.is_matrix else kernel
+
+    def apart(self) -> tuple[Conv2DKernel, Conv2DKernel]:
+        """The kernels of both layers of a pair in tile registers."""
+        first, second = (replace(self, layers=(layer,), mid_layout=None) for layer in self.layers)
+        size = self.layers[0].output_size(int(self.height or 1), int(self.width or 1))
+        second = replace(second, height=size[0], width=size[1], data_layout=str(self.mid_layout))
+        ends = {"residual": False, "residual_dtype": None, "addition": None}
+        first = replace(first, out_layout=str(self.mid_layout), out_dtype=self.dtype, **ends)
+        if self.layers[0].is_depthwise:
+            if self.is_quantized:
+                return replace(first, dtype="float32", data_dtype=self.dtype), second
+            return replace(first, word=1), second
+        return first, second
+
+    @property
+    def second_weight(self) -> int:
+        """Position of the second layer's weight among the parameters of a pair in tiles."""
+        return 4 if self.is_quantized and not self.layers[0].is_depthwise else 3
+
+    def joined(self, second: Conv2DKernel) -> Conv2DKernel | None:
+        """The pair of which this is the first kernel; None where a pair computes another one."""
+        sizes = {"batch": self.batch, "height": self.height, "width": self.width}
+        layers, layouts = (*self.layers, *second.layers), (self.data_layout, second.data_layout)
+        pair = replace(
+            second, layers=layers, data_layout=layouts[0], mid_layout=layouts[1], **sizes
+        )
+        is_pair = len(layers) == PAIR and None not in (self.height, self.width)
+        return pair if is_pair and pair.apart() == (self, second) else None
 
     @property
     def is_matrix(self) -> bool:
@@ -531,7 +564,7 @@ def to_json(kernel: Conv2DKernel) -> str:
     fields = asdict(kernel)
     defaults = {"data_dtype": None, "out_dtype": None, "word": WORD_BYTES, "addition": None}
     defaults |= {"limited": False, "sums": None, "rounding": None, "residual_dtype": None}
-    defaults |= {"weight_dtype": None, "shifted": False}
+    defaults |= {"weight_dtype": None, "shifted": False, "mid_layout": None}
     for name, default in defaults.items():
         if fields[name] == default:
             del fields[name]

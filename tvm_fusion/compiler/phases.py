@@ -39,6 +39,7 @@ from relay_passes import (
     PackLayout,
     PackWeights,
     PadColumns,
+    PairInTiles,
     ShortenNames,
     SimplifyInference,
     WidenSums,
@@ -119,7 +120,7 @@ def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, l
             PadColumns(target),
             NameSizes(),
         ],
-        "reduce": [CoalesceReduction(), WidenSums()],
+        "reduce": [PairInTiles(fuse, target), CoalesceReduction(), WidenSums()],
         "lower": [
             *cpu_generic.library_dispatch_passes(target),
             LegalizeCalls(shared_legalizations()),

@@ -36,7 +36,7 @@ from .elementwise import STREAMING
 LEVELS = ("L2", "L3", "memory")
 CONVOLUTIONS = (
     *("cpu.conv2d", "cpu.fused_conv2d", "cpu.planar_conv2d", "cpu.winograd_conv2d"),
-    "cpu.tile_conv2d",
+    *("cpu.tile_conv2d", "cpu.tile_pair"),
 )
 CYCLES = "cpu.cycles"
 """Work whose cycles say all."""

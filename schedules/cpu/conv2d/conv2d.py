@@ -52,7 +52,7 @@ from ..core.micro_kernel import (
 )
 from ..core.rule import TunableCPURule
 from ..core.tiles import Run, Span, chunk, split_evenly
-from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space
+from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space, in_vectors
 from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
     BlockRuns,
@@ -206,33 +206,36 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
 
 
 def operands(
-    builder: KernelBuilder, kernel: Conv2DKernel, image: Index, position: int = 0
+    builder: KernelBuilder, kernel: Conv2DKernel, image: Index, at: int = 1
 ) -> LayerOperands:
-    """The operands of a function with parameters data, weight, bias[, scale, residual], output."""
+    """The operands of a function with parameters data, weight, bias[, scale, residual], output.
+
+    The weight may be a later parameter, ``at``, as that of the second layer of a pair.
+    """
     if kernel.is_quantized:
-        return _quantized_operands(builder, kernel, image)
+        return _quantized_operands(builder, kernel, image, at)
     if kernel.sums is not None:
-        return _half_operands(builder, kernel, image)
-    layer = kernel.layers[position]
-    weight = builder.buffers[1 + 2 * position]
+        return _half_operands(builder, kernel, image, at)
+    (layer,) = kernel.layers
+    weight = builder.buffers[at]
     return LayerOperands(
         layer=layer,
         source=builder.feature_map(0, image),
         output=builder.feature_map(-1, image),
-        weight=builder.flat[1 + 2 * position],
-        bias=builder.flat[2 + 2 * position],
+        weight=builder.flat[at],
+        bias=builder.flat[at + 1],
         residual=builder.feature_map(-2, image) if kernel.residual else None,
         lanes=int(weight.shape[-1]),
         in_blocks=1 if layer.is_depthwise else int(weight.shape[1]),
         out_blocks=int(weight.shape[0]),
         dtype=kernel.dtype,
         out_dtype=kernel.out_dtype,
-        scale=builder.flat[3] if kernel.weight_dtype else None,
+        scale=builder.flat[at + 2] if kernel.weight_dtype else None,
     )
 
 
 def _quantized_operands(
-    builder: KernelBuilder, kernel: Conv2DKernel, image: Index
+    builder: KernelBuilder, kernel: Conv2DKernel, image: Index, at: int
 ) -> LayerOperands:
     """The operands of a function with parameters data, weight, bias, scale[, residual], output.
 
@@ -244,21 +247,21 @@ def _quantized_operands(
     if kernel.is_matrix:
         maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
     data, output, *residual = maps
-    weight = builder.buffers[1]
+    weight = builder.buffers[at]
     if kernel.word == WORD_BYTES and kernel.rounding is None:
         data = _in_words(data, builder.words(0), WORD_BYTES)
     return LayerOperands(
         layer=(kernel if kernel.rounding else kernel.in_words()).layers[0],
         source=data,
         output=output,
-        weight=builder.words(1),
-        bias=builder.flat[2],
+        weight=builder.words(at),
+        bias=builder.flat[at + 1],
         residual=residual[0] if residual else None,
         lanes=int(weight.shape[5]),
         in_blocks=int(weight.shape[1]) - kernel.shifted,
         out_blocks=int(weight.shape[0]),
         dtype="int32",
-        scale=builder.flat[3],
+        scale=builder.flat[at + 2],
         out_dtype=kernel.out_dtype,
         word=kernel.word,
         limited=kernel.limited,
@@ -268,7 +271,9 @@ def _quantized_operands(
     )
 
 
-def _half_operands(builder: KernelBuilder, kernel: Conv2DKernel, image: Index) -> LayerOperands:
+def _half_operands(
+    builder: KernelBuilder, kernel: Conv2DKernel, image: Index, at: int
+) -> LayerOperands:
     """The operands of a function with parameters data, weight, bias[, residual], output.
 
     Those of bfloat16 are read and written as bits, dense data and weights as words of two.
@@ -280,15 +285,15 @@ def _half_operands(builder: KernelBuilder, kernel: Conv2DKernel, image: Index) -
     if kernel.is_matrix:
         maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
     data, output, *residual = maps
-    layer, weight = kernel.in_words().layers[0], builder.buffers[1]
+    layer, weight = kernel.in_words().layers[0], builder.buffers[at]
     return LayerOperands(
         layer=layer,
         source=_in_words(data, builder.words(0), kernel.word) if kernel.has_words else data,
         output=output,
-        weight=builder.words(1) if kernel.has_words else builder.bits(1),
-        bias=builder.flat[2],
+        weight=builder.words(at) if kernel.has_words else builder.bits(at),
+        bias=builder.flat[at + 1],
         residual=residual[0] if residual else None,
-        lanes=int(builder.buffers[2].shape[1]),
+        lanes=int(builder.buffers[at + 1].shape[1]),
         in_blocks=1 if layer.is_depthwise else int(weight.shape[1]),
         out_blocks=int(weight.shape[0]),
         dtype=str(kernel.sums),
@@ -323,24 +328,14 @@ def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     return in_pairs and cpu.multiplies_pairs and kernel.lanes == cpu.lanes("float32")
 
 
-def in_vectors(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKernel:
-    """The convolution as the nest computes it: that of words, or in blocks of single vectors."""
-    (layer,), lanes = kernel.layers, cpu.lanes(kernel.sums or kernel.dtype)
-    width = 0 if kernel.has_words or kernel.lanes == 1 else layer.group_lanes(kernel.lanes)
-    if not width or kernel.lanes % lanes or layer.group_lanes(lanes) != width:
-        return kernel.in_words()
-    layout = f"NCHW{lanes}c"
-    return replace(kernel, data_layout=layout, out_layout=layout)
-
-
-def _by_vectors(ops: LayerOperands, lanes: int) -> LayerOperands:
+def by_vectors(ops: LayerOperands, lanes: int) -> LayerOperands:
     """A layer whose blocks read only themselves, in blocks of fewer lanes."""
     parts = ops.lanes // lanes
     if parts == 1:
         return ops
 
     def cut(image: FeatureMap) -> FeatureMap:
-        return replace(image, lanes=lanes, pixel_stride=image.step, parts=parts)
+        return replace(image, lanes=image.lanes // parts, pixel_stride=image.step, parts=parts)
 
     return replace(
         ops,
@@ -378,7 +373,7 @@ def conv2d_template(
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
             ops = operands(builder, kernel, image)
             ops = replace(ops, dots=dots, pairs=ops.pairs and not dots)
-            ops = _by_vectors(ops, lanes or ops.lanes)
+            ops = by_vectors(ops, lanes or ops.lanes)
             if ops.in_blocks % knobs.ic_o or (knobs.blocks_inside and knobs.ic_o > 1):
                 raise OpError(
                     f"ic_o is {knobs.ic_o}; expected a divisor of the {ops.in_blocks} input "

@@ -123,7 +123,9 @@ class FusedConv2D(PackedRule):
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the pair."""
         kernel = packed_kernel(func, layers=2)
-        return None if kernel is None or unsupported(kernel.layers[1]) is not None else kernel
+        if kernel is None or kernel.mid_layout is not None:
+            return None
+        return None if unsupported(kernel.layers[1]) is not None else kernel
 
     def templates(self, workload: Conv2DKernel, cpu: CPUInfo) -> Sequence[CPUTemplate]:
         """Return the packed nest, and the one on planes if it can compute the pair."""

@@ -119,9 +119,6 @@ def tile_conv2d_template(
         func if cpu.emulates_tiles else func.with_attr(attributes.TILES, kernel.dtype)
     )
     found = TileGeometry.of(kernel)
-    sums, left = TileShape(knobs.rows, TILE_WORDS), TileShape(knobs.rows, found.depth)
-    right = TileShape(found.depth, TILE_WORDS)
-    shapes = [sums] * _LEFT + [left] * (_RIGHT - _LEFT) + [right] * 2
     with builder.body():
         pieces = knobs.unit_chunks * knobs.block_chunks
         with T.parallel(0, (1 if kernel.is_matrix else builder.batch) * pieces) as index:
@@ -137,14 +134,32 @@ def tile_conv2d_template(
             channels = chunk(
                 channel_groups, tirx.floormod(piece, knobs.block_chunks), knobs.block_chunks
             )
-            packed = packed_tiles(kernel, knobs) if cpu.vector_bits == TILE_BITS else 1
             with T.sblock("tiles"):
                 T.reads()
                 T.writes()
-                ops = _bordered(ops, found, knobs, pixels)
-                with tile_unit(shapes, kernel.dtype, cpu) as unit:
-                    _TileNest(ops, found, knobs, unit, packed).write(pixels, channels)
+                ops = bordered(ops, found.width, *_lines(found, knobs, pixels))
+                write_tiles(ops, kernel, found, knobs, cpu, pixels, channels)
     return builder.schedule()
+
+
+def write_tiles(
+    ops: LayerOperands,
+    kernel: Conv2DKernel,
+    found: TileGeometry,
+    knobs: TileConv2DKnobs,
+    cpu: CPUInfo,
+    pixels: Span | None = None,
+    channels: Span | None = None,
+) -> None:
+    """Write the loops over groups of tiles, of all pixels and channels if no others are given."""
+    sums, left = TileShape(knobs.rows, TILE_WORDS), TileShape(knobs.rows, found.depth)
+    right = TileShape(found.depth, TILE_WORDS)
+    shapes = [sums] * _LEFT + [left] * (_RIGHT - _LEFT) + [right] * 2
+    packed = packed_tiles(kernel, knobs) if cpu.vector_bits == TILE_BITS else 1
+    pixel_groups, channel_groups = found.groups(knobs)
+    with tile_unit(shapes, kernel.dtype, cpu) as unit:
+        nest = _TileNest(ops, found, knobs, unit, packed)
+        nest.write(pixels or (0, pixel_groups), channels or (0, channel_groups))
 
 
 def _unit(found: TileGeometry, knobs: TileConv2DKnobs, group: Index, number: int) -> Index:
@@ -154,24 +169,36 @@ def _unit(found: TileGeometry, knobs: TileConv2DKnobs, group: Index, number: int
     return tirx.min(unit, units - 1) if units % knobs.pixel_tiles else unit
 
 
-def _bordered(
-    ops: LayerOperands, found: TileGeometry, knobs: TileConv2DKnobs, pixels: Span
-) -> LayerOperands:
-    """The layer on a copy of the rows of a chunk, with what is around them; or as it is."""
-    layer, source = ops.layer, ops.source
-    if ops.rounding is None and not any(layer.padding):
-        return ops
+def _lines(found: TileGeometry, knobs: TileConv2DKnobs, pixels: Span) -> tuple[int, Span]:
+    """Most lines of a chunk of groups of pixels, and the first and the last of this one."""
     tiles = found.tiles_of_line(knobs.rows)
     units = -(-found.groups(knobs)[0] // knobs.unit_chunks) * knobs.pixel_tiles
-    lines = min(found.lines, -(-(units - 1) // tiles) + 1)
     first = tirx.floordiv(_unit(found, knobs, pixels[0], 0), tiles)
     last = tirx.floordiv(_unit(found, knobs, pixels[1] - 1, knobs.pixel_tiles - 1), tiles)
+    return min(found.lines, -(-(units - 1) // tiles) + 1), (first, last)
+
+
+def bordered(ops: LayerOperands, width: int, lines: int, span: Span) -> LayerOperands:
+    """The layer on a copy of what some lines of its output read, with its borders; or as it is.
+
+    Parameters
+    ----------
+    ops : LayerOperands
+        The layer.
+    width, lines : int
+        Pixels of a line, and most lines.
+    span : Span
+        The first and the last line.
+    """
+    layer, source, (first, last) = ops.layer, ops.source, span
+    if ops.rounding is None and not any(layer.padding):
+        return ops
     if ops.rounding is not None:
         narrow = rounded(replace(ops, lanes=TILE_WORDS), (first, last + 1), lines)
         return replace(narrow, lanes=ops.lanes)
     reach = [(layer.kernel[i] - 1) * layer.dilation[i] + 1 for i in range(2)]
     height = (lines - 1) * layer.strides[0] + reach[0]
-    width = (found.width - 1) * layer.strides[1] + reach[1]
+    width = (width - 1) * layer.strides[1] + reach[1]
     top, before = first * layer.strides[0] - layer.padding[0], layer.padding[1]
     words, step = source.lanes, width * source.lanes
     blocks = -(-layer.in_channels // words)
@@ -251,7 +278,8 @@ class _TileNest:
         time of a compilation.
         """
         source = self.ops.source
-        used = [self._sums, self._state, *([source.buffer] if source.is_local else [])]
+        used = [self._sums, self._state]
+        used += [image.buffer for image in (source, self.ops.output) if image.is_local]
         regions, numbers = [each[0 : each.shape[0]] for each in used], list(range(len(used)))
         with T.sblock("groups"):
             T.reads(*regions)
@@ -408,8 +436,7 @@ class _TileNest:
             each = self.packed
             for n in range(0, tiles, each):
                 value = self._packed(values[n : n + each]) if each > 1 else ended(ops, values[n])
-                place = T.ramp(self._place(n, places[0], ops.output), 1, each * TILE_WORDS)
-                T.buffer_store(ops.output.buffer, value, [place])
+                ops.output.store(value, self._place(n, places[0], ops.output))
 
     def _value(self, number: int, sums: Index, residual: Index) -> tirx.Expr:
         """Sums of a channel tile, with what follows them up to the rounding."""
@@ -442,4 +469,5 @@ class _TileNest:
             block, lane = tirx.floordiv(first, each), tirx.floormod(first, each) + number
         else:
             block, lane = (f(first + number, each) for f in (tirx.floordiv, tirx.floormod))
-        return pixel + block * image.block_stride + lane * TILE_WORDS
+        step = TILE_WORDS * image.lanes // self.ops.lanes
+        return pixel + block * image.block_stride + lane * step

@@ -169,6 +169,14 @@ class FeatureMap:
             + column * self.step
         )
 
+    def store(self, value: tirx.Expr, place: Index) -> None:
+        """Store neighbouring channels; narrow ones may be words of the buffer."""
+        found, stored = tvm.DataType(str(value.ty.dtype)), tvm.DataType(str(self.buffer.dtype))
+        lanes = found.lanes * found.bits // stored.bits
+        if found.bits < stored.bits:
+            value = T.reinterpret(f"{stored}x{lanes}", value)
+        _store(self.buffer, value, place, lanes)
+
 
 def _part(block: Index, parts: int) -> tuple[Index, Index]:
     """Number of the block of ``parts`` vectors that a vector lies in, and its place there."""
@@ -846,14 +854,14 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
             values.append(with_residual(ops, value, at) if complete else value)
         if not complete or ops.out_dtype != "uint8" or lanes != PACKED_LANES:
             for value, place in zip(values, places, strict=True):
-                _store(ops.output.buffer, ended(ops, value) if complete else value, place, lanes)
+                ops.output.store(ended(ops, value) if complete else value, place)
             return
-        together = 4 if ops.output.step == lanes else 1
+        together = 4 if ops.output.step == ops.output.lanes else 1
         for v in range(tile.blocks):
             for p in range(0, tile.run.size, together):
                 cells = range(p, min(p + together, tile.run.size))
                 data = packed_bytes([values[q * tile.blocks + v] for q in cells], ops.ending)
-                _store(ops.output.buffer, data, places[p * tile.blocks + v], len(cells) * lanes)
+                ops.output.store(data, places[p * tile.blocks + v])
 
     if last is True:
         write(True)

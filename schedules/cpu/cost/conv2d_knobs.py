@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from schedules.workload.conv2d import ITEM_BYTES, WORD_BYTES, Conv2DKernel
@@ -144,3 +144,13 @@ def _reduction_parts(kernel: Conv2DKernel, blocks: int) -> tuple[int, ...]:
         if in_blocks % parts == 0
         and (parts == 1 or in_blocks // parts * block_bytes >= LEAST_PART_BYTES)
     )
+
+
+def in_vectors(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKernel:
+    """The convolution as the nest computes it: that of words, or in blocks of single vectors."""
+    (layer,), lanes = kernel.layers, cpu.lanes(kernel.sums or kernel.dtype)
+    width = 0 if kernel.has_words or kernel.lanes == 1 else layer.group_lanes(kernel.lanes)
+    if not width or kernel.lanes % lanes or layer.group_lanes(lanes) != width:
+        return kernel.in_words()
+    layout = f"NCHW{lanes}c"
+    return replace(kernel, data_layout=layout, out_layout=layout)

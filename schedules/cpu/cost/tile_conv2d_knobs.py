@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import gcd, inf, prod
+from typing import NamedTuple
 
 from schedules.workload.conv2d import (
     ITEM_BYTES,
@@ -55,7 +56,7 @@ _UNPACKED = 1.5  # where no instruction packs whole vectors of bytes or bfloat16
 _HIDDEN = 0.95  # share of endings that products beside them hide
 _GROUP = 66.0  # loops, addresses and zeros of a group
 _STEP = 1.0  # end of a body of the loop over steps
-_FORK = 12000.0
+FORK = 12000.0
 
 
 @dataclass(frozen=True)
@@ -337,11 +338,28 @@ def packed_tiles(kernel: Conv2DKernel, knobs: TileConv2DKnobs) -> int:
     return next(count for count in range(most, 0, -1) if tiles % count == 0)
 
 
+class TaskCycles(NamedTuple):
+    """Clock cycles of a task, and those of what it loads first."""
+
+    busy: float
+    """All but the next ones."""
+    weights: float
+    """First load of the weights."""
+    data: float
+    """First load of the image."""
+
+
 def tile_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> float:
     """Predict the clock cycles of a kernel: those of its busiest core."""
-    found, layer = TileGeometry.of(kernel), kernel.layers[0]
-    pieces = knobs.unit_chunks * knobs.block_chunks
     images = 1 if kernel.is_matrix else kernel.batch or 1
+    tasks = images * knobs.unit_chunks * knobs.block_chunks
+    each = sum(task_cycles(kernel, knobs, cpu))
+    return each * -(-tasks // cpu.num_cores) + (FORK if tasks > 1 else 0.0)
+
+
+def task_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> TaskCycles:
+    """Predict the clock cycles of the task with the most pixels and channels of an image."""
+    found, layer = TileGeometry.of(kernel), kernel.layers[0]
     pixel_groups, channel_groups = found.groups(knobs)
     pixels = -(-pixel_groups // knobs.unit_chunks)
     channels = -(-channel_groups // knobs.block_chunks)
@@ -353,21 +371,19 @@ def tile_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> f
     size = int(kernel.height or 1) * int(kernel.width or 1)
     data = size * layer.in_channels * ITEM_BYTES[kernel.dtype] / knobs.unit_chunks
     times = channels * found.loads(knobs)
-    loads = groups * weights / _rate(weights, cpu) + read * times / _rate(data, cpu)
+    loads = groups * weights / load_rate(weights, cpu) + read * times / load_rate(data, cpu)
     finished = _FINISHED if packed_tiles(kernel, knobs) > 1 else _UNPACKED * _FINISHED
     endings = groups * tiles * knobs.rows * (_STORED + finished)
     if knobs.interleaved:
         endings -= _HIDDEN * min(endings, products)
-    first = weights * channels / _WEIGHTS + data / _DATA
     borders = 2 * data / _COPIED if any(layer.padding) else 0.0
     loops = groups * (_GROUP + _STEP * found.steps / knobs.unrolled)
-    rounds = -(-images * pieces // cpu.num_cores)
     busy = max(products, loads) + cpu.costs.leak * min(products, loads)
-    busy += first + endings + borders + loops
-    return busy * rounds + (_FORK if images * pieces > 1 else 0.0)
+    busy += endings + borders + loops
+    return TaskCycles(busy, weights * channels / _WEIGHTS, data / _DATA)
 
 
-def _rate(size: float, cpu: CPUInfo) -> float:
+def load_rate(size: float, cpu: CPUInfo) -> float:
     """Bytes a cycle of tiles that so many bytes are read in turn from."""
     share, levels = cpu.costs.cache_share, ((cpu.l1d_bytes, _L1), (cpu.l2_bytes, _L2))
     return next((rate for capacity, rate in levels if size <= share * capacity), _L3)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from cpu.conv2d.test_tile_pair import build as build_pair
+from cpu.conv2d.test_tile_pair import pair
 from cpu.quantized_cases import QuantizedCase
 from cpu.rule_cases import HOST
 from tvm import s_tir, te, tirx, topi
@@ -58,6 +60,7 @@ def kernel(*layers: ConvLayer, size: int = 28, lanes: int = 16, **options: objec
 WORKLOADS: dict[str, Any] = {
     "cpu.conv2d": kernel(DENSE),
     "cpu.tile_conv2d": QuantizedCase(DENSE, 1, 28, 28, 64).kernel,
+    "cpu.tile_pair": pair(DENSE, 64, "uint8", (1, 28, 28)),
     "cpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE),
     "cpu.planar_conv2d": kernel(DEPTHWISE, POINTWISE, plain_data=True, plain_out=True),
     "cpu.winograd_conv2d": kernel(DENSE, winograd=4),
@@ -153,6 +156,8 @@ def built(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
         left = te.placeholder((workload.rows, workload.depth), name="left")
         right = te.placeholder((workload.depth, workload.columns), name="right")
         return te.create_prim_func([left, right, topi.matmul(left, right)])
+    if workload.mid_layout is not None:
+        return build_pair(workload)
     if workload.is_quantized:
         return QuantizedCase(*workload.layers, 1, 28, 28, workload.lanes).build()
     size, lanes = workload.height, workload.lanes

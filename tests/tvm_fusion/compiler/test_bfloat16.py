@@ -17,6 +17,7 @@ from cpu.conv2d.test_conv2d_bfloat16 import portable_dots
 from gpu_onnx import attention, bottlenecks
 from onnx import TensorProto, helper, numpy_helper
 from onnx_reference import random_feed, relative_error, run_onnx
+from tvm.target import Target
 
 import tvm_fusion
 from examples.models import mobilenet_v2, resnet_18
@@ -174,8 +175,11 @@ def test_blocks_of_tensors_around_groups_by_loops_in_place_of_tile_registers(wid
     tiles = {"tiles": ("bfloat16",), "emulates_tiles": True}
     feed = random_feed(model, 5)
     with described(target, replace(CPUInfo.from_target(target), **tiles)):
-        mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))
-        found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
+        options = Options(precision="bf16", fuse="none")
+        mod = pipeline.optimize(import_onnx(model).mod, target, options)
+        found = tvm_fusion.compile(model, target, precision="bf16", fuse="none")(*feed.values())
+        if width == 1:
+            _check_pair(model, target, list(feed.values()), found)
     texts = [str(func.attrs.get("tvm_fusion.workload")) for func in mod.functions.values()]
     lanes = 16 if width == 48 else 32  # of which groups are whole blocks
     assert sum(f'"out_layout": "NCHW{lanes}c"' in text for text in texts) == 4
@@ -184,6 +188,19 @@ def test_blocks_of_tensors_around_groups_by_loops_in_place_of_tile_registers(wid
     assert rules.count("Conv2D") in in_vectors
     assert rules.count("TileConv2D") == 4 - rules.count("Conv2D")
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
+
+
+def _check_pair(
+    model: onnx.ModelProto, target: Target, inputs: list[np.ndarray], apart: np.ndarray
+) -> None:
+    """The depthwise layer and the one behind it as one kernel: the same bits."""
+    options = Options(precision="bf16", fuse="all")
+    rules = [
+        use.rule for use in kernel_uses(pipeline.optimize(import_onnx(model).mod, target, options))
+    ]
+    assert rules.count("TilePair") == 1 and "Conv2D" not in rules
+    found = tvm_fusion.compile(model, target, precision="bf16", fuse="all")(*inputs)
+    np.testing.assert_array_equal(found, apart)
 
 
 def test_each_stored_tensor_is_rounded_once_and_sums_are_exact() -> None:

@@ -241,8 +241,12 @@ def test_tensors_around_a_depthwise_layer_have_blocks_of_their_own(tmp_path):
     target = resolve("native", 1)
     tiles = {"tiles": ("uint8",), "emulates_tiles": True, "word_channels": 4}
     with described(target, replace(CPUInfo.from_target(target), **tiles)):
-        mod = pipeline.optimize(import_onnx(model).mod, target, Options())
-        found = tvm_fusion.compile(model, target, records="none")(x)
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse="none"))
+        found = tvm_fusion.compile(model, target, records="none", fuse="none")(x)
+        paired = pipeline.optimize(import_onnx(model).mod, target, Options(fuse="all"))
+        same = tvm_fusion.compile(model, target, records="none", fuse="all")(x)
+    assert [use.rule for use in kernel_uses(paired)].count("TilePair") == 1
+    np.testing.assert_array_equal(same, found)
     kernels = [f.attrs for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
     rules = [str(attrs["tvm_fusion.rule"]) for attrs in kernels]
     assert sorted(rules) == ["Conv2D", "TileConv2D", "TileConv2D", "TileConv2D"]
@@ -263,8 +267,11 @@ def test_groups_by_loops_in_place_of_tile_registers(own, tmp_path):
     target = resolve("native", 1)
     tiles = {"tiles": ("uint8",), "emulates_tiles": True, "word_channels": 4}
     with described(target, replace(CPUInfo.from_target(target), **tiles)):
-        mod = pipeline.optimize(import_onnx(model).mod, target, Options())
-        found = tvm_fusion.compile(model, target, records="none")(x)
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse="none"))
+        found = tvm_fusion.compile(model, target, records="none", fuse="none")(x)
+        if own == 32:
+            same = tvm_fusion.compile(model, target, records="none", fuse="all")(x)
+            np.testing.assert_array_equal(same, found)
     kernels = [f.attrs for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
     assert [str(attrs["tvm_fusion.rule"]) for attrs in kernels] == ["TileConv2D"] * 3
     groups = {from_json(str(attrs["tvm_fusion.workload"])).layers[0].groups for attrs in kernels}

@@ -339,8 +339,8 @@ class _Writer:
             return
         for weight, x in pairs:
             signed = self.cpu.byte_dots == "sdot"  # the weight's are small
-            total = add_word_products(part[every], weight, x, lanes, WORD_BYTES, signed=signed)
-            T.buffer_store(part, total, [every])
+            summed = add_word_products(part[every], weight, x, lanes, WORD_BYTES, signed=signed)
+            T.buffer_store(part, summed, [every])
 
     def _bytes(self, words: tirx.Expr) -> tirx.Expr:
         return T.reinterpret(f"int8x{4 * self._places.lanes}", words)

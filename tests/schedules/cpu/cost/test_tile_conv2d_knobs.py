@@ -16,6 +16,12 @@ from schedules.cpu.cost.tile_conv2d_knobs import (
     tile_cycles,
     tile_groups,
 )
+from schedules.cpu.cost.tile_pair_knobs import (
+    default_pair_knobs,
+    separate_cycles,
+    takes_pair,
+    tile_pair_cycles,
+)
 from schedules.workload.conv2d import WORDS, ChannelBlocks, Conv2DKernel, ConvLayer
 
 TYPES = frozenset({"uint8", "bfloat16"})
@@ -112,3 +118,19 @@ def test_networks_that_tiles_compute_in_part_keep_their_blocks():
     assert fastest_blocks([replace(bytes_, dtype="float32")], CPU) is None
     assert fastest_blocks([bytes_], replace(CPU, tiles=frozenset({"bfloat16"}))) is None
     assert fastest_blocks([], CPU) is None
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+@pytest.mark.parametrize(
+    ("channels", "columns", "size", "gains"), [(144, 24, 56, True), (960, 160, 7, False)]
+)
+def test_pairs_gain_where_cores_share_rows(channels, columns, size, gains, dtype):
+    """Depthwise layers of MobileNet-V2 and the 1x1 ones behind them."""
+    lanes = 16 * WORDS[dtype]
+    first = ConvLayer(channels, channels, (3, 3), padding=(1,) * 4, groups=channels)
+    kernel = kernel_of(ConvLayer(channels, columns, (1, 1)), size, dtype, lanes)
+    layers = (first, *kernel.layers)
+    pair = replace(kernel, layers=layers, mid_layout=f"NCHW{lanes}c")
+    assert takes_pair(pair, CPU)
+    fused = tile_pair_cycles(pair, default_pair_knobs(pair, CPU), CPU)
+    assert (sum(separate_cycles(pair, CPU)) > fused) == gains
