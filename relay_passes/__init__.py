@@ -34,6 +34,7 @@ from .matmul.narrow_weights import NarrowWeights
 from .norm.fuse_layer_norm import FuseLayerNorm
 from .program.check_alignment import CheckAlignment
 from .program.lift_outputs import LiftOutputs
+from .program.lift_scratch import LiftScratch
 from .program.lowering import ApplyRules, HalfPrecision, LegalizeCalls
 from .program.marks import AllowTF32, AnnotateGathers, DropPragmaScopes, MarkConstants
 from .program.name_sizes import NameSizes
@@ -73,6 +74,7 @@ __all__ = [
     "KeepBytes",
     "LegalizeCalls",
     "LiftOutputs",
+    "LiftScratch",
     "LiftWeights",
     "MarkConstants",
     "MultiplyBfloat16",

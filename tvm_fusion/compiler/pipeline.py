@@ -23,6 +23,7 @@ from relay_passes import (
     CaptureGraphs,
     CheckAlignment,
     LiftOutputs,
+    LiftScratch,
     LiftWeights,
     ShareKernels,
 )
@@ -145,6 +146,7 @@ def lower_to_vm(
     stock = gpu_generic if is_gpu(target) else cpu_generic
     plan_memory, *others = stock.finalize_passes(target)
     passes = [
+        *([LiftScratch()] if captured else []),
         *stock.dataflow_lower_passes(target),
         *([CheckAlignment(target)] if entry is None else entry),
         plan_memory,
