@@ -37,8 +37,9 @@ from tvm_fusion.bench.profiler import kernel_costs
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.onnx.frontend import ImportedModel, import_onnx
+from tvm_fusion.onnx.frontend import ImportedModel
 from tvm_fusion.prediction.machines import cpu_target, find_machine, predicted_cpu
+from tvm_fusion.prediction.model.layers import StaticModel
 from tvm_fusion.prediction.model.predict_model import predict_on
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -74,9 +75,9 @@ class Prediction:
 
 def predictions(model: onnx.ModelProto, machine: Machine, program: str | None) -> list[Prediction]:
     """All kernels of a model in the order of their calls; ``program`` is llvm-mca, if installed."""
-    imported = import_onnx(model)
-    found = predict_on(imported, machine, "tvm_fusion", records="none")
-    known: Loops = {} if program is None else _loops(imported, machine, program)
+    static = StaticModel(model)
+    found = predict_on(static, machine, "tvm_fusion", records="none")
+    known: Loops = {} if program is None else _loops(static.whole, machine, program)
     rows = []
     for kernel in found.kernels:
         share, more = known.get(kernel.kernel, (None, 0.0))

@@ -10,12 +10,12 @@ from typing import Any
 import onnx
 
 from ...errors import PredictionError
-from ...onnx.frontend import ImportedModel
 from ..cluster import load_cluster
 from ..report import Answer
 from ..timeline.execution_graph import HostCosts
+from .layers import StaticModel
 from .lowered import PRECISIONS
-from .predict_model import ENGINES, ModelPrediction, import_static, predict_on
+from .predict_model import ENGINES, ModelPrediction, predict_on
 
 PHASES = ("prefill", "decode")
 _OF_RANKS = ("link", "bucket", "sharding")
@@ -42,21 +42,21 @@ class Question:
     phase: str = ""
     step: int = 0
 
-    def imported(self) -> ImportedModel:
+    def imported(self) -> StaticModel:
         """The model with its shapes, which serves any machine."""
         shapes = dict(self.shapes or {})
         if not self.phase:
-            return import_static(self.model, shapes)
-        return import_static(
+            return StaticModel(self.model, shapes)
+        return StaticModel(
             self.model, lambda graph: {**phase_shapes(graph, self.phase, self.step), **shapes}
         )
 
-    def predict(self, imported: ImportedModel) -> ModelPrediction:
+    def predict(self, imported: StaticModel) -> ModelPrediction:
         """The answer, without changes."""
         return predict_on(imported, self.machine, self.engine, **self.options)
 
     def what_if(
-        self, imported: ImportedModel, found: ModelPrediction, changes: Sequence[str]
+        self, imported: StaticModel, found: ModelPrediction, changes: Sequence[str]
     ) -> ModelPrediction:
         """Add what changes would bring to a prediction of this question.
 
@@ -83,7 +83,7 @@ class Question:
         answers = tuple(self._answer(imported, found, text) for text in changes)
         return replace(found, answers=answers)
 
-    def _answer(self, imported: ImportedModel, found: ModelPrediction, text: str) -> Answer:
+    def _answer(self, imported: StaticModel, found: ModelPrediction, text: str) -> Answer:
         asked, edits = self, list[str]()
         for part in text.split(" and "):
             name, _, value = part.strip().partition("=")

@@ -68,13 +68,20 @@ class EagerRun:
     ----------
     ops : list of LoweredOp
         In order.
-    weight_bytes, activation_bytes : float
-        Parameters of a rank, and the most that inputs and results hold at once.
+    weight_bytes : float
+        Parameters of a rank.
+    held : tuple of float
+        Most bytes that inputs and results hold at once before the first operator, and at each.
     """
 
     ops: list[LoweredOp]
     weight_bytes: float
-    activation_bytes: float
+    held: tuple[float, ...]
+
+    @property
+    def activation_bytes(self) -> float:
+        """The most that inputs and results hold at once."""
+        return max(self.held)
 
 
 def lower_to_ranks(
@@ -120,7 +127,7 @@ def lower_to_ranks(
     walk = _Eager(main, kind, ranks, attentions)
     if walk.cached:
         walk = _Eager(main, kind, ranks, attentions, walk.cached)
-    return EagerRun(walk.ops, walk.weight_bytes, walk.activation_bytes)
+    return EagerRun(walk.ops, walk.weight_bytes, tuple(walk.held))
 
 
 class _Eager:
@@ -138,7 +145,7 @@ class _Eager:
         """Inputs that a step appends to, such as keys: each rank has its own part of them."""
         self._params = set(main.params)
         self.ops: list[LoweredOp] = []
-        self.weight_bytes = self.activation_bytes = 0.0
+        self.weight_bytes, self.held = 0.0, [0.0]
         self._kind, self._ranks, self._shared = kind, ranks, False
         self._attentions = attentions
         self._inside = {var: end for end, one in attentions.items() for var in one.inside}
@@ -169,7 +176,7 @@ class _Eager:
             if root not in alive and var not in self._inside:
                 alive[root] = self._held(self._values[var])
                 held += alive[root]
-            self.activation_bytes = max(self.activation_bytes, held)
+            self._note_held(held)
             for each in ends.get(number, ()) if root in last else (*ends.get(number, ()), root):
                 held -= alive.pop(each, 0.0)
         result = main.body.body
@@ -181,6 +188,14 @@ class _Eager:
             value = self._value(field)
             for part in value if isinstance(value, tuple) else (value,):
                 self._whole(part)
+        self._note_held(held)
+
+    def _note_held(self, held: float) -> None:
+        """Note the bytes of now for the operators that are new, or for the last one."""
+        new = 1 + len(self.ops) - len(self.held)
+        if new > 0:
+            self.held += new * [held]
+        self.held[-1] = max(self.held[-1], held)
 
     def _last_uses(self) -> dict[relax.Expr, int]:
         """Number of the binding by which each tensor is read for the last time."""

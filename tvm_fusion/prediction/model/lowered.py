@@ -58,12 +58,11 @@ def in_precision(ops: Sequence[LoweredOp], precision: str) -> list[LoweredOp]:
 
     TF32 is only of what multiplies matrices, and moves as many bytes as float32.
     """
-    dtype = PRECISIONS[precision]
+    dtype, share = PRECISIONS[precision], bytes_share(precision)
 
     def cast(call: KernelCall) -> KernelCall:
         if call.dtype != "float32" or (precision == "tf32" and call.op not in _MATRIX_OPS):
             return call
-        share = bytes_share(precision)
         read, written = share * call.read_bytes, share * call.written_bytes
         return replace(call, dtype=dtype, read_bytes=read, written_bytes=written)
 

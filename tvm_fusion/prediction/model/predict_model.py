@@ -16,9 +16,7 @@ from schedules.cost.prediction import Prediction, roofline
 
 from ...compiler import pipeline
 from ...compiler.record_reader import choose_records
-from ...errors import InvalidModelError, PredictionError
-from ...onnx.frontend import ImportedModel, ShapesOfGraph, import_onnx
-from ...runtime.tensor_spec import refuse_open_shapes
+from ...errors import PredictionError
 from ..cluster import Cluster
 from ..collectives import bus_factor, link_bandwidth, node_collectives
 from ..host import host_costs
@@ -28,7 +26,7 @@ from ..scenario import Scenario
 from ..timeline.execution_graph import HOST, ExecutionGraph, HostCosts, Kernel, Launch, Op, Wait
 from ..timeline.ranks import simulate
 from .compiled import lower_to_cpu_kernels, lower_to_gpu_kernels
-from .eager import lower_to_ranks
+from .layers import StaticModel
 from .lowered import PRECISIONS, LoweredKernel, LoweredOp, bytes_share, in_precision
 
 ENGINES = ("tvm_fusion", "pytorch")
@@ -131,22 +129,8 @@ class ModelPrediction:
         }
 
 
-def import_static(model: Any, shapes: ShapesOfGraph | None) -> ImportedModel:
-    """Import a model whose shapes are all known.
-
-    Raises
-    ------
-    InvalidModelError
-        If a dimension is open: the message names it, and the option that binds it.
-    """
-    imported = import_onnx(model, shapes)
-    remedy = "a prediction needs sizes: bind each name, as in shapes={'batch': 1} (--shape batch=1)"
-    refuse_open_shapes(imported.inputs, InvalidModelError, remedy)
-    return imported
-
-
 def predict_on(
-    imported: ImportedModel,
+    model: StaticModel,
     machine: Any,
     engine: str,
     *,
@@ -159,7 +143,7 @@ def predict_on(
     ranks: int = 1,
     cluster: Cluster | None = None,
 ) -> ModelPrediction:
-    """Predict an imported model, which can serve several machines; see :func:`.ask.predict`."""
+    """Predict a model, which can serve several machines; see :func:`.ask.predict`."""
     if engine not in ENGINES:
         raise PredictionError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}")
     if precision not in PRECISIONS:
@@ -179,19 +163,19 @@ def predict_on(
         )
     memory = None
     if engine == "pytorch":
-        run = lower_to_ranks(imported.mod, found.kind, ranks, _fused_types(found, precision))
+        run = model.lower(found.kind, ranks, _fused_types(found, precision))
         ops, memory = run.ops, run.weight_bytes + run.activation_bytes
     elif found.kind == "gpu":
         target = gpu_target(found)
         decides = found if has_latencies(found) else None
         chosen = choose_records(records, target)
         options = pipeline.Options(fuse=fuse, records=chosen, machine=decides)
-        ops = lower_to_gpu_kernels(imported.mod, target, options)
+        ops = lower_to_gpu_kernels(model.whole.mod, target, options)
     else:
         target = cpu_target(found)
         chosen = choose_records(records, target)
         options = pipeline.Options(fuse=fuse, winograd=winograd, records=chosen)
-        ops = lower_to_cpu_kernels(imported.mod, target, found, options)
+        ops = lower_to_cpu_kernels(model.whole.mod, target, found, options)
     whole = _assemble(in_precision(ops, precision), found, engine, overheads, cluster)
     if memory is None or "capacity.memory" not in found.figures:
         return whole
