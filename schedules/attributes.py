@@ -70,6 +70,11 @@ OPERATIONS, RATE = "tvm_fusion.operations", "tvm_fusion.rate"
 many times as many a second a CPU does of them as of its words of bytes; 0 for those of floats.
 Kernels of narrow weights tell profiles."""
 
+NUMBERS, CYCLES = "tvm_fusion.numbers", "tvm_fusion.cycles"
+"""Type of the numbers that a kernel multiplies, for profiles, and the clock cycles that its cost
+model predicts for its busiest core, for predictions. Kernels of attention in tile registers have
+them."""
+
 TITLE = "tvm_fusion.title"
 """Operation of a kernel in a few words, for profiles."""
 

@@ -11,6 +11,9 @@ from tvm import IRModule, relax, tirx
 from tvm.ir import GenericConst, GlobalVar
 from tvm.target import Target
 
+from schedules.cost.decisions import compare
+from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.cpu_kernels import CYCLES
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.tile_attention import AttentionShape, tile_attention
 
@@ -41,7 +44,7 @@ class AttentionInTiles:
         lv1 = R.call_tir(cls.tile_attention, (x, y, z, mask))
 
     Runs after ``MultiplyBfloat16``. Left alone: what the kernel does not take (few rows, values
-    whose elements fill no tiles, open extents), softmax over another axis than the last, anything
+    whose elements fill no tiles, open extents), what is predicted to be slower so, softmax over another axis than the last, anything
     else than a scale and an addition between the products, and CPUs without such registers.
 
     Parameters
@@ -104,9 +107,18 @@ class _Fusion:
         if scores is None:
             return None
         shape = _shape_of(scores, product, dtype)
-        if shape is None or not shape.fits_tiles(self.cpu):
+        if shape is None or not shape.fits_tiles(self.cpu) or not self._gains(shape):
             return None
         return self._call(graph, shape, scores, product.args[1])
+
+    def _gains(self, shape: AttentionShape) -> bool:
+        """Predict whether one kernel is faster than two products of float32 and a softmax."""
+        cycles = {
+            "one kernel": shape.cycles(self.cpu),
+            "separate": shape.separate_cycles(self.cpu),
+        }
+        calls = {name: [KernelCall(CYCLES, {"cycles": each})] for name, each in cycles.items()}
+        return compare("attention", shape.title, calls, 0.0).chosen != "separate"
 
     def _call(
         self, graph: Graph, shape: AttentionShape, scores: _Scores, value: relax.Expr

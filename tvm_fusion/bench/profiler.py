@@ -346,7 +346,8 @@ def _cost(call: relax.Call, func: tirx.PrimFunc) -> Described:
     if attributes.OPERATIONS in attrs:
         operator = str(attrs[attributes.TITLE])
         flops, rate = float(attrs[attributes.OPERATIONS]), float(attrs[attributes.RATE]) or 1.0
-        numbers = "uint8" if float(attrs[attributes.RATE]) else _FLOAT
+        default = "uint8" if float(attrs[attributes.RATE]) else _FLOAT
+        numbers = str(attrs.get(attributes.NUMBERS, default))
     elif kernel is None:
         operator, flops = str(call.args[0].name_hint), _flops(func)
     else:

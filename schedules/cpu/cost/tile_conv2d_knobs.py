@@ -47,11 +47,11 @@ SUMS = 4  # tiles of sums that the registers hold beside the factors
 SHAPES = ((1, 4), (2, 2), (1, 3), (1, 2), (2, 1), (1, 1))
 UNROLLED = (1, 4)
 MOST_PIECES = (1, 4, 16, 64)  # of the pixels that a core computes
-_SLOWDOWN = 1.6
+SLOWDOWN = 1.6
 _L1, _L2, _L3 = 128.0, 79.0, 10.0  # bytes a cycle of tiles that are loaded again
 _WEIGHTS, _DATA = 8.8, 22.0  # bytes a cycle of what is loaded for the first time
 _COPIED = 48.0  # bytes a cycle of the copy of an image
-_STORED, _FINISHED = 1.05, 2.2  # a row of 16 sums: from its tile, and to the output
+STORED, _FINISHED = 1.05, 2.2  # a row of 16 sums: from its tile, and to the output
 _UNPACKED = 1.5  # where no instruction packs whole vectors of bytes or bfloat16
 _HIDDEN = 0.95  # share of endings that products beside them hide
 _GROUP = 66.0  # loops, addresses and zeros of a group
@@ -364,7 +364,7 @@ def task_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> T
     pixels = -(-pixel_groups // knobs.unit_chunks)
     channels = -(-channel_groups // knobs.block_chunks)
     groups, tiles = pixels * channels, knobs.pixel_tiles * knobs.channel_tiles
-    products = groups * found.steps * tiles * max(knobs.rows, LEAST_ROWS) * _SLOWDOWN
+    products = groups * found.steps * tiles * max(knobs.rows, LEAST_ROWS) * SLOWDOWN
     row = found.depth * WORD_BYTES
     weights = found.steps * knobs.channel_tiles * row * TILE_WORDS
     read = pixels * knobs.pixel_tiles * knobs.rows * found.steps * row
@@ -373,7 +373,7 @@ def task_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> T
     times = channels * found.loads(knobs)
     loads = groups * weights / load_rate(weights, cpu) + read * times / load_rate(data, cpu)
     finished = _FINISHED if packed_tiles(kernel, knobs) > 1 else _UNPACKED * _FINISHED
-    endings = groups * tiles * knobs.rows * (_STORED + finished)
+    endings = groups * tiles * knobs.rows * (STORED + finished)
     if knobs.interleaved:
         endings -= _HIDDEN * min(endings, products)
     borders = 2 * data / _COPIED if any(layer.padding) else 0.0

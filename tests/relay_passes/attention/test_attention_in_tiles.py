@@ -17,6 +17,7 @@ from tvm.target import Target
 import tvm_fusion
 from examples.transformers import bert_base
 from schedules.cpu.core.machine import CPUInfo, described
+from tvm_fusion.bench.profiler import kernel_costs
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options
@@ -52,8 +53,12 @@ def model_of(body: str, inputs: str = "float[2,10,64] x", **constants: float) ->
 
 
 def attentions(model: onnx.ModelProto, target: Target) -> list[str]:
+    """Kernels of attention, whose products are those of bfloat16 for profiles."""
     mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))
-    return [use.name for use in kernel_uses(mod) if use.rule == "TileAttention"]
+    found = [use.name for use in kernel_uses(mod) if use.rule == "TileAttention"]
+    costs = kernel_costs(mod)
+    assert all(costs[name].cost.numbers == "bfloat16" for name in found)
+    return found
 
 
 FORMS = {

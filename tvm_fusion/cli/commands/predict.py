@@ -51,7 +51,8 @@ from ..progress import progress_bar
     type=click.Choice(["fp32", "tf32", "fp16", "bf16"]),
     default="fp32",
     show_default=True,
-    help="Type of the floats on a GPU; tf32 is of matrix products only.",
+    help="Type of the floats on a GPU; tf32 is of matrix products only. On a CPU bf16 is the "
+    "precision of `compile`.",
 )
 @click.option(
     "--ranks",

@@ -268,7 +268,8 @@ def predict(
     overheads : HostCosts, optional
         Overheads of the host, such as those of :func:`load_overheads`.
     precision : str
-        Type of the floats on a GPU: ``fp32``, ``tf32`` (matrices only), ``fp16`` or ``bf16``.
+        Type of the floats on a GPU: ``fp32``, ``tf32`` (matrices only), ``fp16`` or ``bf16``. On a
+        CPU ``fp32`` or ``bf16``, that of ``compile``.
     ranks : int
         GPUs that share the model by tensor parallelism; engine ``pytorch`` only.
     cluster : path, optional

@@ -93,7 +93,8 @@ def describe_cpu_kernels(
         rule = _rule(mod[name])
         call = _by_work(name, f"cpu.{_NAMES.get(rule, rule)}", costs[name].cost, func)
         more = {"kept_bytes": kept_bytes, "parallel": int(_is_parallel(mod[name]))}
-        op, cycles = _template(func, target, info, records) or (call.op, 0)
+        known = int((mod[name].attrs or {}).get(attributes.CYCLES, 0))
+        op, cycles = _template(func, target, info, records) or (call.op, known)
         if cycles:
             more["cycles"] = cycles
         found[name] = replace(call, op=op, sizes={**call.sizes, **more})
@@ -165,7 +166,8 @@ def _by_work(name: str, op: str, cost: KernelCost, func: tirx.PrimFunc) -> Kerne
     }
     written = parameter_bytes(func.params[-1])
     moved = cost.activation_bytes + cost.weight_bytes
-    dtype = str(func.params[-1].dtype)
+    stored = str(func.params[-1].dtype)
+    dtype = stored if cost.numbers == "float32" else cost.numbers
     return KernelCall(op, sizes, dtype, cost.flops, moved - written, written, name)
 
 

@@ -31,6 +31,8 @@ from .lowered import PRECISIONS, LoweredKernel, LoweredOp, bytes_share, in_preci
 
 ENGINES = ("tvm_fusion", "pytorch")
 
+_ON_CPUS = {"tvm_fusion": ("fp32", "bf16"), "pytorch": ("fp32",)}
+"""Precisions that predictions of CPUs know, by engine."""
 SESSIONS = 1.31
 """Ratio by which runs of library kernels on GPUs differ from the times of these kernels, which were
 measured another day; ``examples/benchmarks/predict.py`` finds it in whole language models."""
@@ -152,9 +154,10 @@ def predict_on(
     if cluster is not None:
         machine = cluster.machine
     found = machine if isinstance(machine, Machine) else find_machine(machine, threads)
-    if precision != "fp32" and found.kind != "gpu":
+    if precision not in _ON_CPUS[engine] and found.kind != "gpu":
         raise PredictionError(
-            f"precision {precision} is for GPUs; {found.name!r} is a CPU: predict a model that is "
+            f"precision {precision} is for GPUs; {found.name!r} is a CPU, for which engine "
+            f"{engine!r} is predicted in {' and '.join(_ON_CPUS[engine])}: predict a model that is "
             "stored in this type"
         )
     if ranks != 1 and (engine != "pytorch" or found.kind != "gpu" or ranks < 1):
@@ -174,9 +177,13 @@ def predict_on(
     else:
         target = cpu_target(found)
         chosen = choose_records(records, target)
-        options = pipeline.Options(fuse=fuse, winograd=winograd, records=chosen)
+        options = pipeline.Options(
+            fuse=fuse, winograd=winograd, records=chosen, precision=precision
+        )
         ops = lower_to_cpu_kernels(model.whole.mod, target, found, options)
-    whole = _assemble(in_precision(ops, precision), found, engine, overheads, cluster)
+    if found.kind == "gpu":
+        ops = in_precision(ops, precision)
+    whole = _assemble(ops, found, engine, overheads, cluster)
     if memory is None or "capacity.memory" not in found.figures:
         return whole
     return _with_memory(whole, memory * bytes_share(precision), found["capacity.memory"], ranks)

@@ -36,6 +36,7 @@ from ...core.machine import CPUInfo
 from ...core.micro_kernel import Index, bound, loop
 from ...core.tile_unit import TILE_ELEMENTS, TILE_ROWS, TILE_WORDS, TileShape, TileUnit, tile_unit
 from ...core.tiles import chunk
+from ...cost.tile_conv2d_knobs import LEAST_ROWS, SLOWDOWN, STORED
 from ..selections import Shapes, cpu_kernel
 from .narrow_matrix import flat
 
@@ -44,6 +45,10 @@ _WORD = 2  # elements of bfloat16
 _PAIR = 2 * TILE_WORDS  # keys of a row of words
 _SUMS, _QUERIES, _WEIGHTS, _KEYS, _VALUES = 4, 4, 5, 6, 7  # registers; those of sums come first
 _LEAST_ROWS = 8
+# Cycles of vectors of 16: those of keys and of values as they are packed; of scores (scaled,
+# masked, compared; then exponentials, sums and roundings); the ends of a row; and those of the
+# output, which are divided. By llvm-mca's model of Sapphire Rapids; nothing was measured.
+_KEY, _VALUE, _SCORE, _ROW, _RESULT = 15.0, 4.0, 28.0, 60.0, 22.0
 _PIECES = 4  # tasks of a core, where heads are few
 _FLOATS = f"float32x{TILE_WORDS}"
 _INTEGERS = f"int32x{TILE_WORDS}"
@@ -89,6 +94,32 @@ class AttentionShape:
         whole = self.depth % _WORD == self.columns % TILE_WORDS == 0
         return _HALF in cpu.tiles and whole and self.rows >= _LEAST_ROWS
 
+    @property
+    def title(self) -> str:
+        """The operation in a few words."""
+        heads = self.batch * self.heads
+        return f"attention, {self.rows}x{self.keys}, {heads} heads of {self.depth}"
+
+    def cycles(self, cpu: CPUInfo) -> float:
+        """Predict the clock cycles of the kernel: those of its busiest core, without its fork."""
+        found, columns = _Tiles(self), self.columns // TILE_WORDS
+        pieces = found.pieces(cpu.num_cores)
+        packing = found.key_tiles * found.words * _KEY + columns * found.pairs * TILE_WORDS * _VALUE
+        products = found.key_tiles * (found.words // found.step) + columns * found.pairs
+        row = 2 * found.pairs * _SCORE + _ROW + columns * _RESULT
+        row += (found.key_tiles + columns) * STORED
+        tile = products * max(found.rows, LEAST_ROWS) * SLOWDOWN + found.rows * row
+        tasks = self.batch * self.heads * pieces
+        return -(-tasks // cpu.num_cores) * (packing + -(-found.row_tiles // pieces) * tile)
+
+    def separate_cycles(self, cpu: CPUInfo) -> float:
+        """Predict those of two products of float32 and a softmax, with two forks more."""
+        heads = self.batch * self.heads
+        products = heads * self.rows * self.keys * (self.depth + self.columns)
+        rows = heads * self.rows * (-(-self.keys // TILE_WORDS) * _SCORE + _ROW)
+        busy = products / (cpu.lanes(_FLOAT) * cpu.fma_per_cycle) + rows
+        return busy / cpu.num_cores + 2 * cpu.costs.fork
+
 
 def tile_attention(shape: AttentionShape, cpu: CPUInfo) -> tirx.PrimFunc:
     """Build the kernel of ``out = softmax(scale * query key^T + mask) value`` of each head.
@@ -133,11 +164,12 @@ def tile_attention(shape: AttentionShape, cpu: CPUInfo) -> tirx.PrimFunc:
                     _Head(kernel, unit, *map(bound, place)).write(piece, pieces)
 
     products = prod(shape.scores) * (shape.depth + shape.columns)
-    title = f"attention, {shape.rows}x{shape.keys}, {batch * heads} heads of {shape.depth}"
     attrs: dict[str, object] = {
-        attributes.TITLE: title,
+        attributes.TITLE: shape.title,
         attributes.OPERATIONS: 2.0 * products,
         attributes.RATE: 0.0,
+        attributes.NUMBERS: _HALF,
+        attributes.CYCLES: round(shape.cycles(cpu)),
     }
     if not cpu.emulates_tiles:
         attrs[attributes.TILES] = _HALF
@@ -151,15 +183,10 @@ def _viewed(buffer: tirx.Buffer, dtype: str) -> tirx.Buffer:
 
 
 @dataclass(frozen=True)
-class _Kernel:
-    """Extents and flat views of the arguments."""
+class _Tiles:
+    """Tiles that a head is cut into."""
 
     shape: AttentionShape
-    query: tirx.Buffer
-    key: tirx.Buffer
-    value: tirx.Buffer
-    out: tirx.Buffer
-    mask: tirx.Buffer | None = None
 
     @property
     def rows(self) -> int:
@@ -204,6 +231,17 @@ class _Kernel:
         if heads % cores == 0 or heads >= _PIECES * cores:
             return 1
         return min(self.row_tiles, -(-_PIECES * cores // heads))
+
+
+@dataclass(frozen=True)
+class _Kernel(_Tiles):
+    """Extents and flat views of the arguments."""
+
+    query: tirx.Buffer
+    key: tirx.Buffer
+    value: tirx.Buffer
+    out: tirx.Buffer
+    mask: tirx.Buffer | None = None
 
 
 class _Head:

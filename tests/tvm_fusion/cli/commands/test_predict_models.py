@@ -56,11 +56,13 @@ def test_a_cpu_that_nobody_measured(run, model, rename_cpu, tmp_path, monkeypatc
     assert "'diamondrapids': times are estimated from the figures of 'znver" in shown
 
 
-@pytest.mark.parametrize(("name", "similar"), [("graniterapids", "znver5"), ("a64fx", "znver")])
+@pytest.mark.parametrize(
+    ("name", "similar"), [("graniterapids", "emeraldrapids"), ("a64fx", "znver")]
+)
 def test_a_cpu_elsewhere_that_nobody_measured(run, model, name, similar):
     code, out, _ = run("predict", model, "--batch", 1, "--machine", name, "--threads", 2)
     shown = " ".join(out.split())
-    assert code == 0 and f"{name}, estimated from AMD" in shown
+    assert code == 0 and f"{name}, estimated from" in shown
     assert f"'{name}': times are estimated from the figures of '{similar}" in shown
 
 

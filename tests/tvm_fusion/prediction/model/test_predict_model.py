@@ -90,8 +90,10 @@ def test_halves_move_half_the_bytes():
 def test_precisions_that_are_refused():
     with pytest.raises(PredictionError, match="precision is 'int4'; expected one of fp32, tf32"):
         predict("h200", precision="int4")
-    with pytest.raises(PredictionError, match="precision bf16 is for GPUs; 'znver4' is a CPU"):
-        predict("znver4", precision="bf16")
+    with pytest.raises(PredictionError, match="precision fp16 is for GPUs; 'znver4' is a CPU"):
+        predict("znver4", precision="fp16")
+    with pytest.raises(PredictionError, match="engine 'pytorch' is predicted in fp32: predict a"):
+        predict("znver4", engine="pytorch", precision="bf16")
 
 
 @pytest.mark.slow
@@ -262,7 +264,34 @@ def test_native_is_the_newest_calibration_or_the_family(tmp_path, monkeypatch, r
     assert find_machine("native", 1)["peak_flops.float32"] == family["peak_flops.float32"] / 2
 
 
-@pytest.mark.parametrize("cpu", ["emeraldrapids", "generic"])
+def test_types_and_tiles_of_a_cpu():
+    """Of a Xeon with tile registers: a peak a type, and kernels of these by their model."""
+    found = {
+        precision: predict("sapphirerapids", dense_model(), threads=2, precision=precision)
+        for precision in ("fp32", "bf16")
+    }
+    assert "figures of 'emeraldrapids'" in found["bf16"].notes[0]
+    assert found["bf16"].seconds < found["fp32"].seconds
+    tiles = [row for row in found["bf16"].kernels if row.op == "cpu.tile_conv2d"]
+    assert tiles and all(0 < row.roofline_share <= 1 for row in tiles)
+    machine = find_machine("sapphirerapids", 2)
+    assert machine.peak_flops("uint8") > 1.9 * machine.peak_flops("bfloat16")
+    assert machine.peak_flops("bfloat16") > 15 * machine.peak_flops("float32")
+
+
+def test_attention_in_tile_registers_has_cycles():
+    model = bert_base(layers=1, width=128, heads=2)
+    found = predict("emeraldrapids", model, threads=2, precision="bf16")
+    [row] = [row for row in found.kernels if row.op == "cpu.tileattention"]
+    assert row.operator.startswith("attention, 128x128, 2 heads of 64")
+    whole = predict(
+        "emeraldrapids", bert_base(layers=1, width=256, heads=4), precision="bf16", threads=2
+    )
+    [more] = [row for row in whole.kernels if row.op == "cpu.tileattention"]
+    assert 1.8 * row.seconds < more.seconds < 2.1 * row.seconds
+
+
+@pytest.mark.parametrize("cpu", ["icelake-server", "generic"])
 def test_a_cpu_that_nobody_measured_is_estimated_and_says_so(
     tmp_path, monkeypatch, rename_cpu, cpu
 ):

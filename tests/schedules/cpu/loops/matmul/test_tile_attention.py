@@ -109,6 +109,15 @@ def test_what_fits_no_tiles():
     assert not BERT.fits_tiles(replace(CPU, tiles=("uint8",)))
 
 
+def test_cycles_grow_with_the_work():
+    """Scores of twice the keys cost twice as much; of small heads one fork less is the gain."""
+    more = replace(BERT, keys=256, mask=None).cycles(CPU) / replace(BERT, mask=None).cycles(CPU)
+    assert 1.6 < more < 2.1
+    alone = replace(CPU, num_cores=1)
+    assert BERT.cycles(alone) == pytest.approx(2 * BERT.cycles(CPU))
+    assert BERT.cycles(CPU) < BERT.separate_cycles(CPU)
+
+
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
 def test_machine_code(cpu):
     """Each four products share the left factor, and no tile is spilled."""
