@@ -11,6 +11,15 @@ import family_map
 from schedules import attributes
 from tests.selection import one_test
 
+FAMILIES = ("schedules", "relay_passes", "tvm_fusion")
+FACES = {
+    "tvm_fusion/__init__.py",
+    "tvm_fusion/plugin.py",
+    "tvm_fusion/cli/command_line.py",
+    "tvm_fusion/distributed/__init__.py",
+}
+"""Files that import what a name means when it is asked for."""
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 STEP = re.compile(r"`([\w.]+)`\s+in\s+\[[\w.]+\]\(([\w/.]+)\)")
@@ -41,10 +50,32 @@ def test_names_of_attributes_stand_in_one_file() -> None:
     assert len(names) > 30
     wrong = [
         f"{path}:{node.lineno}: {node.value}"
-        for family in ("schedules", "relay_passes", "tvm_fusion")
+        for family in FAMILIES
         for path in (ROOT / family).rglob("*.py")
         if path != Path(attributes.__file__)
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert not wrong, "take these from schedules.attributes:\n" + "\n".join(wrong)
+
+
+def test_only_faces_import_our_modules_by_a_string() -> None:
+    """The linter of imports does not see strings."""
+    wrong = [
+        f"{path}:{node.lineno}"
+        for family in FAMILIES
+        for path in (ROOT / family).rglob("*.py")
+        if str(path.relative_to(ROOT)) not in FACES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and _imports_ours(node)
+    ]
+    assert not wrong, "import these by a statement, or register them:\n" + "\n".join(wrong)
+
+
+def _imports_ours(call: ast.Call) -> bool:
+    """Return whether a call imports a module by a string that may be the name of one of ours."""
+    if ast.unparse(call.func) not in ("importlib.import_module", "import_module", "__import__"):
+        return False
+    module = call.args[0]
+    is_known = isinstance(module, ast.Constant)
+    return not is_known or module.value.partition(".")[0] in ("", *FAMILIES)

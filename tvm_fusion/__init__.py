@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors, plugin
 from .compiler.interrupts import interrupts_kept
+from .compiler.registry import BACK_ENDS, FRONT_ENDS, FrontEnd, RankCompiler
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -118,6 +119,21 @@ def __dir__() -> list[str]:
     """All public names, imported or not."""
     return sorted({*globals(), *__all__, "pipeline"})
 
+
+def _torch() -> FrontEnd:
+    from .torch import front_end
+
+    return front_end
+
+
+def _ranks() -> RankCompiler:
+    from .distributed.network import compile_network
+
+    return compile_network
+
+
+FRONT_ENDS["torch.export"] = _torch
+BACK_ENDS["ranks"] = _ranks
 
 if "tvm" in sys.modules:
     plugin.register()

@@ -14,6 +14,7 @@ import onnx
 from rich.table import Table
 
 from ..compiler.compile import compile as compile_model
+from ..compiler.registry import ONNX, front_end_of
 from ..errors import InvalidInputError
 from ..onnx.model.graph_edits import is_default_domain
 from ..onnx.model.loader import check_external_data, load_all_external_data, parse_model, read_model
@@ -190,7 +191,7 @@ def _tensor_errors(
 
 def _with_layers(model: Any) -> tuple[onnx.ModelProto, dict[str, str]]:
     """The model with the results of layers as outputs, and the operators that compute them."""
-    if type(model).__module__.startswith("torch.export"):
+    if front_end_of(model) is not ONNX:
         raise InvalidInputError("layers=True compares nodes of ONNX models: leave it out")
     proto = parse_model(read_model(model))
     check_external_data(proto, Path(model) if isinstance(model, str | os.PathLike) else None)

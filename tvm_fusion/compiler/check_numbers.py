@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 
-from ..errors import CompilationError, EngineError, InvalidInputError
-from ..onnx.model.loader import parse_model, read_model
-from ..runtime.host_arrays import random_inputs, relative_error
-from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
+from ..errors import CompilationError
+from ..runtime.host_arrays import relative_error
+from ..runtime.tensor_spec import TensorSpec
+from .registry import front_end_of
 
 if TYPE_CHECKING:
     from ..runtime.compiled_model import CompiledModel
@@ -39,18 +34,6 @@ _MOST_DIFFERENT = 0.01
 """Largest share of the elements of an integer output that differ, as where two scores are equal."""
 
 _SEED = 0
-
-OPEN_SHAPE = "check=True needs its size: give it in shapes"
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a compiled model should compute."""
-
-    name: str  # Where the outputs are from.
-    dtypes: set[str]  # Element types in the model.
-    trials: Iterator[tuple[list[Any], list[np.ndarray]]]
-    """Inputs, in the order of the compiled model's, and the outputs of them."""
 
 
 def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> None:
@@ -76,14 +59,7 @@ def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> 
     TargetError
         If this machine cannot run the compiled model.
     """
-    if type(model).__module__.startswith("torch.export"):
-        # By name: that family stands above this one, and needs PyTorch.
-        family = importlib.import_module("tvm_fusion.torch.lowering")
-        reference = family.reference(model, compiled.inputs, _SEED)
-    else:
-        reference = _onnx_reference(
-            model, compiled.inputs, [spec.name for spec in compiled.outputs]
-        )
+    reference = front_end_of(model).reference(model, compiled, _SEED)
     dtypes = reference.dtypes | ({coarsest} if coarsest else set())
     tolerance = max(TOLERANCES[dtype] for dtype in {"float64"} | dtypes & TOLERANCES.keys())
     for inputs, wanted in reference.trials:
@@ -116,45 +92,3 @@ def _compare(
         f"check=True: output {str(spec)!r} differs from that of {name} on the same inputs: {what}. "
         "This is a defect of tvm-fusion or of an exporter: do not use the compiled model"
     )
-
-
-def _onnx_reference(model: Any, inputs: Sequence[TensorSpec], outputs: Sequence[str]) -> Reference:
-    """Outputs of ONNX Runtime on random inputs."""
-    try:
-        runtime = importlib.import_module("onnxruntime")
-    except ImportError as error:
-        raise EngineError(
-            "check=True compares an ONNX model with ONNX Runtime, which is not installed; install "
-            "it with: pip install onnxruntime"
-        ) from error
-    refuse_open_shapes(inputs, InvalidInputError, OPEN_SHAPE)
-    data = read_model(model)
-    graph = parse_model(data).graph
-    for name in sorted({*outputs} - {value.name for value in graph.output}):
-        raise InvalidInputError(
-            f"check=True compares outputs that the model declares, and {name!r} is none: leave out "
-            "one of check= and outputs="
-        )
-    names = (onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer)
-    dtypes = {_DTYPES.get(name, name.lower()) for name in names} | {spec.dtype for spec in inputs}
-
-    def trials() -> Iterator[tuple[list[Any], list[np.ndarray]]]:
-        settings = runtime.SessionOptions()
-        settings.log_severity_level = 4
-        source = os.fspath(model) if isinstance(model, str | os.PathLike) else data
-        try:
-            feed = random_inputs(inputs, _SEED, normal=True)
-            session = runtime.InferenceSession(source, settings, ["CPUExecutionProvider"])
-            wanted = session.run(outputs, feed)
-        except Exception as error:  # ONNX Runtime has no common class
-            reason = str(error).strip().splitlines()[0]
-            raise EngineError(
-                f"check=True: ONNX Runtime does not run the model, so that there is nothing to "
-                f"compare with: {reason}"
-            ) from error
-        yield list(feed.values()), wanted
-
-    return Reference("ONNX Runtime", dtypes, trials())
-
-
-_DTYPES = {"FLOAT": "float32", "DOUBLE": "float64"}

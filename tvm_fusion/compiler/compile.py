@@ -12,6 +12,7 @@ from ..runtime.compiled_model import CompiledModel
 from ..runtime.thread_pool import choose_threads
 from .interrupts import interrupts_kept
 from .model_cache import Entry, cache_folder
+from .registry import rank_compiler
 
 Progress = Callable[[str, int, int], None]
 """Told the name of a stage, its number, and the number of all of them; within the stage ``build``
@@ -203,9 +204,8 @@ def compile(
             raise InvalidInputError("check=True has no effect with ranks: leave it out")
         if isinstance(target, list | tuple):
             raise TargetError("a model for ranks is for one target; got a list of them")
-        with interrupts_kept():
-            from .compile_model import compile_for_ranks
-        return compile_for_ranks(model, ranks, target, shapes, threads, progress, **options)
+        options |= {"threads": threads, "progress": progress}
+        return rank_compiler().compile_for_ranks(model, ranks, target, shapes, **options)
     count = choose_threads(threads, elsewhere=target != "native")
     folder, entry = cache_folder(cache), None
     if folder is not None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,16 +22,16 @@ from schedules.distribute.rows.rank_plan import RankPlan
 from ..codegen.library_bin import compile_kernels
 from ..errors import InvalidInputError, TargetError
 from ..machine.host import TILE_FEATURES
-from ..onnx.frontend import ImportedModel, import_onnx
+from ..onnx.frontend import ImportedModel
 from ..onnx.model.loader import model_files
 from ..runtime.artifact import Description, Program, current_versions
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.weights import digest, weight_specs
 from . import pipeline
 from .compile import Progress
-from .failures import with_nodes
 from .interrupts import interrupts_kept
 from .record_reader import NONE, choose_records, used_records
+from .registry import front_end_of
 from .targets.target import arch_of, device_needs, host_of, is_gpu, required_features, resolve
 
 _MAKE_NEW = ("relax.call_tir", "relax.call_tir_with_grad", "relax.call_dps_packed")
@@ -144,35 +143,6 @@ def _rank(target: tvm.target.Target) -> tuple[int, int]:
     return CPUInfo.from_target(host_of(target)).vector_bits, len(required_features(target))
 
 
-def compile_for_ranks(
-    model: Any,
-    ranks: int,
-    target: str | Mapping[str, Any] | tvm.target.Target,
-    shapes: Mapping[str, Any] | None,
-    threads: int | None,
-    progress: Progress | None,
-    *,
-    machine: str | os.PathLike[str] | None,
-    fast_math: bool,
-    precision: str,
-    weights: str | None,
-    cuda_graph: bool,
-    outputs: Sequence[str] | None,
-    reproducible: bool,
-    **options: Any,
-) -> Any:
-    """Compile for ranks; options without effect there are refused."""
-    # By name: that family stands above this one.
-    family = importlib.import_module("tvm_fusion.distributed.network.compile_network")
-    family.refuse_gpu_options(fast_math or reproducible, precision, cuda_graph)
-    for name, value in (("weights", weights), ("machine", machine), ("outputs", outputs)):
-        if value is not None:
-            raise TargetError(f"{name}={value!r} has no effect with ranks: leave it out")
-    return family.compile_network(
-        model, ranks, target, shapes, threads=threads, progress=progress, **options
-    )
-
-
 def external_files(model: Any) -> list[str]:
     """Names of the files of external data of a model that is a file itself."""
     if not isinstance(model, str | os.PathLike):
@@ -217,16 +187,7 @@ def import_model(
 ) -> ImportedModel:
     """Import a model with the front end of its type."""
     with interrupts_kept():
-        if type(model).__module__.startswith("torch.export"):
-            if outputs is not None:
-                raise InvalidInputError(
-                    "outputs= is for ONNX models: export a module that returns what is wanted"
-                )
-            # By name: that family stands above this one, and needs PyTorch.
-            front_end = importlib.import_module("tvm_fusion.torch.exported_program")
-            return front_end.import_exported_program(model, shapes)
-        imported = import_onnx(model, shapes, outputs=outputs)
-        return replace(imported, mod=with_nodes(imported.mod, imported.nodes))
+        return front_end_of(model).import_model(model, shapes, outputs)
 
 
 class Teller(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import os
@@ -25,9 +24,10 @@ from typing import Any
 
 from ..errors import ArtifactError, InvalidInputError, TargetError
 from ..paths import user_cache
-from ..runtime.artifact import FORMAT, file_digest
+from ..runtime.artifact import FORMAT
 from ..runtime.compiled_model import CompiledModel, load
 from ..written_aside import written_aside
+from .registry import digest_of_file, front_end_of
 
 VARIABLE = "TVM_FUSION_CACHE"
 """Environment variable: a folder, ``1`` for the default one, ``0`` for none."""
@@ -77,7 +77,8 @@ class Entry:
         Arguments that are functions, and models that cannot be read, have none.
         """
         try:
-            parts = [_packages(), _digest_of_model(model), _processor(), *_described(options)]
+            content = front_end_of(model).digest(model)
+            parts = [_packages(), content, _processor(), *_described(options)]
         except (OSError, RuntimeError, TypeError, ValueError):
             return None
         key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -103,7 +104,7 @@ class Entry:
         if self.path is None:
             return {}
         try:
-            return {name: _digest_of_file(self.path.parent / name) for name in names}
+            return {name: digest_of_file(self.path.parent / name) for name in names}
         except OSError:
             return None
 
@@ -146,21 +147,6 @@ def _shrink(folder: Path) -> None:
         total -= status.st_size
 
 
-def _digest_of_model(model: Any) -> str:
-    if isinstance(model, str | os.PathLike):
-        return _digest_of_file(Path(model))
-    if isinstance(model, bytes | bytearray | memoryview):
-        return hashlib.sha256(model).hexdigest()
-    if type(model).__module__.startswith("torch.export"):
-        # By name: that family stands above this one, and needs PyTorch.
-        return importlib.import_module("tvm_fusion.torch.exported_program").digest_of(model)
-    return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
-
-
-def _digest_of_file(path: Path) -> str:
-    return file_digest(path, path.stat().st_size).hex()
-
-
 def _described(options: Mapping[str, Any]) -> Iterable[str]:
     """Texts that tell sets of options apart; of files, their contents."""
     for name, value in sorted(options.items()):
@@ -169,7 +155,7 @@ def _described(options: Mapping[str, Any]) -> Iterable[str]:
         text = value if isinstance(value, str) else json.dumps(value, default=_named)
         if name in ("records", "machine") and value is not None and os.path.exists(value):  # noqa: PTH110
             files = sorted(Path(value).glob("*")) if Path(value).is_dir() else [Path(value)]
-            text = " ".join(_digest_of_file(file) for file in files if file.is_file())
+            text = " ".join(digest_of_file(file) for file in files if file.is_file())
         yield f"{name}={text}"
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections import ChainMap, OrderedDict
@@ -24,6 +23,7 @@ from ..runtime.arguments import bind
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.tensor_spec import TensorSpec
 from .compile import compile
+from .registry import front_end_of
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -247,9 +247,7 @@ def specialize(
         raise InvalidInputError(f"variants is {variants!r:.60}; expected an integer of 1 or more")
     if not isinstance(shapes or {}, Mapping):
         raise InvalidModelError(f"shapes is {shapes!r:.80}; expected a mapping")
-    if type(model).__module__.startswith("torch.export"):
-        # By name: that family stands above this one, and needs PyTorch.
-        model = importlib.import_module("tvm_fusion.torch.exported_program").as_onnx(model)
+    model = front_end_of(model).as_onnx(model)
     data = read_model(model)
     proto = parse_model(data)
     source = model if any(True for _ in external_tensors(proto)) else data

@@ -232,7 +232,7 @@ def import_exported_program(
         raise UnsupportedTorchOpError(f"{', '.join(sorted(ops))}: {error}", ops) from error
 
 
-def digest_of(program: ExportedProgram) -> str:
+def digest(program: ExportedProgram) -> str:
     """Digest of a program: its text, and the values of its tensors.
 
     Raises
@@ -240,13 +240,13 @@ def digest_of(program: ExportedProgram) -> str:
     TypeError
         If it holds constants other than tensors.
     """
-    digest = hashlib.sha256(str(program).encode())
+    found = hashlib.sha256(str(program).encode())
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}")
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def as_onnx(program: ExportedProgram) -> onnx.ModelProto:

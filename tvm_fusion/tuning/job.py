@@ -25,6 +25,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import Key, Record, Records
 
 from ..compiler import pipeline
+from ..compiler.registry import rank_compiler
 from ..compiler.targets.gpu_target import named_after
 from ..compiler.targets.target import arch_of, names_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
@@ -45,7 +46,7 @@ from .database import Database, require_extra
 from .forms import FormTask, find_forms, form_record
 from .measure import DeviceHost, Host, LostHost, Pool, Session
 from .search import BATCH, Search
-from .tasks import Task, extract_tasks, import_model, merged, networks, text_of
+from .tasks import Task, extract_tasks, import_model, merged, text_of
 
 LEAST_TRIALS = 5 * BATCH
 """Before these the trees promise next to nothing, and are wrong."""
@@ -237,7 +238,7 @@ def tune(
     _check_limits(trials, minutes, space)
     store = Database(Path(database))
     if ranks is not None:
-        each = networks().resolve_ranks(ranks, target, threads)
+        each = rank_compiler().resolve_ranks(ranks, target, threads)
         threads, forms = CPUInfo.from_target(each).num_cores, False
     pool = _open_pool(runner, target, threads)
     with closing(pool), described(pool.target, pool.cpu) if pool.cpu else nullcontext():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from schedules.tuning.records import Key, Record, canonical
 from schedules.tuning.tunable_rule import AnyTemplate, tunable_rule_of
 
 from ..compiler import pipeline
+from ..compiler.registry import rank_compiler
 from ..compiler.targets.target import is_gpu
 from ..errors import InvalidModelError
 from ..onnx.frontend import import_onnx
@@ -226,12 +226,7 @@ def extract_tasks(
 def _phases(target: Target, options: pipeline.Options, ranks: int | None) -> dict[str, list[Pass]]:
     if ranks is None:
         return pipeline.phases(target, options)
-    return networks().rank_phases(target, options, ranks)
-
-
-def networks() -> Any:
-    """The module of models over ranks, by name: that family stands above this one."""
-    return importlib.import_module("tvm_fusion.distributed.network.compile_network")
+    return rank_compiler().rank_phases(target, options, ranks)
 
 
 def import_model(model: Any, shapes: Mapping[str, Any] | None = None) -> tvm.IRModule:

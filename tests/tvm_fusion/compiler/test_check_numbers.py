@@ -11,7 +11,8 @@ import onnx
 import pytest
 
 import tvm_fusion
-from tvm_fusion.compiler.check_numbers import Reference, check_numbers
+from tvm_fusion.compiler.check_numbers import check_numbers
+from tvm_fusion.compiler.reference import Reference
 from tvm_fusion.errors import CompilationError, EngineError, InvalidInputError
 
 MODEL = onnx.parser.parse_model(
@@ -79,7 +80,7 @@ class TestPrograms:
     def test_examples_and_random_floats(self) -> None:
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
         pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not installed")
-        from tvm_fusion.torch.lowering import reference
+        from tvm_fusion.torch.front_end import reference
 
         class Looked(torch.nn.Module):
             def forward(self, x: Any, at: Any, *, scale: float = 2) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class TestPrograms:
         given = (torch.randn(4, 3), torch.tensor([3, 1]))
         program = torch.export.export(Looked(), given, {"scale": 3})
         model = tvm_fusion.compile(program, threads=1, check=True)
-        found: Reference = reference(program, model.inputs, 0)
+        found: Reference = reference(program, model, 0)
         trials = list(found.trials)
         assert found.dtypes >= {"float32", "int64"} and len(trials) == 2
         np.testing.assert_array_equal(trials[0][1][0], 3 * given[0][given[1]].numpy())
@@ -98,4 +99,4 @@ class TestPrograms:
         with pytest.raises(CompilationError, match="differs from that of PyTorch's eager mode"):
             check_numbers(program, wrong, False)  # type: ignore[arg-type]
         program.example_inputs = None
-        assert len(list(reference(program, model.inputs, 0).trials)) == 1
+        assert len(list(reference(program, model, 0).trials)) == 1

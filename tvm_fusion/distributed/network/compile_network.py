@@ -112,6 +112,41 @@ def compile_network(
     return DistributedModel(built.executable, about, built.weights)
 
 
+def compile_for_ranks(
+    model: Any,
+    ranks: int,
+    target: str | Mapping[str, Any] | Target,
+    shapes: Mapping[str, Any] | None,
+    *,
+    machine: Any,
+    fast_math: bool,
+    precision: str,
+    weights: str | None,
+    cuda_graph: bool,
+    outputs: Sequence[str] | None,
+    reproducible: bool,
+    **options: Any,
+) -> DistributedModel:
+    """Compile with the options of :func:`tvm_fusion.compile`.
+
+    Raises
+    ------
+    TargetError
+        If one is given that has no effect on ranks.
+    """
+    if fast_math or reproducible or cuda_graph:
+        raise TargetError(
+            "fast_math, reproducible and cuda_graph are for GPUs, and ranks compute on CPUs; leave "
+            "them out"
+        )
+    if precision != "fp32":
+        raise TargetError(f"precision={precision!r} has no effect with ranks: leave it out")
+    for name, value in (("weights", weights), ("machine", machine), ("outputs", outputs)):
+        if value is not None:
+            raise TargetError(f"{name}={value!r} has no effect with ranks: leave it out")
+    return compile_network(model, ranks, target, shapes, **options)
+
+
 def _digest(mod: tvm.IRModule, functions: Sequence[str]) -> str:
     """SHA-256 of the constants in some functions."""
     found = hashlib.sha256()
@@ -143,23 +178,6 @@ def resolve_ranks(
     if is_gpu(resolved):
         raise TargetError("ranks compute on CPUs in this version; name a CPU as the target")
     return resolved
-
-
-def refuse_gpu_options(fast_math: bool, precision: str, cuda_graph: bool) -> None:
-    """Refuse options that have no effect on ranks.
-
-    Raises
-    ------
-    TargetError
-        If one is given.
-    """
-    if fast_math or cuda_graph:
-        raise TargetError(
-            "fast_math, reproducible and cuda_graph are for GPUs, and ranks compute on CPUs; leave "
-            "them out"
-        )
-    if precision != "fp32":
-        raise TargetError(f"precision={precision!r} has no effect with ranks: leave it out")
 
 
 def read_network(
