@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from tvm import s_tir, tirx
 from tvm.s_tir.dlight import ScheduleRule
@@ -24,8 +24,34 @@ from .errors import CompilationError, SlowPathWarning, TVMFusionError, reason
 STRICT = "TVM_FUSION_STRICT"
 """Environment variable; unless it is empty or 0, a rule that fails stops the compilation."""
 
-
 _LONGEST_REASON = 300
+
+Finding = TypeVar("Finding")
+
+
+class KernelFacts:
+    """A function that rules are asked about in turn, and what they have read of it.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        The function; no rule changes it.
+    target : Target
+        What it is scheduled for.
+    """
+
+    def __init__(self, func: tirx.PrimFunc, target: Target) -> None:
+        self.func, self.target = func, target
+        self._findings: dict[Callable[[KernelFacts], Any], Any] = {}
+
+    def read(self, reader: Callable[[KernelFacts], Finding]) -> Finding:
+        """Return what ``reader`` finds, for which it is called once, whichever rules ask.
+
+        They share it: a rule that changes it makes a copy.
+        """
+        if reader not in self._findings:
+            self._findings[reader] = reader(self)
+        return self._findings[reader]
 
 
 class Rule(ScheduleRule):
@@ -43,12 +69,14 @@ class Rule(ScheduleRule):
         self, func: tirx.PrimFunc, target: Target, tunable: bool
     ) -> s_tir.Schedule | list[s_tir.Schedule] | None:
         """Schedule ``func``, or return None if the rule does not know it."""
-        if not isinstance(func, tirx.PrimFunc) or target.kind.name not in self.kinds:
-            return None
-        return self.schedule(func, target)
+        return self.take(KernelFacts(func, target)) if isinstance(func, tirx.PrimFunc) else None
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule a function for a target of these kinds, or return None; ``func`` stays as is."""
+    def take(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function by itself, or return None if the rule does not know it."""
+        return self.schedule(facts) if facts.target.kind.name in self.kinds else None
+
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function for a target of these kinds, or return None; it stays as it is."""
         raise NotImplementedError
 
 
@@ -84,9 +112,11 @@ def schedule_function(
         If a rule fails and ``TVM_FUSION_STRICT`` is set.
     """
     failed: dict[str, str] = {}
+    facts = KernelFacts(func, target)
     for rule in rules:
         try:
-            found = rule.apply(func, target, False)
+            is_ours = isinstance(rule, Rule)
+            found = rule.take(facts) if is_ours else rule.apply(func, target, False)
         except TVMFusionError as error:
             error.args = (f"{error}, in the kernel {name!r}",)
             raise  # tells the user what to do

@@ -13,7 +13,7 @@ from tvm.target import Target
 
 from schedules import attributes
 from schedules.errors import OpError
-from schedules.schedule_rule import Rule
+from schedules.schedule_rule import KernelFacts, Rule
 
 from .records import Key, Records, canonical
 from .template import Template
@@ -79,13 +79,15 @@ class TunableRule(Rule):
         OpError
             If an open function has knobs that are not in the space.
         """
-        if isinstance(func, tirx.PrimFunc) and target.kind.name in self.kinds:
-            if tunable:
-                return self.open(s_tir.Schedule(without_decisions(func)), target) or None
-            decisions = decisions_of(func)
-            if decisions:
-                return self._close(without_decisions(func), decisions, target)
+        if tunable and isinstance(func, tirx.PrimFunc) and target.kind.name in self.kinds:
+            return self.open(s_tir.Schedule(without_decisions(func)), target) or None
         return super().apply(func, target, tunable)
+
+    def take(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, by its knobs if it is open; return None if it is of another rule."""
+        if facts.target.kind.name in self.kinds and (decisions := facts.read(_decisions)):
+            return self._close(without_decisions(facts.func), decisions, facts.target)
+        return super().take(facts)
 
     def open(self, sch: s_tir.Schedule, target: Target) -> list[s_tir.Schedule]:
         """Return a copy of ``sch`` for each template, with knobs drawn from its space.
@@ -115,8 +117,9 @@ class TunableRule(Rule):
             raise OpError(f"{knobs} is not in the space of {template.describe(workload)}")
         return template.write(func, workload, knobs, target)
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func`` with recorded knobs, else the default ones."""
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function with recorded knobs, else the default ones."""
+        func, target = facts.func, facts.target
         workload = self.workload(func, target)
         if workload is None:
             return None
@@ -142,6 +145,10 @@ class TunableRule(Rule):
         machine = self.machine(target)
         template = self.preferred(workload, machine)[0]
         return template.write(func, workload, template.default(workload, machine), target)
+
+
+def _decisions(facts: KernelFacts) -> dict[str, Any]:
+    return decisions_of(facts.func)
 
 
 def tunable_rule_of(

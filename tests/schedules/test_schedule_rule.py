@@ -19,7 +19,14 @@ from schedules import attributes, cpu, gpu
 from schedules.cpu.core.rule import CPURule
 from schedules.errors import CompilationError, OpError, SlowPathWarning
 from schedules.gpu.core.rule import GPURule
-from schedules.schedule_rule import STRICT, Rule, failed_rules, rule_name, schedule_function
+from schedules.schedule_rule import (
+    STRICT,
+    KernelFacts,
+    Rule,
+    failed_rules,
+    rule_name,
+    schedule_function,
+)
 from schedules.tuning.tunable_rule import TunableRule
 
 X = tensor("x", 8, 24)
@@ -32,7 +39,7 @@ class Broken(CPURule):
     def __init__(self, fault: Callable[[], Any]) -> None:
         self.fault = fault
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
         self.fault()
         return None
 
@@ -40,8 +47,8 @@ class Broken(CPURule):
 class Late(CPURule):
     """A rule that TVM refuses a step in the middle of its work."""
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        sch = s_tir.Schedule(func)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        sch = s_tir.Schedule(facts.func)
         _, inner = sch.split(sch.get_loops(sch.get_sblock("total"))[-1], [None, 2])
         sch.vectorize(inner)
         return sch
@@ -50,8 +57,8 @@ class Late(CPURule):
 class Refused(CPURule):
     """A rule one of whose primitives raises what is no refusal."""
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        sch = s_tir.Schedule(func)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        sch = s_tir.Schedule(facts.func)
         outer, _ = sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, 8])
         sch.reverse_compute_at(sch.get_sblock("z"), outer)
         return sch

@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.extents import constant
 from schedules.tuning.template import Template
 
@@ -151,12 +152,13 @@ class ChannelNorm(TunableCPURule):
 
     template = CHANNEL_NORM
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func`` for a CPU target."""
-        workload = _workload(func)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a marked function for a CPU."""
+        workload = _workload(facts.func)
         if workload is None or workload.batch is not None:
-            return super().schedule(func, target)
-        return _template(func, workload, CHANNEL_NORM.default(workload, self.machine(target)))
+            return super().schedule(facts)
+        default = CHANNEL_NORM.default(workload, self.machine(facts.target))
+        return _template(facts.func, workload, default)
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> ChannelNormWorkload | None:
         """Return the normalisation, if the batch is known."""

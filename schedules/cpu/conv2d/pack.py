@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
-from tvm.target import Target
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 
 from ..core.kernel_builder import KernelBuilder, buffers
 from ..core.machine import CPUInfo
@@ -27,8 +27,9 @@ class Pack(CPURule):
     symbolic); returns None for everything else.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func`` for a CPU target."""
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a marked function for a CPU."""
+        func = facts.func
         kind = str(func.attrs.get(attributes.OP, "")) if func.attrs else ""
         if kind not in ("pack", "unpack"):
             return None
@@ -40,7 +41,7 @@ class Pack(CPURule):
         lanes = int(packed.shape[4])
         if lanes < 2 or lanes & (lanes - 1) or height * width < lanes:
             return None
-        cores = CPUInfo.from_target(target).num_cores
+        cores = CPUInfo.from_target(facts.target).num_cores
         pieces = cores if channels * height * width >= SERIAL_ELEMENTS else 1
         return _template(func, kind == "pack", channels, height * width, lanes, pieces)
 

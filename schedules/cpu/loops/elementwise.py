@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from tvm import s_tir, tirx
-from tvm.target import Target
+from tvm import s_tir
+
+from schedules.schedule_rule import KernelFacts
 
 from ..core.rule import CPURule
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.flat_views import merge_shifted_loops
-from ..nests.injective_kernel import open_injective
-from ..nests.loop_transforms import finish
+from ..nests.loop_transforms import facts_of_inlined, finish, open_inlined
 
 
 class Elementwise(CPURule):
@@ -32,13 +32,13 @@ class Elementwise(CPURule):
     and blocks without a normal form.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if a block of it reduces."""
-        opened = open_injective(func, target)
-        if opened is None:
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, or return None if a block of it reduces."""
+        kernel = open_inlined(facts)
+        if kernel is None or not all(info.is_injective() for info in kernel.blocks):
             return None
-        kernel, facts = merge_shifted_loops(opened.kernel, opened.facts)
+        kernel, blocks = merge_shifted_loops(kernel, facts_of_inlined(facts))
         overlaps = []
-        for info, known in zip(kernel.blocks, facts, strict=True):
+        for info, known in zip(kernel.blocks, blocks, strict=True):
             overlaps += schedule_spatial(kernel, info.block_rv, known)
         return finish(kernel.sch, overlaps)

@@ -10,12 +10,14 @@ from tvm.s_tir import ScheduleError
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
+from schedules.schedule_rule import KernelFacts
+
 from ..core.machine import CPUInfo
 from ..core.rule import CPURule
-from ..nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
+from ..nests.blocks import BlockFacts, Kernel, block_facts
 from ..nests.elementwise_nest import schedule_spatial
 from ..nests.lane_reduction import is_reduced
-from ..nests.loop_transforms import attempt, finish, inline_blocks, parallel_outer, static_extent
+from ..nests.loop_transforms import attempt, finish, open_inlined, parallel_outer, static_extent
 from ..nests.overlapping_tails import Overlap
 from ..nests.reduction_nests import (
     Columns,
@@ -39,15 +41,15 @@ class Fallback(CPURule):
     block for which all of this fails stays as it is; the rule never fails.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if it has no root block."""
-        if not _has_root(func):
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, or return None if it has no root block."""
+        if not _has_root(facts.func):
             return None  # sorts, scatters and scans write their whole body themselves
-        kernel = open_kernel(func, target)
+        kernel = open_inlined(facts)
         if kernel is None:
-            return _schedule_opaque(func, target)
+            return _schedule_opaque(facts.func, facts.target)
         overlaps: list[Overlap] = []
-        for info in inline_blocks(kernel):
+        for info in kernel.blocks:
             overlaps += _schedule_block(kernel, info.block_rv)
         return finish(kernel.sch, overlaps)
 
@@ -66,7 +68,7 @@ def _schedule_block(kernel: Kernel, block: SBlockRV) -> list[Overlap]:
     elif facts is not None and reducible(facts) and _is_free(kernel, facts):
         ways = [_reduce]
     for way in [*ways, _schedule_plainly]:
-        trial = Kernel(kernel.sch.copy(), kernel.blocks, kernel.cpu)
+        trial = kernel.copy()
         try:
             overlaps = way(trial, block)
         except ScheduleError:

@@ -8,9 +8,9 @@ from itertools import takewhile
 
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV
-from tvm.target import Target
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.cut_points import cut_points
 from schedules.tir.expression_walk import substitute
 from schedules.tir.index_math import factor_of
@@ -18,11 +18,12 @@ from schedules.tir.index_math import factor_of
 from ..core.rule import CPURule
 from ..nests.blocks import Access, BlockFacts, Kernel
 from ..nests.elementwise_nest import schedule_spatial
-from ..nests.injective_kernel import open_injective
 from ..nests.loop_transforms import (
+    facts_of_inlined,
     finish,
     fuse_group,
     merge_groups,
+    open_inlined,
     parallel_outer,
     worth_threads,
 )
@@ -63,21 +64,21 @@ class LayoutTransform(CPURule):
     two axes.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if nothing in it is transposed."""
-        opened = open_injective(func, target)
-        if opened is None:
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, or return None if nothing in it is transposed."""
+        kernel = open_inlined(facts)
+        if kernel is None or not all(info.is_injective() for info in kernel.blocks):
             return None
-        kernel, found = opened.kernel, [_find_walks(facts) for facts in opened.facts]
+        blocks = facts_of_inlined(facts)
+        found = [_find_walks(block) for block in blocks]
         if not any(found):
-            opened.leave()
             return None
         overlaps: list[Overlap] = []
-        for info, facts, walks in zip(kernel.blocks, opened.facts, found, strict=True):
+        for info, block, walks in zip(kernel.blocks, blocks, found, strict=True):
             if walks is None:
-                overlaps += schedule_spatial(kernel, info.block_rv, facts)
+                overlaps += schedule_spatial(kernel, info.block_rv, block)
             else:
-                overlaps += _transpose(kernel, facts, *walks)
+                overlaps += _transpose(kernel, block, *walks)
         return finish(kernel.sch, overlaps)
 
 

@@ -15,8 +15,8 @@ import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.dlight.analysis import SBlockInfo, normalize_prim_func
 from tvm.s_tir.schedule import SBlockRV
-from tvm.target import Target
 
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.expression_walk import loads, op_name, variables
 from schedules.tir.extents import constant
 from schedules.tir.index_math import factors_of, ravel
@@ -140,26 +140,22 @@ class Kernel:
         """Number of the block's widest elements in a vector (at least 1)."""
         return max(1, self.cpu.vector_bits // 8 // facts.itemsize)
 
+    def copy(self) -> Kernel:
+        """Return a kernel with a schedule of its own."""
+        return Kernel(self.sch.copy(), self.blocks, self.cpu)
 
-def open_kernel(func: tirx.PrimFunc, target: Target) -> Kernel | None:
-    """Open ``func`` for scheduling, or return None if no CPU rule can take it.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        The function; it is not changed.
-    target : Target
-        Must be of kind ``llvm``.
+def open_kernel(facts: KernelFacts) -> Kernel | None:
+    """Open a function for scheduling; None if no rule for nests can take it.
 
-    Returns
-    -------
-    Kernel | None
-        None for other targets, and for functions whose blocks have no normal form, are empty, or
-        use buffers with strides.
+    Those are functions whose blocks have no normal form, are empty, or use buffers with strides.
     """
-    if not isinstance(func, tirx.PrimFunc) or target.kind.name != "llvm":
-        return None
-    return open_blocks(s_tir.Schedule(func), CPUInfo.from_target(target))
+    opened = facts.read(_opened)
+    return None if opened is None else opened.copy()
+
+
+def _opened(facts: KernelFacts) -> Kernel | None:
+    return open_blocks(s_tir.Schedule(facts.func), CPUInfo.from_target(facts.target))
 
 
 def open_blocks(sch: s_tir.Schedule, cpu: CPUInfo) -> Kernel | None:

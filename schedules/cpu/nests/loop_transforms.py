@@ -11,12 +11,13 @@ from tvm.s_tir import ScheduleError
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.bfloat16 import keep_roundings
 from schedules.tir.extents import constant
 from schedules.tir.keep_nan import keep_nan
 from schedules.tir.vector_math import vectorize_math
 
-from .blocks import BlockFacts, Kernel, block_facts, realize_of
+from .blocks import BlockFacts, Kernel, block_facts, open_kernel, realize_of
 from .interleaved_loads import load_interleaved
 from .overlapping_tails import Overlap, overlap_tails
 from .stencils.conditional_rows import unroll_steps
@@ -61,6 +62,29 @@ def inline_blocks(kernel: Kernel, keep: Sequence[SBlockInfo] = ()) -> list[SBloc
             remaining.append(info)
     kernel.blocks = remaining
     return remaining
+
+
+def open_inlined(facts: KernelFacts) -> Kernel | None:
+    """Open a function as :func:`open_kernel` does, and inline every injective block that can be."""
+    inlined = facts.read(_inlined)
+    return None if inlined is None else inlined.copy()
+
+
+def facts_of_inlined(facts: KernelFacts) -> list[BlockFacts | None]:
+    """Facts of the blocks of :func:`open_inlined`; empty where there is no such kernel."""
+    return facts.read(_inlined_facts)
+
+
+def _inlined(facts: KernelFacts) -> Kernel | None:
+    kernel = open_kernel(facts)
+    if kernel is not None:
+        inline_blocks(kernel)
+    return kernel
+
+
+def _inlined_facts(facts: KernelFacts) -> list[BlockFacts | None]:
+    kernel = facts.read(_inlined)
+    return [block_facts(kernel.sch, info.block_rv) for info in kernel.blocks] if kernel else []
 
 
 def merge_groups(facts: BlockFacts, positions: Sequence[int]) -> list[list[int]]:

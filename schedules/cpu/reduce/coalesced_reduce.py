@@ -6,6 +6,8 @@ from __future__ import annotations
 from tvm import s_tir, tirx
 from tvm.target import Target
 
+from schedules.schedule_rule import KernelFacts
+
 from ..core.machine import CPUInfo
 from ..core.rule import TunableCPURule
 from .read_source import read_source
@@ -25,19 +27,19 @@ class CoalescedReduce(TunableCPURule):
     reductions of TVM's operators under a condition (padding) or to positions.
     """
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if it holds anything else."""
-        source = read_source(func, target)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, or return None if it holds anything else."""
+        source = read_source(facts)
         if source is None:
             return None
         loops, cpu = ReductionLoops.of(source), source.cpu
-        recorded = self.recorded(func, loops, target) if loops.is_static else None
+        recorded = self.recorded(facts.func, loops, facts.target) if loops.is_static else None
         template = self.templates(loops, cpu)[0]
         return recorded or template.write_source(source, template.default(loops, cpu))
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> ReductionLoops | None:
         """Return the loops of the reduction, if all their extents are known."""
-        source = read_source(func, target)
+        source = read_source(KernelFacts(func, target))
         loops = None if source is None else ReductionLoops.of(source)
         return loops if loops is not None and loops.is_static else None
 

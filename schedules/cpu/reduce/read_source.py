@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import tvm_ffi
 from tvm import ir, s_tir, sym, tirx
-from tvm.target import Target
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.expression_walk import loads, substitute, uses
 from schedules.tir.extents import Extent, constant, extent_of, is_one, unravel
 from schedules.tir.index_math import as_type, ravel, volume
@@ -25,21 +25,19 @@ from schedules.workload.reduce import ReduceWorkload, accumulation_dtype
 from schedules.workload.reduce_operator import field_dtypes
 
 from ..core.kernel_builder import buffers
-from ..nests.blocks import Kernel, block_facts, open_kernel
-from ..nests.loop_transforms import inline_blocks, merge_groups
+from ..nests.blocks import BlockFacts, Kernel, open_kernel
+from ..nests.loop_transforms import facts_of_inlined, inline_blocks, merge_groups, open_inlined
 from ..nests.reduction_nests import is_side_by_side
 from .source import Axis, ReduceSource, place_of
 
 
-def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
+def read_source(facts: KernelFacts) -> ReduceSource | None:
     """Read a function that holds one reduction: a legalized ``coalesced_reduce``, or any other.
 
     Parameters
     ----------
-    func : tirx.PrimFunc
-        The function; it is not changed.
-    target : Target
-        A CPU target.
+    facts : KernelFacts
+        The function.
 
     Returns
     -------
@@ -47,20 +45,23 @@ def read_source(func: tirx.PrimFunc, target: Target) -> ReduceSource | None:
         None for functions that hold anything other than one reduction, element-wise producers, and
         element-wise consumers of the output's shape.
     """
-    kernel = open_kernel(func, target)
+    kernel = open_kernel(facts)
     if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
         return None
     marked = [info for info in kernel.blocks if _attribute(kernel.sch.get(info.block_rv))]
     shape = _data_shape(kernel.sch.get(marked[0].block_rv)) if marked else []
-    place = len(marked)
-    remaining = inline_blocks(kernel, marked)
+    if marked:
+        inline_blocks(kernel, marked)
+    else:
+        kernel = open_inlined(facts) or kernel
+    place, remaining = len(marked), kernel.blocks
     if remaining[:place] != marked or not place < len(remaining) <= place + 2:
         return None
     if remaining[place].is_injective() or shape is None:
         return None
     if marked:
-        return _CoalescedReader(kernel, func, shape).read()
-    return _plain_source(kernel, func)
+        return _CoalescedReader(kernel, facts.func, shape).read()
+    return _plain_source(kernel, facts.func, facts_of_inlined(facts)[0])
 
 
 def _attribute(block: s_tir.SBlock) -> str:
@@ -218,10 +219,11 @@ def _data_shape(value: s_tir.SBlock) -> list[Extent] | None:
     return list(map(extent_of, read[0].source.shape))
 
 
-def _plain_source(kernel: Kernel, func: tirx.PrimFunc) -> ReduceSource | None:
+def _plain_source(
+    kernel: Kernel, func: tirx.PrimFunc, facts: BlockFacts | None
+) -> ReduceSource | None:
     """Read any other reduction by one operator, over loops that every access traverses as one."""
-    block_rv, *_ = [info.block_rv for info in kernel.blocks]
-    facts, block = block_facts(kernel.sch, block_rv), kernel.sch.get(block_rv)
+    block = kernel.sch.get(kernel.blocks[0].block_rv)
     if facts is None or not facts.loads or facts.guards or set(facts.kinds) - set("SR"):
         return None
     found = _operator_of(block)

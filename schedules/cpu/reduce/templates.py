@@ -11,6 +11,7 @@ from tvm import s_tir, tirx
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tuning.template import Template
 
 from ..core.machine import CPUInfo
@@ -67,7 +68,7 @@ class ReduceTemplate(Template[ReductionLoops, Knobs, CPUInfo]):
         self, func: tirx.PrimFunc, workload: ReductionLoops, knobs: Knobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
-        source = read_source(func, target)
+        source = read_source(KernelFacts(func, target))
         assert source is not None, "the workload was read from another function"
         return self.write_source(source, knobs)
 

@@ -11,7 +11,7 @@ from tvm import s_tir, tirx
 from tvm.target import Target
 
 from schedules import attributes
-from schedules.schedule_rule import Rule
+from schedules.schedule_rule import KernelFacts, Rule
 from schedules.tir.keep_nan import keep_nan
 from schedules.tuning.records import Key
 from schedules.tuning.template import Template
@@ -29,10 +29,10 @@ class GPURule(Rule):
 
     kinds = KINDS
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
         """Return the function that ``kernel`` writes, bfloat16 by its bits if need be."""
-        gpu = GPUInfo.from_target(target)
-        kernel = self.kernel(func, gpu)
+        gpu = GPUInfo.from_target(facts.target)
+        kernel = self.kernel(facts.func, gpu)
         return None if kernel is None else _finished(kernel, gpu, type(self).__name__)
 
     def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
@@ -85,11 +85,11 @@ class TunableGPURule(TunableRule, GPURule):
         text = self.workload_json(workload)
         return Key(text, machine.name, machine.warp_bits, machine.multiprocessors)
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func`` with recorded knobs, else as ``kernel`` does."""
-        workload = self.workload(func, target) if self.records else None
-        recorded = None if workload is None else self.recorded(func, workload, target)
-        return recorded or GPURule.schedule(self, func, target)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function with recorded knobs, else as ``kernel`` does."""
+        workload = self.workload(facts.func, facts.target) if self.records else None
+        recorded = None if workload is None else self.recorded(facts.func, workload, facts.target)
+        return recorded or GPURule.schedule(self, facts)
 
 
 def _finished(kernel: tirx.PrimFunc, gpu: GPUInfo, rule: str) -> s_tir.Schedule:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tvm import te, tirx
 
 from schedules.cpu.nests.blocks import open_kernel
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.cut_points import cut_points
 
 i, j = 0, 1
@@ -20,7 +21,7 @@ def points(condition, position: int = j, shape: tuple[int, int] = (6, 20)) -> li
     out = te.compute(
         shape, lambda i, j: tirx.if_then_else(condition(i, j), x[i, j], 0.0), name="out"
     )
-    kernel = open_kernel(function([x], out), HOST)
+    kernel = open_kernel(KernelFacts(function([x], out), HOST))
     assert kernel is not None
     return cut_points(kernel.sch, kernel.blocks[0].block_rv, position)
 

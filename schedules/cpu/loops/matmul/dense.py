@@ -12,15 +12,22 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tuning.template import Template
 
 from ...core.kernel_builder import STACK_BYTES
 from ...core.machine import CPUInfo
 from ...core.rule import TunableCPURule
-from ...nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
+from ...nests.blocks import BlockFacts, Kernel, block_facts
 from ...nests.cached_input import column_axis, lay_out_matrix
 from ...nests.elementwise_nest import schedule_spatial
-from ...nests.loop_transforms import feeds, finish, inline_blocks, merge_groups
+from ...nests.loop_transforms import (
+    facts_of_inlined,
+    feeds,
+    finish,
+    merge_groups,
+    open_inlined,
+)
 from ...nests.reduction_nests import (
     Columns,
     Result,
@@ -134,7 +141,7 @@ class DenseTemplate(Template[DenseWorkload, DenseKnobs, CPUInfo]):
         self, func: tirx.PrimFunc, workload: DenseWorkload, knobs: DenseKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
-        opened = _open(func, target)
+        opened = _open(KernelFacts(func, target))
         assert opened is not None, "the workload was read from another function"
         return _write(opened, knobs)
 
@@ -176,18 +183,18 @@ class Dense(TunableCPURule):
 
     template = DENSE
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if it is no matrix product."""
-        opened = _open(func, target)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, or return None if it is no matrix product."""
+        opened = _open(facts)
         if opened is None:
             return None
         workload = _workload(opened) if self.records else None
-        recorded = None if workload is None else self.recorded(func, workload, target)
+        recorded = None if workload is None else self.recorded(facts.func, workload, facts.target)
         return recorded or _write(opened, None)
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> DenseWorkload | None:
         """Return the product of matrices, if it is one with knobs."""
-        opened = _open(func, target)
+        opened = _open(KernelFacts(func, target))
         return None if opened is None else _workload(opened)
 
 
@@ -203,22 +210,20 @@ class _Opened:
     consumers: list[SBlockRV]
 
 
-def _open(func: tirx.PrimFunc, target: Target) -> _Opened | None:
+def _open(facts: KernelFacts) -> _Opened | None:
     """Open a function for scheduling; None if it is no matrix product."""
-    kernel = open_kernel(func, target)
+    kernel = open_inlined(facts)
     if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:
         return None
-    remaining = inline_blocks(kernel)
-    block = remaining[0].block_rv
+    block, *consumers = [info.block_rv for info in kernel.blocks]
     grouped = separate_groups(kernel.sch, block)
-    facts = block_facts(kernel.sch, block)
-    if facts is None or not reducible(facts):
+    found = block_facts(kernel.sch, block) if grouped else facts_of_inlined(facts)[0]
+    if found is None or not reducible(found):
         return None
-    product = find_product(kernel.sch, block, facts)
+    product = find_product(kernel.sch, block, found)
     if product is None:
         return None
-    consumers = [info.block_rv for info in remaining[1:]]
-    return _Opened(kernel, block, facts, product, grouped, consumers)
+    return _Opened(kernel, block, found, product, grouped, consumers)
 
 
 def _workload(opened: _Opened) -> DenseWorkload | None:

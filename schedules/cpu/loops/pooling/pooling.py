@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tvm import s_tir, tirx
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.target import Target
 
+from schedules.schedule_rule import KernelFacts
 from schedules.tuning.template import Template
 
 from ...core.machine import CPUInfo
 from ...core.rule import TunableCPURule
 from ...nests.blocks import BlockFacts, Kernel, block_facts, open_kernel
-from ...nests.loop_transforms import inline_blocks
+from ...nests.loop_transforms import facts_of_inlined, inline_blocks, open_inlined
 from .pool_nests import PoolingLoops, pool_in_lanes, pool_in_rows, sliding_axes
 from .pooling_knobs import (
     PoolingKnobs,
@@ -57,7 +58,7 @@ class PoolingTemplate(Template[PoolingWorkload, PoolingKnobs, CPUInfo]):
         self, func: tirx.PrimFunc, workload: PoolingWorkload, knobs: PoolingKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
-        written = _write(func, knobs, target)
+        written = _write(KernelFacts(func, target), knobs)
         assert written is not None, "the workload was read from another function"
         return written
 
@@ -91,61 +92,72 @@ class Pooling(TunableCPURule):
 
     template = POOLING
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if it is no pooling."""
-        workload = _workload(func, target)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, or return None if it is no pooling."""
+        workload = _workload(facts)
         if workload is None:
             return None
-        recorded = self.recorded(func, workload, target) if workload.is_static else None
-        return recorded or _write(func, default_pooling(workload, self.machine(target)), target)
+        target = facts.target
+        recorded = self.recorded(facts.func, workload, target) if workload.is_static else None
+        return recorded or _write(facts, default_pooling(workload, self.machine(target)))
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> PoolingWorkload | None:
         """Return the pooling, if its extents are known."""
-        workload = _workload(func, target)
+        facts = KernelFacts(func, target)
+        workload = _workload(facts)
         if workload is None or not workload.is_static:
             return None
-        copied = PoolingKnobs(self.machine(target).vector_bits, 1, True, False)
         needs_copy = workload.is_guarded and not workload.in_lanes
-        return None if needs_copy and _write(func, copied, target) is None else workload
+        return None if needs_copy and _find_pool(facts, keep_padding=True) is None else workload
 
 
-def _workload(func: tirx.PrimFunc, target: Target) -> PoolingWorkload | None:
+@dataclass
+class _Pool:
+    """A pooling that was recognised in a schedule of its own."""
+
+    kernel: Kernel
+    info: SBlockInfo
+    facts: BlockFacts
+    window: PoolingLoops
+
+
+def _workload(facts: KernelFacts) -> PoolingWorkload | None:
     """Read what a function pools; None if it is no pooling."""
-    found = _find_pool(open_kernel(func, target), keep_padding=False)
-    return None if found is None else PoolingWorkload.of(found[1], found[2])
+    pool = _find_pool(facts, keep_padding=False)
+    return None if pool is None else PoolingWorkload.of(pool.facts, pool.window)
 
 
-def _write(func: tirx.PrimFunc, knobs: PoolingKnobs, target: Target) -> s_tir.Schedule | None:
+def _write(facts: KernelFacts, knobs: PoolingKnobs) -> s_tir.Schedule | None:
     """Write the nest; None if the padding cannot be copied."""
-    kernel = open_kernel(func, target)
-    found = _find_pool(kernel, keep_padding=knobs.copied)
-    if kernel is None or found is None:
+    pool = _find_pool(facts, keep_padding=knobs.copied)
+    if pool is None:
         return None
-    pool, facts, window = found
+    kernel, window, threads = pool.kernel, pool.window, knobs.threads
     kernel.cpu = replace(kernel.cpu, vector_bits=knobs.vector_bits)
     if window.slide != window.vector:
-        return pool_in_lanes(kernel, pool, facts, window, knobs.pixels, knobs.threads)
-    return pool_in_rows(kernel, pool, facts, window, knobs.threads)
+        return pool_in_lanes(kernel, pool.info, pool.facts, window, knobs.pixels, threads)
+    return pool_in_rows(kernel, pool.info, pool.facts, window, threads)
 
 
-def _find_pool(
-    kernel: Kernel | None, keep_padding: bool
-) -> tuple[SBlockInfo, BlockFacts, PoolingLoops] | None:
+def _find_pool(facts: KernelFacts, keep_padding: bool) -> _Pool | None:
     """Inline around the only reduction; return it if it is a window over one tensor."""
+    kernel = open_kernel(facts) if keep_padding else open_inlined(facts)
     if kernel is None:
         return None
     reductions = [info for info in kernel.blocks if not info.is_injective()]
     if len(reductions) != 1:
         return None
     pool = reductions[0]
-    before = kernel.blocks[: kernel.blocks.index(pool)]
-    remaining = inline_blocks(kernel, keep=before[-1:] if keep_padding else ())
-    place = remaining.index(pool)
-    if place != (1 if keep_padding else 0) or len(remaining) > place + 2:
+    if keep_padding:
+        before = kernel.blocks[: kernel.blocks.index(pool)]
+        inline_blocks(kernel, keep=before[-1:])
+    place = kernel.blocks.index(pool)
+    if place != int(keep_padding) or len(kernel.blocks) > place + 2:
         return None
-    facts = block_facts(kernel.sch, pool.block_rv)
-    window = _window_of(facts)
-    return None if facts is None or window is None else (pool, facts, window)
+    inlined = None if keep_padding else facts_of_inlined(facts)[place]
+    block = inlined or block_facts(kernel.sch, pool.block_rv)
+    window = _window_of(block)
+    return None if block is None or window is None else _Pool(kernel, pool, block, window)
 
 
 def _window_of(facts: BlockFacts | None) -> PoolingLoops | None:

@@ -12,6 +12,7 @@ from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.vector_math import is_expensive
 from schedules.tuning.template import Template
 
@@ -107,18 +108,18 @@ class Softmax(TunableCPURule):
 
     template = ROW_CHAIN
 
-    def schedule(self, func: tirx.PrimFunc, target: Target) -> s_tir.Schedule | None:
-        """Schedule ``func``, or return None if it is no such chain."""
-        opened = _open(func, target)
+    def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
+        """Schedule a function, or return None if it is no such chain."""
+        opened = _open(facts)
         if opened is None:
             return None
         kernel, stages, chain = opened
-        recorded = self.recorded(func, chain, target) if chain.is_static else None
+        recorded = self.recorded(facts.func, chain, facts.target) if chain.is_static else None
         return recorded or _write(kernel, stages, chain, default_row_chain(chain, kernel.cpu))
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> RowChain | None:
         """Return the chain, if the number of rows is known and they can be merged."""
-        opened = _open(func, target)
+        opened = _open(KernelFacts(func, target))
         if opened is None or not opened[2].is_static:
             return None
         kernel, stages, chain = opened
@@ -126,9 +127,9 @@ class Softmax(TunableCPURule):
         return None if _write(kernel, stages, chain, knobs) is None else chain
 
 
-def _open(func: tirx.PrimFunc, target: Target) -> tuple[Kernel, list[RowStage], RowChain] | None:
+def _open(facts: KernelFacts) -> tuple[Kernel, list[RowStage], RowChain] | None:
     """Open a function for scheduling; None if it is no chain."""
-    kernel = open_kernel(func, target)
+    kernel = open_kernel(facts)
     if kernel is None or sum(not info.is_injective() for info in kernel.blocks) < 1:
         return None
     keep = [info for info in kernel.blocks if _is_shared_and_expensive(kernel, info)]

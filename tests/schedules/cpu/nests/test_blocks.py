@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import pytest
-from cpu.rule_cases import AVX2, FOREIGN, HOST, function, tensor
+from cpu.rule_cases import AVX2, HOST, function, tensor
 from tvm import te, tirx
 from tvm.script import tirx as T
 
 from schedules.cpu.nests.blocks import block_facts, open_kernel
+from schedules.schedule_rule import KernelFacts
 
 
 def facts_of(func: tirx.PrimFunc, index: int = 0):
-    kernel = open_kernel(func, HOST)
+    kernel = open_kernel(KernelFacts(func, HOST))
     assert kernel is not None
     return block_facts(kernel.sch, kernel.blocks[index].block_rv)
 
@@ -66,13 +67,10 @@ def test_symbolic_extents_are_none():
     assert facts.extents == (None, 8)
 
 
-def test_other_targets_and_empty_functions_cannot_be_opened():
-    x = tensor("x", 4)
-    func = function([x], te.compute((4,), lambda i: x[i] + 1.0, name="y"))
-    assert open_kernel(func, FOREIGN) is None
+def test_empty_functions_cannot_be_opened():
     nothing = tensor("x", 0)
     empty = function([nothing], te.compute((0,), lambda i: nothing[i] + 1.0, name="y"))
-    assert open_kernel(empty, HOST) is None
+    assert open_kernel(KernelFacts(empty, HOST)) is None
 
 
 @T.prim_func(private=True, s_tir=True)
@@ -85,12 +83,13 @@ def strided(a: T.handle, y: T.Buffer((4, 4), "float32")):
 
 
 def test_buffers_with_strides_cannot_be_opened():
-    assert open_kernel(strided, HOST) is None
+    assert open_kernel(KernelFacts(strided, HOST)) is None
 
 
 @pytest.mark.parametrize(("dtype", "lanes"), [("float32", 8), ("float64", 4), ("int8", 32)])
 def test_lanes_of_the_widest_element(dtype, lanes):
     x = tensor("x", 4, dtype=dtype)
-    kernel = open_kernel(function([x], te.compute((4,), lambda i: x[i] + x[i], name="y")), AVX2)
+    func = function([x], te.compute((4,), lambda i: x[i] + x[i], name="y"))
+    kernel = open_kernel(KernelFacts(func, AVX2))
     assert kernel is not None
     assert kernel.lanes(block_facts(kernel.sch, kernel.blocks[0].block_rv)) == lanes
