@@ -21,6 +21,7 @@ os.environ["TVM_FUSION_STRICT"] = "1"
 
 import pytest
 import tvm
+import xdist
 from hypothesis import HealthCheck, settings
 from tvm.ir.transform import PassInfo
 from tvm.target import Target, codegen
@@ -37,9 +38,12 @@ if _name := os.environ.get("TVM_FUSION_TEST_CPU"):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))  # of processes that it starts
 
 # TVM's parser asks at each function for the modules of the whole stack, and for those of Python's
-# frozen files, which have no path, Python would search all modules every time.
+# frozen files, of what a worker begins with, and of files that are no module, Python would search
+# all modules every time.
 for _name in ("runpy", "importlib._bootstrap", "importlib._bootstrap_external"):
     inspect.modulesbyfile[f"<frozen {_name}>"] = _name
+for _name in ("<string>", str(Path(xdist.__file__).with_name("remote.py"))):
+    inspect.modulesbyfile[_name] = "__main__"
 
 # Examples of a property; where each is compiled, a share of them. --hypothesis-profile chooses.
 for profile, examples in (("quick", 20), ("thorough", 100)):

@@ -23,6 +23,7 @@ from tvm.relax.backend.cuda import pipeline as stock
 from tvm.target import Target
 
 from schedules.errors import OpError
+from tests.targets import PLAIN
 from tvm_fusion.codegen.host_code import Launch
 
 OPENCL = Target({"kind": "opencl"}, host="llvm")
@@ -65,7 +66,7 @@ class RelaxOnOpenCL:
             lowered = _lower_to_vm(target)(mod)
         executable = tvm.compile(
             self._with_calls_back(lowered, inputs),
-            Target("llvm"),
+            PLAIN,
             relax_pipeline=tvm.transform.Sequential([]),
         )
         self._machine = relax.VirtualMachine(executable, tvm.cpu())

@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 from tvm import relax
 
 from schedules.workload.reduce import FLOATS
+from tests.targets import PLAIN
 
 Array = NDArray[Any]
-
-# Numbers do not depend on the level of optimisation, the time to compile does.
-PLAIN = tvm.target.Target({"kind": "llvm", "opt-level": 0})
 
 
 def numpy_dtype(dtype: str) -> np.dtype:

@@ -25,6 +25,7 @@ from schedules.gpu.reduce.kernel import atomic_update
 from schedules.tir.index_math import i64
 from schedules.workload.reduce import DTYPES, OPERATORS, ReduceWorkload
 from tests.selection import in_turns
+from tests.targets import PLAIN
 
 # Each form twice, with extents that no vector and no block divides; few and many outputs.
 SHAPES: dict[str, list[tuple[tuple[int, ...], list[int]]]] = {
@@ -476,7 +477,7 @@ def test_tensors_that_begin_within_a_word_are_refused() -> None:
     """TVM does so, which is why no word begins before an output."""
     data = te.placeholder((8,), "int8", name="data")
     copy = te.compute((8,), lambda i: data[i], name="copy")
-    function = tvm.compile(te.create_prim_func([data, copy]), target="llvm")
+    function = tvm.compile(te.create_prim_func([data, copy]), PLAIN)
     memory = tvm.runtime.tensor(np.arange(64, dtype="int8"))
     inside = memory._create_view((8,), "int8", relative_byte_offset=2)
     with pytest.raises(ValueError, match="byte_offset"):

@@ -10,6 +10,7 @@ from tvm import relax, tirx
 
 from relay_passes.op.checked_indices import checked_indices
 from schedules.errors import OpError
+from tests.targets import PLAIN
 
 
 def _indices(shape: tuple[int, ...] | None, dtype: str = "int64") -> relax.Var:
@@ -31,7 +32,7 @@ def _module(indices: relax.Var, extents: list[tirx.Expr | int], message: str) ->
 
 
 def _run(mod: tvm.IRModule, indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    machine = relax.VirtualMachine(tvm.compile(mod, tvm.target.Target("llvm")), tvm.cpu())
+    machine = relax.VirtualMachine(tvm.compile(mod, PLAIN), tvm.cpu())
     arguments = [indices, np.zeros(shape, np.float32)]
     return machine["main"](*map(tvm.runtime.tensor, arguments)).numpy()
 
@@ -54,7 +55,7 @@ def test_a_condition_says_whether_there_is_an_error(shape: tuple[int, ...]) -> N
     with builder.function("main", [indices, taken]):
         result = builder.emit(checked_indices(indices, [5], "wrong", taken=taken))
         builder.emit_func_output(result)
-    compiled = tvm.compile(builder.get(), tvm.target.Target("llvm"))
+    compiled = tvm.compile(builder.get(), PLAIN)
     main = relax.VirtualMachine(compiled, tvm.cpu())["main"]
     values = tvm.runtime.tensor(np.array([-7, -5, 4, 9]))
     yes, no = (tvm.runtime.tensor(np.full(shape, value)) for value in (True, False))

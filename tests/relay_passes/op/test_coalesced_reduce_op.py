@@ -12,7 +12,6 @@ import tvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reduction_checks import (
-    PLAIN,
     assert_close,
     module_of,
     numpy_dtype,
@@ -29,6 +28,7 @@ from schedules.compute.coalesced_reduce import FINISH, STATE, VALUE
 from schedules.errors import OpError
 from schedules.workload.reduce import DTYPES, FINISHES, FLOATS, OPERATORS
 from tests.selection import in_turns
+from tests.targets import PLAIN
 
 REFUSED = {("mean", dtype) for dtype in DTYPES if dtype not in FLOATS} | {
     (operator, "bool") for operator in ("sum", "prod", "sum_squares")
