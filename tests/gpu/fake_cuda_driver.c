@@ -98,17 +98,18 @@ int cuLaunchKernelEx(const LaunchConfig *config, Function *function, void **argu
   return OK;
 }
 
-/* What the manual says of a map with a swizzle of 128 bytes, of elements of 16 bits. */
+/* What the manual says of a map with a swizzle of 128 bytes or without one, of elements of 16 or 64 bits. */
 int cuTensorMapEncodeTiled(void *map, int type, unsigned rank, void *data, const unsigned long long *sizes,
                            const unsigned long long *strides, const unsigned *box, const unsigned *steps,
                            int interleave, int swizzle, int promotion, int fill) {
   if ((unsigned long long)map % 64 || (unsigned long long)data % 16 || rank < 1 || rank > 5)
     return fail(INVALID_VALUE, "impossible map", "");
   for (unsigned k = 0; k < rank; ++k)
-    if (!sizes[k] || sizes[k] > 1ull << 32 || !box[k] || box[k] > 256 || steps[k] != 1 ||
-        (k && strides[k - 1] % 16))
+    if (!sizes[k] || sizes[k] > 1ull << 32 || !box[k] || box[k] > 256 || !steps[k] || steps[k] > 8 ||
+        (k ? strides[k - 1] % 16 != 0 : steps[k] != 1))
       return fail(INVALID_VALUE, "impossible axis of a map", "");
-  if (interleave || swizzle != 3 || box[0] * 2 > 128)
+  unsigned line = box[0] * (type == 4 ? 8 : 2);
+  if (interleave || line % 16 || (swizzle && (swizzle != 3 || line > 128)))
     return fail(INVALID_VALUE, "impossible box of a map", "");
   return OK;
 }

@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from math import prod
 
 import pytest
 from tensor_core_emulation import EmulatedTensorCore
@@ -24,8 +25,10 @@ from schedules.gpu.core.intrinsics import sync
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.tensor_core import MatrixType
 from schedules.gpu.core.vector_loads import flat_view
-from schedules.gpu.core.warpgroup import BulkSource, FactorLayout, Fetch
+from schedules.gpu.core.warpgroup import BulkSource, ChunkLayout, FactorLayout, Fetch, Layout
+from schedules.gpu.gemm import warpgroup_conv2d
 from schedules.gpu.gemm.matmul import warpgroup_matmul, warpgroup_tile
+from schedules.tir.extents import unravel
 
 
 class EmulatedWarpgroupCore:
@@ -60,7 +63,7 @@ class EmulatedWarpgroupCore:
     def launch_cluster(size: int) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def shares(self, layout: FactorLayout) -> range:
+    def shares(self, layout: Layout) -> range:
         """All of them: what other blocks would copy is copied here, too."""
         return range(layout.parts)
 
@@ -115,30 +118,42 @@ class EmulatedWarpgroupCore:
         filled: tirx.Expr,
         to_all: bool,
     ) -> None:
-        width, lines = source.box[:2]
-        assert width * 2 == warpgroup.LINE and lines <= 256 and set(source.box[2:]) <= {1}
-        flat = flat_view(source.buffer)
-        with T.serial(0, width * lines // self.threads) as turn:
+        rank, steps = len(source.box), source.steps or (1,) * len(source.box)
+        assert rank <= 5 and all(
+            n * s <= 256 and s <= 8 for n, s in zip(source.box, steps, strict=True)
+        )
+        assert steps[0] == 1 and source.words in (1, 4)
+        counts = [source.box[0] * source.words, *source.box[1:]]
+        if source.is_swizzled:
+            assert counts[0] * 2 == warpgroup.LINE and set(counts[2:]) <= {1}
+        assert counts[0] % 8 == 0
+        flat, total = flat_view(source.buffer), prod(counts)
+        with T.serial(0, -(-total // self.threads)) as turn:
             number = T.bind(turn * self.threads + self.thread.astype("int32"))
-            inner, line = number % width, number // width
-            at = [each.astype("int64") for each in coordinates]
-            at[0], at[1] = at[0] + inner, at[1] + line
-            exists = tirx.all(*(c < e for c, e in zip(at, source.extents, strict=True)))
-            position = at[0]
-            for c, stride in zip(at[1:], source.strides, strict=True):
-                position = position + c * stride
-            value = tirx.if_then_else(exists, flat[position], tirx.const(0, flat.dtype))
-            T.buffer_store(self.shared, value, [_element(place + line * width * 2 + inner * 2)])
+            with T.If(number < total), T.Then():
+                at = [each.astype("int64") for each in coordinates]
+                at[0] = at[0] * source.words
+                for k, inner in enumerate(reversed(unravel(number, counts[::-1]))):
+                    at[k] = T.bind(at[k] + inner * steps[k])
+                extents = [source.extents[0] * source.words, *source.extents[1:]]
+                exists = [tirx.all(c >= 0, c < e) for c, e in zip(at, extents, strict=True)]
+                position = at[0]
+                for c, stride in zip(at[1:], source.strides, strict=True):
+                    position = position + c * stride
+                zero = tirx.const(0, flat.dtype)
+                value = tirx.if_then_else(tirx.all(*exists), flat[position], zero)
+                where = _element(place + number * 2, source.is_swizzled)
+                T.buffer_store(self.shared, value, [where])
 
     def multiply(
         self,
         sums: tirx.Buffer,
-        left: tuple[FactorLayout, tirx.Expr] | Sequence[tirx.Expr],
-        right: tuple[FactorLayout, tirx.Expr],
+        left: tuple[Layout, tirx.Expr] | Sequence[tirx.Expr],
+        right: tuple[Layout, tirx.Expr],
         sets: bool = False,
     ) -> None:
         lane, warp = self.thread % 32, self.thread % warpgroup.WARPGROUP // 32
-        in_shared = isinstance(left[0], FactorLayout)
+        in_shared = isinstance(left[0], FactorLayout | ChunkLayout)
         if sets:
             warpgroup.clear(sums)
         if not in_shared:
@@ -168,20 +183,23 @@ class EmulatedWarpgroupCore:
             return T.reinterpret("float32", bits << tirx.const(16, "uint32"))
         return T.reinterpret(self.type.dtype, bits.astype("uint16")).astype("float32")
 
-    def _read(
-        self, layout: FactorLayout, begin: tirx.Expr, row: tirx.Expr, k: tirx.Expr
-    ) -> tirx.Expr:
+    def _read(self, layout: Layout, begin: tirx.Expr, row: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
         """An element by the canonical layout that the descriptor of its product names."""
         descriptor = layout.descriptor
-        assert descriptor >> 62 == 1 and descriptor >> 49 & 7 == 0  # 128 bytes, from their begin
+        swizzle = descriptor >> 62
+        assert swizzle in (0, 1) and descriptor >> 49 & 7 == 0  # 128 bytes, from their begin
         leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (16, 32))
         step, inner = k // 16, k % 16
         of_step = int(layout.place(0, 16))
-        if layout.rows_first:
+        if not swizzle:
+            lane, other = (row % 8, inner % 8) if layout.rows_first else (inner % 8, row % 8)
+            place = lane * 2 + other * 16 + row // 8 * stride + inner // 8 * leading
+        elif layout.rows_first:
             place = row % 64 * 2 + row // 64 * leading + inner % 8 * 128 + inner // 8 * stride
         else:
             place = row % 8 * 128 + row // 8 * stride + inner * 2
-        return self.shared[_element(begin + step * of_step + place)].astype("float32")
+        at = _element(begin + step * of_step + place, swizzle == 1)
+        return self.shared[at].astype("float32")
 
     pack, exp2 = EmulatedTensorCore.pack, EmulatedTensorCore.exp2
 
@@ -192,18 +210,18 @@ class EmulatedWarpgroupCore:
         return self.words[0][self.thread ^ mask]
 
 
-def _element(byte: tirx.Expr) -> tirx.Expr:
-    """Place of an element that is at a byte before the swizzle."""
-    return (byte ^ ((byte // 128 % 8) * 16)) // 2
+def _element(byte: tirx.Expr, is_swizzled: bool) -> tirx.Expr:
+    """Place of an element that is at a byte, before a swizzle."""
+    return (byte ^ ((byte // 128 % 8) * 16)) // 2 if is_swizzled else byte // 2
 
 
 def emulate_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every device have products of warpgroups, emulate them, and prefer them always."""
     monkeypatch.setattr(GPUInfo, "has_tensor_cores", True)
     monkeypatch.setattr(GPUInfo, "has_warpgroup_products", True)
-    for module in (warpgroup_matmul, warpgroup_attention):
+    for module in (warpgroup_matmul, warpgroup_conv2d, warpgroup_attention):
         monkeypatch.setattr(module, "WarpgroupCore", EmulatedWarpgroupCore)
-    for module in (warpgroup_tile, warpgroup_attention):
+    for module in (warpgroup_tile, warpgroup_conv2d, warpgroup_attention):
         monkeypatch.setattr(module, "single_cycles", lambda *_: float("inf"))
 
 

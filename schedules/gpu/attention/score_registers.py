@@ -15,7 +15,7 @@ from schedules.tir.index_math import i64
 
 from ..core.machine_costs import COSTS
 from ..gemm.matmul.matmul_pattern import divides
-from ..gemm.matmul.tensor_core_matmul import Exchanging, store_products
+from ..gemm.matmul.tensor_core_matmul import Exchanging, rows_after, store_products
 from ..gemm.matmul.tensor_core_tile import ELEMENTS, STEP
 from ..pointwise.coalescing import Lanes, classify
 from ..pointwise.point_kernel import PointWriter, Views
@@ -261,9 +261,9 @@ class RowSoftmax:
         for half in range(2 * self.blocks):
             self._over_quad(self.total, half, lambda a, b: a + b)
             T.buffer_store(self.total, tirx.const(1, FLOAT) / self.total[half], [half])
-        rows_exist = divides(self.tile.rows, results.m)
+        exist = divides(self.tile.rows, results.m)
         for i in range(self.blocks):
             span = self.place(i, 0, self.tile.columns), self.place(i + 1, 0, self.tile.columns)
             sums = [self.output[e] * self.total[2 * i + e // 2 % 2] for e in range(*span)]
-            place = self.batch, self.first + i64(STEP * i), i64(0)
-            store_products(self.lanes, self.lane, results, self.views, *place, sums, rows_exist)
+            rows = rows_after(results, self.batch, self.first + i64(STEP * i), exist)
+            store_products(self.lanes, self.lane, results, self.views, rows, i64(0), sums)

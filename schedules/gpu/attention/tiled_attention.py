@@ -241,13 +241,14 @@ class _ThreadPart:
         apart = tile.columns // (tile.thread_columns // width)
         for i in range(tile.thread_rows):
             row = T.bind(self.first + self._row(i))
+            exists = divides(tile.rows, results.m) or row < i64(results.m)
             T.buffer_store(self.total, tirx.const(1, _FLOAT) / self.total[i], [i])
             for chunk in range(tile.thread_columns // width):
                 column = T.bind(self.unit * i64(width) + i64(chunk * apart))
                 e = i * tile.thread_columns + chunk * width
                 values = [self.output[e + k] * self.total[i] for k in range(width)]
                 place = (results, lanes, self.views, self.batch, row, column)
-                store_results(*place, values, divides(tile.rows, results.m))
+                store_results(*place, values, exists)
 
 
 def _add_products(sums: tirx.Buffer, left: tirx.Buffer, right: tirx.Buffer) -> None:

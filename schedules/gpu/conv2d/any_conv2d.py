@@ -2,8 +2,8 @@
 """GPU rule for convolutions that no other rule takes.
 
 Dense ones of float16, bfloat16, int8 and, on request, float32 rounded to TF32 are products on
-tensor cores, of the weights and the windows of the data; the others have one thread for each
-output.
+tensor cores, of the weights and the windows of the data, by warpgroups where these take less time;
+the others have one thread for each output.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..core.machine import GPUInfo
 from ..core.rule import GPURule
 from ..gemm.matmul.matmul_pattern import ACCUMULATOR, read_matmul
 from ..gemm.matmul.tensor_core_matmul import tensor_core_function
+from ..gemm.warpgroup_conv2d import warpgroup_conv2d_function
 
 THREADS = 128
 
@@ -47,9 +48,9 @@ class AnyConv2D(GPURule):
             return None
         if kernel.layers[0].groups == 1:
             matmul = read_matmul(func, windows=True)
-            written = matmul and tensor_core_function(func, matmul, gpu)
-            if written:
-                return written
+            for write in (warpgroup_conv2d_function, tensor_core_function):
+                if matmul and (written := write(func, matmul, gpu)):
+                    return written
         sch = s_tir.Schedule(tvm.IRModule({"main": func}))
         found = sch.get_child_blocks(sch.get_sblock("root"))
         if "pad1" in [sch.get(block).name_hint for block in found]:

@@ -47,6 +47,8 @@ class MachineCosts:
         Cycles of a block outside of its main loop.
     step_latency : float
         Cycles from a load's issue to the barrier after its store into shared memory.
+    copied_line : float
+        Cycles of each run of neighbours, up to 128 bytes long, that is copied by a tensor map.
     epilogue : float
         Cycles between the last product of a tile and the first of the next in the same block.
     warp_products : float
@@ -131,6 +133,7 @@ class MachineCosts:
     launch: float = 2000.0
     block_latency: float = 1500.0
     step_latency: float = 400.0
+    copied_line: float = 1.0
     epilogue: float = 1500.0
     warp_products: float = 650.0
     warp_cycles: float = 2.0

@@ -6,7 +6,8 @@ shared memory, where another thread has copied them to by maps of tensors; the p
 asynchronous, too. Barriers in shared memory tell each side when a stage is filled, and when it is
 free. Blocks of a cluster may each copy a part of a factor that all of them multiply by, to all at
 once. The layouts are those of the PTX manual, sections ``wgmma.mma_async`` (canonical layouts with
-a swizzle of 128 bytes) and ``cp.async.bulk.tensor``. A map is encoded by the host for each call.
+a swizzle of 128 bytes, and without any) and ``cp.async.bulk.tensor``. A map is encoded by the host
+for each call.
 """
 
 from __future__ import annotations
@@ -114,6 +115,40 @@ class FactorLayout:
 
 
 @dataclass(frozen=True)
+class ChunkLayout:
+    """The same of a tensor in blocks of 16 bytes of channels: without a swizzle.
+
+    Chunks are 16 bytes along the reduced axis, or along the rows. Eight of them that follow each
+    other are a matrix of 8 x 8 elements.
+
+    Parameters
+    ----------
+    rows, rows_first, parts : int, bool, int
+        As of :class:`FactorLayout`.
+    row_bytes, depth_bytes : int
+        Distances of matrices that are neighbours along the rows and along the reduced axis.
+    """
+
+    rows: int
+    rows_first: bool
+    row_bytes: int
+    depth_bytes: int
+    parts: int = 1
+
+    @property
+    def descriptor(self) -> int:
+        """Descriptor without the address: both distances."""
+        return self.row_bytes >> _UNIT << 32 | self.depth_bytes >> _UNIT << 16
+
+    def place(self, row: Index, k: int = 0) -> Index:
+        """Byte where a part or a multiple of 64 rows, and 16 elements of the other axis, begin."""
+        return row * (self.row_bytes // 8) + k // 8 * self.depth_bytes
+
+
+Layout: TypeAlias = FactorLayout | ChunkLayout
+
+
+@dataclass(frozen=True)
 class BulkSource:
     """A tensor of which boxes are copied, zeros outside of it.
 
@@ -126,13 +161,22 @@ class BulkSource:
     strides : tuple[tirx.Expr, ...]
         Distances of the elements of all axes but the first.
     box : tuple[int, ...]
-        Extents of what is copied at once.
+        Elements along each axis that are copied at once; times their steps at most 256.
+    steps : tuple[int, ...]
+        Distances of these elements along each axis; none for neighbours.
+    words : int
+        Elements of the tensor that are one along the first axis, all neighbours: 1 or 4.
+    is_swizzled : bool
+        Whether chunks are swizzled within lines, as in :class:`FactorLayout`.
     """
 
     buffer: tirx.Buffer
     extents: tuple[tirx.Expr, ...]
     strides: tuple[tirx.Expr, ...]
     box: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+    words: int = 1
+    is_swizzled: bool = True
 
 
 class WarpgroupCore(RegisterOperations):
@@ -220,9 +264,11 @@ class WarpgroupCore(RegisterOperations):
         found = tirx.Var(name, T.handle("tensormap").ty)
         T.bind(T.tvm_stack_alloca("tensormap", 1), var=found)
         strides = [stride * i64(2) for stride in source.strides]  # bytes
-        ones = [1] * len(source.box)
-        arguments = (*source.extents, *strides, *source.box, *ones, 0, _SWIZZLE, _PROMOTE, 0)
-        dtype, rank = str(source.buffer.dtype), len(source.box)
+        rank, swizzle = len(source.box), _SWIZZLE if source.is_swizzled else 0
+        steps = source.steps or (1,) * rank
+        box = [count * step for count, step in zip(source.box, steps, strict=True)]
+        arguments = (*source.extents, *strides, *box, *steps, 0, swizzle, _PROMOTE, 0)
+        dtype = str(source.buffer.dtype) if source.words == 1 else "uint64"
         T.evaluate(
             T.call_packed(
                 "runtime.cuTensorMapEncodeTiled", found, dtype, rank, source.buffer.data, *arguments
@@ -377,7 +423,7 @@ class WarpgroupCore(RegisterOperations):
                 settle = f"tvm_fusion_settle_{dtype}"
                 T.evaluate(T.cuda.func_call(settle, buffer[e], source_code=code))
 
-    def shares(self, layout: FactorLayout) -> Sequence[Index]:
+    def shares(self, layout: Layout) -> Sequence[Index]:
         """The parts of a factor that the block copies."""
         return [0] if layout.parts == 1 else [self.rank]
 
@@ -407,8 +453,8 @@ class WarpgroupCore(RegisterOperations):
     def multiply(
         self,
         sums: tirx.Buffer,
-        left: tuple[FactorLayout, tirx.Expr] | Sequence[tirx.Expr],
-        right: tuple[FactorLayout, tirx.Expr],
+        left: tuple[Layout, tirx.Expr] | Sequence[tirx.Expr],
+        right: tuple[Layout, tirx.Expr],
         sets: bool = False,
     ) -> None:
         """Add the products of 64 rows and of all columns, 64 elements deep.
@@ -420,7 +466,7 @@ class WarpgroupCore(RegisterOperations):
         product = T.ptx[self._instruction(layout.rows)]
         own = [sums[e] for e in range(int(sums.shape[0]))]
         begins = [self._descriptor(*right)]
-        in_shared = isinstance(left[0], FactorLayout)
+        in_shared = isinstance(left[0], FactorLayout | ChunkLayout)
         if in_shared:
             begins.insert(0, self._descriptor(*left))
         for k in range(0, DEPTH, STEP):
@@ -438,10 +484,10 @@ class WarpgroupCore(RegisterOperations):
         kind = self.type.name
         return f"wgmma.mma_async.sync.aligned.m{ROWS}n{columns}k{STEP}.f32.{kind}.{kind}"
 
-    def _at_depth(self, begin: tirx.Expr, layout: FactorLayout, k: int) -> tirx.Expr:
+    def _at_depth(self, begin: tirx.Expr, layout: Layout, k: int) -> tirx.Expr:
         return begin + tirx.const(int(layout.place(0, k)) // (1 << _UNIT), "uint64")
 
-    def _descriptor(self, layout: FactorLayout, place: tirx.Expr) -> tirx.Expr:
+    def _descriptor(self, layout: Layout, place: tirx.Expr) -> tirx.Expr:
         address = (self._base + place) >> _u32(_UNIT)
         return T.bind(address.astype("uint64") | tirx.const(layout.descriptor, "uint64"))
 

@@ -104,7 +104,10 @@ def wide_packed_conv2d(
 
     def value(n: tirx.Var, ob: tirx.Var, h: tirx.Var, w: tirx.Var, oi: tirx.Var) -> tirx.Expr:
         icb, kh, kw, ici = axes
-        pixel = h * layer.strides[0] + kh, w * layer.strides[1] + kw
+        pixel = (
+            h * layer.strides[0] + kh * layer.dilation[0],
+            w * layer.strides[1] + kw * layer.dilation[1],
+        )
         window = image(n, icb, *pixel) if is_plain else image(n, icb, *pixel, ici)
         filters = weight(ob, icb, kh, kw, 0 if is_plain else ici, oi)
         return te.sum(
@@ -112,7 +115,7 @@ def wide_packed_conv2d(
         )
 
     height, width = (
-        (int(image.shape[2 + axis]) - layer.kernel[axis]) // layer.strides[axis] + 1
+        (int(image.shape[2 + axis]) - spans(layer)[axis]) // layer.strides[axis] + 1
         for axis in range(2)
     )
     shape = (image.shape[0], weight.shape[0], height, width, BLOCK)
@@ -132,11 +135,17 @@ def forms(layer: ConvLayer, dtype: str = "float16") -> tuple[str | None, str, st
     return None if is_image else "data", "first" if is_image else "dense", "bias"
 
 
+def spans(layer: ConvLayer) -> list[int]:
+    """Extents of a window."""
+    return [(k - 1) * d + 1 for k, d in zip(layer.kernel, layer.dilation, strict=True)]
+
+
 def convolve(data: np.ndarray, weight: np.ndarray, layer: ConvLayer) -> np.ndarray:
     top, left, bottom, right = layer.padding
     padded = np.pad(data, ((0, 0), (0, 0), (top, bottom), (left, right)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, layer.kernel, (2, 3))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, tuple(spans(layer)), (2, 3))
     windows = windows[:, :, :: layer.strides[0], :: layer.strides[1]]
+    windows = windows[..., :: layer.dilation[0], :: layer.dilation[1]]
     return np.einsum("nchwkl,ockl->nohw", windows, weight)
 
 

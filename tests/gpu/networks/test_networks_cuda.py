@@ -62,28 +62,39 @@ def test_a_transformer_is_few_kernels(name: str) -> None:
 HALVES: dict[str, dict[str, Any]] = {
     "bert_base": {"layers": 1, "vocabulary": 100},
     "gpt2": {"layers": 1, "vocabulary": 100},
-    "resnet_50": {},
+    "resnet_50": {"batch": 8},
 }
 
 
+def tensor_core_unit(names: list[str]) -> str | None:
+    """The instruction by which a kernel multiplies matrices, if it does."""
+    return next((each for each in ("HGMMA", "HMMA") if count(names, each)), None)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a"])
 @pytest.mark.parametrize("name", HALVES)
 def test_products_and_convolutions_of_float16_run_on_tensor_cores(name: str, arch: str) -> None:
     """All but those of one row, the pooler of BERT and the classifier of ResNet-50."""
     target = resolve(f"cuda -arch={arch}")
     imported = import_onnx(ZOO[name](**HALVES[name])).mod
     mod = pipeline.optimize(imported, target, Options(precision="fp16"))
-    kernels = ("Matmul", "AnyConv2D")
-    products = [use.name for use in kernel_uses(mod) if use.rule in kernels]
+    rules = {use.name: use.rule.removesuffix(" (warpgroups)") for use in kernel_uses(mod)}
+    kernels = ("Matmul", "AnyConv2D", "Conv2D")
+    products = [each for each, rule in rules.items() if rule in kernels]
     executable = pipeline.build_apart(mod, target).executable
     code = {k: opcodes(v) for text in cuda_texts(executable) for k, v in sass(text, arch).items()}
-    ordinary = {each for each in products if not count(code[f"{each}_kernel"], "HMMA")}
+    units = {each: tensor_core_unit(code[f"{each}_kernel"]) for each in products}
+    ordinary = {each for each, unit in units.items() if unit is None}
     assert len(products) - len(ordinary) >= 4
     assert len(ordinary) == (0 if name == "gpt2" else 1)
     assert not any("conv" in each for each in ordinary)
     convolutions = [each for each in products if "conv" in each]
     assert bool(convolutions) is (name == "resnet_50")
+    assert {units[each] for each in convolutions} <= {"HMMA", "HGMMA"}
+    if arch == "sm_90a" and convolutions:
+        by_warpgroups = [each for each in convolutions if units[each] == "HGMMA"]
+        assert len(by_warpgroups) > len(convolutions) // 2
     # The image has three channels; all others are in blocks, and copied as they lie.
     names = [code[f"{each}_kernel"] for each in convolutions]
     assert sum(bool(count(each, "STS")) for each in names) == len(names[:1])

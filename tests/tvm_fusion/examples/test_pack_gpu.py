@@ -41,6 +41,8 @@ PACKED = (
     "small/product float16 of edges warpgroups",
     "small/attention",
     "small/attention of edges warpgroups",
+    "small/convolution of edges warpgroups",
+    "small/convolution strided warpgroups",
 )
 SMALL = {case.name: case for case in small_cases()}
 _WITHOUT = """
@@ -96,7 +98,8 @@ def test_cases_are_those_of_the_goals() -> None:
     assert sum(name.startswith("reduction/paper4 ") for name in names) == 4
     assert {case.group for case in timed_cases()} == set(stages.GROUPS) <= {*device_run.STAGES}
     assert {*device_run.NCU_CASES} <= {*names}
-    assert {case.group for case in timed_cases() if case.is_specific} == {"attention", "product"}
+    specific = {case.group for case in timed_cases() if case.is_specific}
+    assert specific == {"attention", "convolution", "product"}
     kinds = {word for name in SMALL for word in name.partition("/")[2].split()}
     assert {"softmax", "norm", "attention", "pair", "depthwise", "tf32", "float16"} <= kinds
     assert "warpgroups" in kinds

@@ -260,6 +260,33 @@ def pair(
     )
 
 
+def convolution(
+    name: str, batch: int, channels: tuple[int, int], size: int, kernel: int = 3, stride: int = 1
+) -> KernelCase:
+    """A convolution of float16 with bias and ReLU; the image keeps its size but for the stride."""
+    first, last = channels
+    out = (size - 1) // stride + 1
+    attributes = {"pads": [kernel // 2] * 4, "strides": [stride] * 2}
+
+    def expression(torch: Any, x: Any, w: Any, b: Any) -> Any:
+        conv = torch.nn.functional.conv2d
+        return conv(x, w, b, padding=kernel // 2, stride=stride).relu()
+
+    return KernelCase(
+        name,
+        [("Conv", ["x", "w", "b"], ["a"], attributes), ("Relu", ["a"], ["y"], {})],
+        {"x": ("float16", (batch, first, size, size))},
+        {"y": ("float16", (batch, last, out, out))},
+        expression,
+        lambda: {
+            "w": weight(last, first, kernel, kernel, dtype="float16"),
+            "b": weight(last, dtype="float16", scale=0.1),
+        },
+        2.0 * batch * out**2 * last * first * kernel**2,
+        _HALF,
+    )
+
+
 def softmax(name: str, rows: int, columns: int, dtype: str = "float32") -> KernelCase:
     """Softmax of each row."""
     kind = (dtype, (rows, columns))
@@ -404,6 +431,9 @@ def small_cases() -> list[KernelCase]:
         attention("small/attention", 1, 2, 130, 64),
         of_warpgroups(attention("small/attention of edges", 1, 16, 1000, 64)),
         decoding("small/decoding", 1, 8, 4, 1030),
+        of_warpgroups(convolution("small/convolution of edges", 2, (72, 72), 19)),
+        of_warpgroups(convolution("small/convolution strided", 2, (136, 64), 15, stride=2)),
+        of_warpgroups(convolution("small/convolution 1x1", 3, (192, 200), 13, kernel=1)),
         pair("small/pair", 2, (32, 32, 64), 14),
         pair("small/pair depthwise", 2, (64, 64, 64), 14, depthwise=True),
     ]
@@ -435,6 +465,7 @@ def timed_cases() -> list[KernelCase]:
         decoding("attention/decoding 1x32 of 8, 32768 keys", 1, 32, 4, 32768),
         decoding("attention/decoding 16x32 of 8, 4096 keys", 16, 32, 4, 4096),
         decoding("attention/decoding 8x32, 4096 keys", 8, 32, 1, 4096),
+        *(each for case in _large_convolutions() for each in (case, of_warpgroups(case))),
         pair("convolution/resnet-50 stage 1, batch 8", 8, (64, 64, 256), 56),
         pair("convolution/resnet-50 stage 2, batch 8", 8, (128, 128, 512), 28),
         pair("convolution/resnet-50 stage 3, batch 8", 8, (256, 256, 1024), 14),
@@ -451,6 +482,17 @@ def _large_products() -> list[KernelCase]:
         product("product/4096x4096x4096", 4096, 4096, 4096),
         product("product/8192x1024x4096", 8192, 1024, 4096),
         product("product/512x3072x768", 512, 3072, 768),
+    ]
+
+
+def _large_convolutions() -> list[KernelCase]:
+    """Convolutions of float16 that warpgroups compute faster, as predicted."""
+    return [
+        convolution("convolution/3x3 128 of 28, batch 64", 64, (128, 128), 28),
+        convolution("convolution/3x3 256 of 14, batch 64", 64, (256, 256), 14),
+        convolution("convolution/3x3 256 of 14, batch 8", 8, (256, 256), 14),
+        convolution("convolution/3x3 128 of 56 strided, batch 64", 64, (128, 128), 56, stride=2),
+        convolution("convolution/1x1 1024 to 256 of 14, batch 64", 64, (1024, 256), 14, kernel=1),
     ]
 
 

@@ -66,6 +66,14 @@ class PackedModel:
 _HALF = {"precision": "fp16"}
 MODELS = (
     PackedModel("model/resnet-50 float16, batch 8", "resnet_50", {"batch": 8}, 2e-2, _HALF),
+    PackedModel(
+        "model/resnet-50 float16 warpgroups, batch 8",
+        "resnet_50",
+        {"batch": 8},
+        2e-2,
+        _HALF,
+        is_specific=True,
+    ),
     PackedModel("model/bert-base float16", "bert_base", {}, 2e-2, _HALF),
     PackedModel("model/bert-base float16 warpgroups", "bert_base", {}, 2e-2, _HALF, True),
 )

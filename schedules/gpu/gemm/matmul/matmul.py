@@ -13,6 +13,7 @@ from schedules.tir.extents import constant
 
 from ...core.machine import GPUInfo
 from ...core.rule import TunableGPURule
+from ..warpgroup_conv2d import warpgroup_conv2d_function
 from .factor_tiles import WIDTH, operand_lanes
 from .matmul_pattern import MatmulFunction, read_matmul
 from .matmul_tile_sizes import choose_tiles
@@ -59,7 +60,8 @@ class Matmul(TunableGPURule):
         is_skinny = rows is not None and rows <= MOST_ROWS
         if not matmul.is_plain and not takes_statistics(matmul, gpu):
             return None
-        for write in () if is_skinny else (warpgroup_function, tensor_core_function):
+        by_warpgroups = warpgroup_conv2d_function if plain is None else warpgroup_function
+        for write in () if is_skinny else (by_warpgroups, tensor_core_function):
             if (kernel := write(func, matmul, gpu)) is not None:
                 return kernel
         if plain is None:

@@ -35,6 +35,8 @@ class Operand:
         The factor, in the type of the accumulator.
     rows_first : bool
         Whether neighbours in memory lie along the rows, not along the reduced axis.
+    row_parts, depth_parts : tuple[Extent, ...]
+        Extents of the axes of which the rows and the reduced axis are the product.
     shift : tirx.Var | None
         A value of each row, which is subtracted last.
     """
@@ -42,6 +44,8 @@ class Operand:
     space: IterationSpace
     value: tirx.Expr
     rows_first: bool
+    row_parts: tuple[Extent, ...]
+    depth_parts: tuple[Extent, ...]
     shift: tirx.Var | None = None
 
     @property
@@ -410,7 +414,9 @@ def read_operand(
     # Of data with channels last they lie along the channels; else neighbouring pixels' windows
     # begin beside each other.
     rows_first = not _channels_are_chunks(space) if is_window else rows_are_neighbours(space)
-    return Operand(space, value, rows_first)
+    row_parts = tuple(extent_of(shape[i]) for i in part)
+    depth_parts = tuple(extent_of(axis.dom.extent) for axis in reduced)
+    return Operand(space, value, rows_first, row_parts, depth_parts)
 
 
 def _channels_are_chunks(space: IterationSpace) -> bool:

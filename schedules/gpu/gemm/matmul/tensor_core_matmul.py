@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -411,17 +411,37 @@ class ThreadPart:
 
     def _finish(self) -> None:
         """Store the results."""
-        tile, rows_exist = self.tile, divides(self.tile.rows, self.matmul.m)
+        tile, exist = self.tile, divides(self.tile.rows, self.matmul.m)
         column = self.first[1] + i64(self.column)
         for i in range(tile.warp_rows // STEP):
             row = self.first[0] + i64(self.row + i * STEP)
-            place = (self.matmul, self.views, self.batch, row, column, self.sums_of_rows(i))
+            rows = rows_after(self.matmul, self.batch, row, exist)
+            place = (self.matmul, self.views, rows, column, self.sums_of_rows(i))
             keep = MomentRegisters.allocate(self.matmul, vectors=2)
-            store_products(self.core, self.lane, *place, rows_exist, self.row_tile, keep)
+            store_products(self.core, self.lane, *place, self.row_tile, keep)
 
     def _sum(self, place: int) -> tirx.Expr:
         value, kind = self.sums[place], self.tile.type
         return value if kind.register == kind.sums else T.reinterpret(kind.sums, value)
+
+
+Locate = Callable[[tirx.Expr], tuple[list[tirx.Expr], tirx.Expr | bool]]
+"""Function from one of 16 rows to its place in the product, batch first, and whether it exists.
+
+The parts of the place are bound to variables.
+"""
+
+
+def rows_after(
+    product: Product, batch: Sequence[tirx.Expr], first: tirx.Expr, exist: bool
+) -> Locate:
+    """Return the rows from ``first`` on, all of which are known to exist or not."""
+
+    def locate(row: tirx.Expr) -> tuple[list[tirx.Expr], tirx.Expr | bool]:
+        own = T.bind(first + row)
+        return [*batch, own], exist or own < i64(product.m)
+
+    return locate
 
 
 class Exchanging(Protocol):
@@ -436,11 +456,9 @@ def store_products(
     lane: tirx.Expr,
     product: Product,
     views: Views,
-    batch: Sequence[tirx.Expr],
-    row: tirx.Expr,
+    locate: Locate,
     column: tirx.Expr,
     sums: Sequence[tirx.Expr],
-    rows_exist: bool,
     rows: RowTile | None = None,
     keep: MomentRegisters | None = None,
 ) -> None:
@@ -450,14 +468,14 @@ def store_products(
     ----------
     core, lane : Exchanging, tirx.Expr
         The instructions, and the lane that runs them.
-    product, views, batch : Product, Views, Sequence[tirx.Expr]
+    product, views : Product, Views
         What is stored.
-    row, column : tirx.Expr
-        The first of the warp.
+    locate : Locate
+        The rows of the warp.
+    column : tirx.Expr
+        Its first column.
     sums : Sequence[tirx.Expr]
         Four for each product of 16 x 8, a multiple of four products.
-    rows_exist : bool
-        Whether no row is past the end.
     rows : RowTile | None
         Values of the rows that the epilogue refers to.
     keep : MomentRegisters | None
@@ -466,10 +484,10 @@ def store_products(
     # Vectors of 16 bytes of float32, for which all that the epilogue reads fits into registers.
     lanes = epilogue_lanes(product, ELEMENTS if keep is None else ELEMENTS // keep.vectors)
     for half in range(2):
-        own = T.bind(row + i64(half * 8 + lane // QUAD))
+        (*batch, own), exists = locate(i64(half * 8 + lane // QUAD))
         for group, values in row_vectors(core, lane, sums, half):
             first = T.bind(column + i64((group + lane % QUAD) * ELEMENTS))
-            place = batch, own, first, values, rows_exist
+            place = batch, own, first, values, exists
             then = None if keep is None else keep.take
             store_results(product, lanes, views, *place, rows, then)
             if keep is not None:

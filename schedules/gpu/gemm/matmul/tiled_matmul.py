@@ -191,7 +191,7 @@ class _ThreadPart:
                     row,
                     column,
                     sums,
-                    divides(config.rows, self.matmul.m),
+                    divides(config.rows, self.matmul.m) or row < i64(self.matmul.m),
                     rows=self.row_tile,
                     then=None if keep is None else keep.take,
                 )
@@ -259,7 +259,7 @@ def store_results(
     row: tirx.Expr,
     column: tirx.Expr,
     sums: Sequence[tirx.Expr],
-    row_exists: bool,
+    row_exists: tirx.Expr | bool,
     rows: RowTile | None = None,
     then: Callable[[PointWriter], None] | None = None,
 ) -> None:
@@ -270,8 +270,7 @@ def store_results(
     """
     for start in range(0, len(sums), lanes.vector):
         first = column + i64(start)
-        inside = [None if row_exists else row < i64(matmul.m), first < i64(matmul.n)]
-        with when(*inside):
+        with when(row_exists, first < i64(matmul.n)):
             places = [[*batch, row, first + i64(k)] for k in range(lanes.vector)]
             writer = PointWriter(lanes, views, places)
             writer.give(matmul.accumulator, sums[start : start + lanes.vector])

@@ -19,21 +19,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
-from schedules.tir.extents import constant, unravel
+from schedules.tir.extents import Extent, constant, extent_of, unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
 
 from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
 from ...core.machine import GPUInfo
-from ...core.warpgroup import DEPTH, LINE, ROWS, WARPGROUP, FactorLayout, Fetch, WarpgroupCore
+from ...core.warpgroup import (
+    DEPTH,
+    LINE,
+    ROWS,
+    WARPGROUP,
+    FactorLayout,
+    Fetch,
+    Layout,
+    WarpgroupCore,
+)
 from ...pointwise.point_kernel import Views
 from .matmul_pattern import MatmulFunction, Operand, divides
-from .tensor_core_matmul import store_products
+from .tensor_core_matmul import Locate, rows_after, store_products
 from .warpgroup_tile import WarpgroupTile, bulk_source, choose_warpgroup_tile
 
 _BAND = 8  # rows of tiles, of which neighbouring blocks share columns
@@ -54,28 +64,55 @@ def warpgroup_function(
     tile = choose_warpgroup_tile(matmul, gpu)
     if tile is None:
         return None
-    grid = _Grid(matmul, tile)
+
+    def factors() -> tuple[Factor, Factor]:
+        right = Factor(matmul.right, tile.columns, tile.rows * LINE, tile.cluster)
+        return Factor(matmul.left, tile.rows, 0), right
+
+    return product_kernel(func, Grid(matmul, tile), factors, gpu, "Matmul (warpgroups)")
+
+
+def product_kernel(
+    func: tirx.PrimFunc,
+    grid: Grid,
+    factors: Callable[[], tuple[CopiedFactor, CopiedFactor]],
+    gpu: GPUInfo,
+    rule: str,
+) -> tirx.PrimFunc:
+    """The scheduled function of a product.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        The function.
+    grid : Grid
+        The tiles of its result.
+    factors : Callable
+        Encodes the maps of both factors.
+    gpu : GPUInfo
+        The device.
+    rule : str
+        Name of the rule.
+    """
+    tile = grid.tile
     blocks = simplified(tirx.min(grid.tiles, i64(gpu.multiprocessors // tile.cluster)))
     threads = tile.warpgroups * WARPGROUP + WarpgroupCore.producers
 
     def body() -> None:
         with unless_empty(grid.tiles):
-            factors = [
-                Factor(matmul.left, tile.rows, 0),
-                Factor(matmul.right, tile.columns, tile.rows * LINE, tile.cluster),
-            ]
+            both = factors()
             with (
                 T.launch_thread("blockIdx.x", blocks * i64(tile.cluster)) as block,
                 WarpgroupCore.launch_cluster(tile.cluster),
                 resident_blocks(gpu, 1),
                 T.launch_thread("threadIdx.x", threads) as thread,
             ):
-                write_block(grid, factors, Views.declare(func, gpu), block, blocks, thread)
+                _write_block(grid, both, Views.declare(func, gpu), block, blocks, thread)
 
-    return write_kernels(func, body).with_attr(attributes.RULE, "Matmul (warpgroups)")
+    return write_kernels(func, body).with_attr(attributes.RULE, rule)
 
 
-class _Grid:
+class Grid:
     """Tiles of the result in the order in which blocks take them, those of a cluster as one.
 
     Bands of eight rows of tiles follow each other, each column by column, so that those computed at
@@ -84,21 +121,60 @@ class _Grid:
 
     def __init__(self, matmul: MatmulFunction, tile: WarpgroupTile):
         self.matmul, self.tile = matmul, tile
-        self.rows = tile.cluster * tile.rows
-        self.down, self.across = ceildiv(matmul.m, self.rows), ceildiv(matmul.n, tile.columns)
+        self.down = ceildiv(self.row_tiles, tile.cluster)
+        self.across = ceildiv(matmul.n, tile.columns)
         self.tiles = simplified(i64(matmul.batches) * self.down * self.across)
 
-    def place(self, number: tirx.Expr) -> tuple[list[tirx.Expr], tirx.Expr, tirx.Expr]:
-        """Place in the batch, first row and first column of a tile."""
+    @property
+    def row_tiles(self) -> Extent:
+        """Tiles below each other."""
+        return extent_of(ceildiv(self.matmul.m, self.tile.rows))
+
+    @property
+    def depth(self) -> int:
+        """Length of the reduced axis as it is copied."""
+        return int(constant(self.matmul.k) or 0)
+
+    def start(self, number: tirx.Expr) -> list[tirx.Expr]:
+        """Where the rows of a tile begin."""
+        return [T.bind(number * i64(self.tile.rows))]
+
+    def locate(self, start: Sequence[tirx.Expr], first: tirx.Expr) -> Locate:
+        """The rows of a tile from one of them on."""
+        exist = divides(self.tile.cluster * self.tile.rows, self.matmul.m)
+        return rows_after(self.matmul, start[:-1], T.bind(start[-1] + first), exist)
+
+    def place(self, number: tirx.Expr, rank: tirx.Expr) -> tuple[list[tirx.Expr], list[tirx.Expr]]:
+        """Starts of rows and of columns, in the batch, of a tile of a block of a cluster."""
         per_batch = i64(self.down) * self.across
         *batch, within = unravel(number, [*self.matmul.batch, per_batch], is_natural=True)
         height, wide = i64(_BAND), i64(self.across) * i64(_BAND)
         band, rest = tirx.truncdiv(within, wide), tirx.truncmod(within, wide)
         if not divides(_BAND, self.down):
-            height = T.bind(tirx.min(i64(self.down) - band * height, height))
-        row = T.bind((band * i64(_BAND) + tirx.truncmod(rest, height)) * i64(self.rows))
+            # It is positive, by which alone TVM knows that all that follows is narrow.
+            height = T.bind(tirx.max(tirx.min(i64(self.down) - band * height, height), i64(1)))
+        row = band * i64(_BAND) + tirx.truncmod(rest, height)
+        start = self.start(T.bind(row * i64(self.tile.cluster) + rank))
         column = T.bind(tirx.truncdiv(rest, height) * i64(self.tile.columns))
-        return [T.bind(each) for each in batch], row, column
+        batch = [T.bind(each) for each in batch]
+        return [*batch, *start], [*batch, column]
+
+
+class CopiedFactor(Protocol):
+    """A factor, and its part of each stage, which begins with a byte."""
+
+    layout: Layout
+    begin: int
+
+    def fetch(
+        self,
+        core: WarpgroupCore,
+        start: Sequence[tirx.Expr],
+        depth: tirx.Expr,
+        stage: tirx.Expr,
+        filled: tirx.Expr,
+    ) -> None:
+        """Begin to copy the tile at a start to a stage, from a place of the reduced axis on."""
 
 
 class Factor:
@@ -141,9 +217,9 @@ class Factor:
             core.copy(self._map, self.source, coordinates, at, filled, layout.parts > 1)
 
 
-def write_block(
-    grid: _Grid,
-    factors: Sequence[Factor],
+def _write_block(
+    grid: Grid,
+    factors: tuple[CopiedFactor, CopiedFactor],
     views: Views,
     block: tirx.Expr,
     blocks: tirx.Expr,
@@ -158,19 +234,15 @@ def write_block(
     sums = T.alloc_buffer((tile.sums,), "float32", scope="local")
     own = T.bind(thread // WARPGROUP * int(left.layout.place(ROWS)))
     turns = T.bind((grid.tiles - i64(1) - cluster) // blocks + i64(1))
-    steps = -(-int(constant(matmul.k) or 0) // DEPTH)
-
-    def place(number: tirx.Expr) -> tuple[list[tirx.Expr], tirx.Expr, tirx.Expr]:
-        batch, row, column = grid.place(cluster + number * blocks)
-        return batch, row + rank * i64(tile.rows), column
+    steps = -(-grid.depth // DEPTH)
 
     def fetch(number: tirx.Expr) -> Fetch:
-        batch, row, column = place(number)
+        rows, columns = grid.place(cluster + number * blocks, rank)
 
         def fetch_step(step: tirx.Expr, stage: tirx.Expr, filled: tirx.Expr) -> None:
             depth = i64(step) * i64(DEPTH)
-            left.fetch(core, [*batch, row], depth, stage, filled)
-            right.fetch(core, [*batch, column], depth, stage, filled)
+            left.fetch(core, rows, depth, stage, filled)
+            right.fetch(core, columns, depth, stage, filled)
 
         return fetch_step
 
@@ -180,10 +252,10 @@ def write_block(
         core.multiply(sums, (left.layout, places[0]), (right.layout, places[1]))
 
     def finish(number: tirx.Expr) -> None:
-        batch, row, column = place(number)
-        row = T.bind(row + i64(thread // 32 * (ROWS // 4)))
-        values, exist = [sums[e] for e in range(tile.sums)], divides(grid.rows, matmul.m)
-        store_products(core, thread % 32, matmul, views, batch, row, column, values, exist)
+        start, (*_, column) = grid.place(cluster + number * blocks, rank)
+        rows = grid.locate(start, i64(thread // 32 * (ROWS // 4)))
+        values = [sums[e] for e in range(tile.sums)]
+        store_products(core, thread % 32, matmul, views, rows, column, values)
 
     core.run(
         lambda: T.serial(i64(0), turns, annotations=ROLLED), steps, fetch, multiply, sums, finish

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel of a convolution of warpgroups, for sm_90a, with channels in blocks of 16 bytes.
+
+It is the product of :mod:`.matmul.warpgroup_matmul` with other copies. The rows of a tile are a box
+of output pixels, and of images. In each step 64 channels of a tap are copied: a box of the data,
+shifted by the tap, with zeros around the image, and that of the filters. Both lie in shared memory
+as they do in memory, which is one of the layouts in which warpgroups read factors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from schedules.tir.extents import Extent, constant, size_of, unravel
+from schedules.tir.index_math import ceildiv, i64, ravel
+
+from ..core.machine import GPUInfo
+from ..core.machine_costs import COSTS
+from ..core.tensor_core import CHUNK, MATRIX_TYPES
+from ..core.warpgroup import DEPTH, LINE, ROWS, ChunkLayout, WarpgroupCore
+from .matmul.matmul_pattern import MatmulFunction, divides
+from .matmul.matmul_tile_sizes import assumed_size
+from .matmul.tensor_core_matmul import Locate
+from .matmul.tensor_core_tile import ELEMENTS, choose_tensor_tile, factor_dtype
+from .matmul.warpgroup_matmul import Grid, product_kernel
+from .matmul.warpgroup_tile import WarpgroupTile, single_cycles
+from .window_boxes import BLOCKS, BlockedTensor, WindowProduct
+
+SHAPES = tuple(itertools.product((256, 128, 64), (1, 2), (2, 1)))
+"""Columns, cluster and warpgroups of tiles."""
+_BLOCK = ELEMENTS * ELEMENTS * 2  # bytes of the filters of two blocks of channels
+
+
+def warpgroup_conv2d_function(
+    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo
+) -> tirx.PrimFunc | None:
+    """The scheduled function of a convolution; None if it is better computed otherwise.
+
+    Parameters
+    ----------
+    func, matmul : tirx.PrimFunc, MatmulFunction
+        The function, and the product of windows that it computes.
+    gpu : GPUInfo
+        The device.
+    """
+    if not gpu.has_warpgroup_products or not matmul.is_plain:
+        return None
+    windows = WindowProduct.of(matmul.left, matmul.right)
+    tile = None if windows is None else choose_window_tile(windows, matmul, gpu)
+    if windows is None or tile is None:
+        return None
+
+    def factors() -> tuple[_BlockFactor, _BlockFactor]:
+        data = ChunkLayout(tile.rows, False, ELEMENTS * CHUNK, tile.pixels * CHUNK)
+        filters = ChunkLayout(tile.columns, True, BLOCKS * _BLOCK, _BLOCK, tile.cluster)
+        share = tile.columns // tile.cluster // ELEMENTS
+        return (
+            _BlockFactor(windows, windows.data, tile.box, data, 0),
+            _BlockFactor(windows, windows.filters, (share, ELEMENTS), filters, tile.pixels * LINE),
+        )
+
+    grid = _PixelGrid(matmul, tile, windows)
+    return product_kernel(func, grid, factors, gpu, "Conv2D (warpgroups)")
+
+
+@dataclass(frozen=True)
+class WindowTile(WarpgroupTile):
+    """Partition of a tile whose rows are a box of output pixels.
+
+    Parameters
+    ----------
+    box : tuple[int, ...]
+        Its extents, along each axis of the rows.
+    """
+
+    box: tuple[int, ...] = ()
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of the box, at most as many as rows."""
+        return prod(self.box)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage of both factors."""
+        return (self.pixels + self.columns) * LINE
+
+    def window_cycles(self, windows: WindowProduct, columns: int, gpu: GPUInfo) -> float:
+        """Predicted cycles, whose blocks compute one tile after the other."""
+        extents = assumed_rows(windows)
+        down = prod(-(-extent // part) for extent, part in zip(extents, self.box, strict=True))
+        clusters = -(-down // self.cluster) * -(-columns // self.columns)
+        share = -(-clusters // (gpu.multiprocessors // self.cluster))
+        steps = prod(windows.taps) * -(-windows.blocks // BLOCKS)
+        products = self.rows * self.columns * DEPTH / COSTS.warpgroup_products
+        run = self.box[-1] * CHUNK if windows.data.is_joined else CHUNK
+        runs = BLOCKS * self.pixels * CHUNK // run
+        copied = runs * -(-run // COSTS.sector) * COSTS.sector + self.columns * LINE / self.cluster
+        lines = runs * -(-run // LINE) + self.columns
+        step = max(products, copied / COSTS.l2_bytes, lines * COSTS.copied_line)
+        return share * (steps * step + COSTS.epilogue) + COSTS.block_latency
+
+
+def assumed_rows(windows: WindowProduct) -> list[int]:
+    """Extents of the rows' axes; an open batch has as many images as fill a guess of all rows."""
+    first, *others = windows.data.rows
+    known = [int(constant(extent) or 1) for extent in others]
+    return [int(constant(first) or max(1, assumed_size(first) // prod(known))), *known]
+
+
+def choose_window_tile(
+    windows: WindowProduct, matmul: MatmulFunction, gpu: GPUInfo
+) -> WindowTile | None:
+    """The tile of the least predicted time; None if single warps take less."""
+    single = choose_tensor_tile(matmul, gpu)
+    dtype, columns = factor_dtype(matmul.left), assumed_size(matmul.n)
+    if single is None or dtype is None or dtype != factor_dtype(matmul.right):
+        return None
+    extents, longest = assumed_rows(windows), windows.data.longest
+    tiles = [
+        WindowTile(*shape, MATRIX_TYPES[dtype], box)
+        for shape in SHAPES
+        if shape[1] <= gpu.multiprocessors
+        for box in _boxes(list(map(min, extents, longest)), shape[2] * ROWS)
+    ]
+    best = min(tiles, key=lambda tile: (tile.window_cycles(windows, columns, gpu), tile.rows))
+    sizes = 1, prod(extents), columns, int(constant(matmul.k) or 0)
+    if best.window_cycles(windows, columns, gpu) > single_cycles(single, *sizes, gpu):
+        return None
+    return best
+
+
+def _boxes(longest: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """Boxes of at most so many pixels that cannot be longer along their last axis."""
+    first, *others = longest
+    if not others:
+        yield (min(first, most),)
+        return
+    for length in range(1, min(first, most) + 1):
+        for box in _boxes(others, most // length):
+            yield (length, *box)
+
+
+class _PixelGrid(Grid):
+    """Tiles that are boxes of pixels."""
+
+    tile: WindowTile
+
+    def __init__(self, matmul: MatmulFunction, tile: WindowTile, windows: WindowProduct):
+        self.windows = windows
+        self.counts = [
+            ceildiv(extent, part) for extent, part in zip(windows.data.rows, tile.box, strict=True)
+        ]
+        super().__init__(self._spread(matmul), tile)
+
+    def _spread(self, matmul: MatmulFunction) -> MatmulFunction:
+        """The product with an epilogue over the axes of which its rows are the product."""
+        row, column = matmul.epilogue.axes
+        rows = self.windows.data.rows
+        axes = [tirx.Var(f"m{k}", "int64") for k in range(len(rows))]
+        extents = (*rows, matmul.epilogue.extents[-1])
+        values = {row: ravel(axes, rows)}
+        epilogue = matmul.epilogue.with_axes([*axes, column], extents, values)
+        return replace(matmul, epilogue=epilogue)
+
+    @property
+    def row_tiles(self) -> Extent:
+        return size_of(self.counts)
+
+    @property
+    def depth(self) -> int:
+        return _padded_depth(self.windows)
+
+    def start(self, number: tirx.Expr) -> list[tirx.Expr]:
+        places = unravel(number, self.counts, is_natural=True)
+        return [T.bind(at * i64(part)) for at, part in zip(places, self.tile.box, strict=True)]
+
+    def locate(self, start: Sequence[tirx.Expr], first: tirx.Expr) -> Locate:
+        tile, extents = self.tile, self.windows.data.rows
+        is_whole = [divides(part, e) for part, e in zip(tile.box, extents, strict=True)]
+        # The last tiles of a cluster may be past the end.
+        is_whole[0] = is_whole[0] and divides(tile.cluster, self.row_tiles)
+
+        def locate(row: tirx.Expr) -> tuple[list[tirx.Expr], tirx.Expr | bool]:
+            row = T.bind(first + row)
+            inner = unravel(row, tile.box)
+            places = [T.bind(begin + at) for begin, at in zip(start, inner, strict=True)]
+            inside = [row < i64(tile.pixels)] * (tile.pixels < tile.rows)
+            for place, extent, whole in zip(places, extents, is_whole, strict=True):
+                inside += [place < i64(extent)] * (not whole)
+            return places, tirx.all(*inside) if inside else True
+
+        return locate
+
+
+def _padded_depth(windows: WindowProduct) -> int:
+    """Length of the reduced axis with whole steps for each tap."""
+    return prod(windows.taps) * -(-windows.blocks // BLOCKS) * DEPTH
+
+
+class _BlockFactor:
+    """One factor: where it lies in memory, and its part of each stage.
+
+    Parameters
+    ----------
+    windows, tensor : WindowProduct, BlockedTensor
+        The convolution, and its factor.
+    box : Sequence[int]
+        What is copied at once.
+    layout, begin : ChunkLayout, int
+        Its tile, and the byte of a stage where it begins.
+    """
+
+    def __init__(
+        self,
+        windows: WindowProduct,
+        tensor: BlockedTensor,
+        box: Sequence[int],
+        layout: ChunkLayout,
+        begin: int,
+    ):
+        self.windows, self.tensor = windows, tensor
+        self.layout, self.begin = layout, begin
+        self.source = tensor.source(box)
+        self._map = WarpgroupCore.encode(self.source)
+
+    def fetch(
+        self,
+        core: WarpgroupCore,
+        start: Sequence[tirx.Expr],
+        depth: tirx.Expr,
+        stage: tirx.Expr,
+        filled: tirx.Expr,
+    ) -> None:
+        """Begin to copy the tile at a start to a stage, from a place of the padded depth on."""
+        layout, dtype = self.layout, stage.ty.dtype
+        chunks = -(-self.windows.blocks // BLOCKS)
+        *taps, chunk = unravel(depth // i64(DEPTH), [*self.windows.taps, chunks])
+        for part in core.shares(layout):
+            row = i64(part) * i64(layout.rows // layout.parts)
+            rows = (
+                [row // i64(ELEMENTS) + start[0] // i64(ELEMENTS)] if layout.rows_first else start
+            )
+            coordinates = self.tensor.coordinates(rows, [*taps, chunk * i64(BLOCKS)])
+            at = stage + tirx.const(self.begin, dtype) + i64(layout.place(row)).astype(dtype)
+            core.copy(self._map, self.source, coordinates, at, filled, layout.parts > 1)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading of a convolution as boxes of its tensors, in blocks of 16 bytes of channels.
+
+The windows of neighbouring outputs begin at equal distances, so that for each tap those of a box of
+outputs are themselves a box of the data, beyond whose edges there are zeros. The filters of a tap
+are a box of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tvm import ir, sym, tirx
+
+from schedules.tir.expression_walk import substitute
+from schedules.tir.extents import Extent, constant, extent_of, size_of
+from schedules.tir.index_math import i64, ravel
+
+from ..core.warpgroup import DEPTH, BulkSource
+from .matmul.matmul_pattern import Operand
+from .matmul.tensor_core_tile import ELEMENTS, copied_read
+
+BLOCKS = DEPTH // ELEMENTS
+"""Blocks of channels that are copied at once."""
+_WORD = (
+    4  # elements of 16 bits in one of those that maps count, so that a box has 128 chunks a line
+)
+_CHUNK = ELEMENTS // _WORD  # words of a chunk
+_LONGEST = 256  # elements of a box along an axis
+_LONGEST_STEP = 8
+_MOST_AXES = 5
+
+_Linear = tuple[list[int], int]
+
+
+@dataclass(frozen=True)
+class BoxAxis:
+    """An axis of a tensor, along which a place is ``row * step + tap * reach + offset``.
+
+    Parameters
+    ----------
+    extent, stride : Extent
+        Of the axis, in elements.
+    row, tap : int | None
+        Numbers of the rows' axis and of the reduced axis that it depends on.
+    step, reach, offset : int
+        Factors of both, and the rest.
+    """
+
+    extent: Extent
+    stride: Extent
+    row: int | None
+    tap: int | None
+    step: int
+    reach: int
+    offset: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the place is that of a row."""
+        return self.row is not None and (self.step, self.tap, self.offset) == (1, None, 0)
+
+    def at(self, rows: Sequence[tirx.Expr], taps: Sequence[tirx.Expr]) -> tirx.Expr:
+        """The place of a row and a tap."""
+        place = i64(self.offset)
+        if self.row is not None:
+            place = place + rows[self.row] * i64(self.step)
+        return place if self.tap is None else place + taps[self.tap] * i64(self.reach)
+
+
+@dataclass(frozen=True)
+class BlockedTensor:
+    """A factor of a product in blocks of eight channels.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        The tensor.
+    axes : tuple[BoxAxis, ...]
+        Its axes but those of the channels of a block, as a box lies in shared memory, that of
+        neighbours first.
+    block : int
+        Number of the reduced axis of blocks of channels, behind those of taps.
+    rows : tuple[Extent, ...]
+        Extents of the axes of which the product's rows, or columns, are the product.
+    lanes : int
+        Elements that lie beside each other for each place along the axes.
+    """
+
+    buffer: tirx.Buffer
+    axes: tuple[BoxAxis, ...]
+    block: int
+    rows: tuple[Extent, ...]
+    lanes: int
+
+    @property
+    def is_joined(self) -> bool:
+        """Return whether neighbours along the first axis lie beside each other."""
+        first = self.axes[0]
+        return first.row is not None and first.step == 1 and constant(first.stride) == self.lanes
+
+    @property
+    def longest(self) -> list[int]:
+        """For each axis of the rows, the longest box."""
+        found = [1] * len(self.rows)
+        for axis in self.axes:
+            if axis.row is not None:
+                found[axis.row] = _LONGEST // axis.step
+        if self.is_joined and self.axes[0].row is not None:
+            found[self.axes[0].row] = _LONGEST * _WORD // self.lanes
+        return found
+
+    def source(self, box: Sequence[int]) -> BulkSource:
+        """The tensor of which boxes of some rows are copied."""
+        words, others = self.lanes // _WORD, self.axes
+        extents, counts = [i64(words)], [words]
+        if self.is_joined:
+            first, *others = self.axes
+            extents, counts = [i64(first.extent) * i64(words)], [self._length(first, box) * words]
+        extents += [i64(axis.extent) for axis in others]
+        counts += [self._length(axis, box) for axis in others]
+        strides = tuple(i64(axis.stride) for axis in others)
+        steps = (1, *(max(1, axis.step) for axis in others))
+        return BulkSource(
+            self.buffer, tuple(extents), strides, tuple(counts), steps, _WORD, is_swizzled=False
+        )
+
+    def _length(self, axis: BoxAxis, box: Sequence[int]) -> int:
+        if axis.row is not None:
+            return box[axis.row]
+        return BLOCKS if axis.tap == self.block else 1
+
+    def coordinates(
+        self, rows: Sequence[tirx.Expr], depths: Sequence[tirx.Expr]
+    ) -> list[tirx.Expr]:
+        """Where the box of some first rows, a tap and a first block begins."""
+        places = [axis.at(rows, depths) for axis in self.axes]
+        if self.is_joined:
+            return [places[0] * i64(self.lanes // _WORD), *places[1:]]
+        return [i64(0), *places]
+
+    def merged(self) -> BlockedTensor:
+        """The same with neighbouring axes of rows as one where all of a tensor's rows are taken."""
+        first, *others = self.axes
+        if not others or not (first.is_plain and others[0].is_plain):
+            return self
+        second = others[0]
+        extent, stride = constant(first.extent), constant(first.stride)
+        if extent is None or stride is None or constant(second.stride) != extent * stride:
+            return self
+        if (second.row, first.row) != (len(self.rows) - 2, len(self.rows) - 1):
+            return self
+        if constant(self.rows[-1]) != extent:
+            return self
+        size = extent_of(i64(second.extent) * i64(extent)) if constant(second.extent) is None else 0
+        size = size or extent * int(constant(second.extent) or 0)
+        one = replace(first, extent=size, row=second.row)
+        rows = (*self.rows[:-2], size)
+        return replace(self, axes=(one, *others[1:]), rows=rows)
+
+
+@dataclass(frozen=True)
+class WindowProduct:
+    """A convolution as a product: a row for each output pixel, a column for each output channel.
+
+    Parameters
+    ----------
+    data, filters : BlockedTensor
+        The factors.
+    taps : tuple[int, ...]
+        Extents of the reduced axes but those of channels.
+    blocks : int
+        Blocks of reduced channels.
+    """
+
+    data: BlockedTensor
+    filters: BlockedTensor
+    taps: tuple[int, ...]
+    blocks: int
+
+    @classmethod
+    def of(cls, left: Operand, right: Operand) -> WindowProduct | None:
+        """The convolution that a product of two factors is; None if it has no such boxes."""
+        data, filters = _read_blocked(left, lanes=1), _read_blocked(right, lanes=2)
+        if data is None or filters is None or left.depth_parts != right.depth_parts:
+            return None
+        *taps, blocks, _ = (constant(extent) for extent in left.depth_parts)
+        is_by_columns = filters.rows[1:] == (ELEMENTS,) and filters.axes[-1].is_plain
+        steps = [axis.step for axis in (*data.axes, *filters.axes)]
+        if not is_by_columns or max(steps) > _LONGEST_STEP or None in (*taps, blocks):
+            return None
+        found = cls(data.merged(), filters, tuple(map(int, taps)), int(blocks))
+        ranks = [len(each.source([1] * len(each.rows)).box) for each in (found.data, filters)]
+        return found if max(ranks) <= _MOST_AXES else None
+
+
+def _read_blocked(operand: Operand, lanes: int) -> BlockedTensor | None:
+    """A factor whose last axes are the channels of a block, reduced ones first; else None."""
+    found = _read_axes(operand)
+    depth, rows = len(operand.depth_parts), len(operand.row_parts)
+    if found is None or depth < 2 or len(found[1]) <= lanes:
+        return None
+    buffer, axes = found
+    ends = [(None, depth - 1), (rows - 1, None)][:lanes]
+    for axis, (row, tap), place in zip(axes[-lanes:], ends, (lanes - 1, 0), strict=False):
+        is_lane = (axis.row, axis.tap, axis.offset) == (row, tap, 0)
+        if not is_lane or axis.step + axis.reach != 1 or constant(axis.extent) != ELEMENTS:
+            return None
+        assert constant(axis.stride) == ELEMENTS**place, "last axes lie beside each other"
+    rest = axes[-lanes - 1 :: -1]
+    blocks = [axis for axis in rest if axis.tap == depth - 2]
+    kept = [axis for axis in rest if axis.tap != depth - 2]
+    own, taps = ([getattr(axis, name) for axis in kept] for name in ("row", "tap"))
+    wanted = range(rows - lanes + 1), range(depth - 2)
+    for numbers, expected in zip((own, taps), wanted, strict=True):
+        if sorted(number for number in numbers if number is not None) != list(expected):
+            return None
+    if len(blocks) != 1 or not kept or (blocks[0].row, blocks[0].offset) != (None, 0):
+        return None
+    if blocks[0].reach != 1 or extent_of(blocks[0].extent) != constant(operand.depth_parts[-2]):
+        return None
+    # Matrices of 8 x 8 follow each other along the rows of the data, and along the depth of the
+    # filters, of which the blocks of a cluster copy some columns each.
+    order = [*kept, *blocks] if lanes == 1 else [*blocks, *kept]
+    return BlockedTensor(buffer, tuple(order), depth - 2, operand.row_parts, ELEMENTS**lanes)
+
+
+def _read_axes(operand: Operand) -> tuple[tirx.Buffer, list[BoxAxis]] | None:
+    """The axes of the tensor that a factor is, but those of one element; None if it is none."""
+    read = copied_read(operand)
+    if read is None or operand.shift is not None or len(operand.space.axes) != 2:
+        return None
+    parts = [*operand.row_parts, *operand.depth_parts]
+    fresh = [tirx.Var(f"a{k}", "int64") for k in range(len(parts))]
+    count, analyzer = len(operand.row_parts), sym.Analyzer()
+    for axis, extent in zip(fresh, parts, strict=True):
+        analyzer.bind(axis, ir.Range.from_min_extent(i64(0), i64(extent)))
+    flat = [ravel(fresh[:count], parts[:count]), ravel(fresh[count:], parts[count:])]
+    values = dict(zip(operand.space.axes, flat, strict=True))
+    places = [analyzer.simplify(substitute(index, values)) for index in read.indices]
+    linear = [_linear(place, fresh) for place in places]
+    guards = [analyzer.simplify(substitute(guard, values)) for guard in read.guards]
+    shape = [extent_of(extent) for extent in read.buffer.shape]
+    if None in linear or not all(_follows(g, fresh, linear, shape) for g in guards):
+        return None
+    axes: list[BoxAxis] = []
+    for number, (factors, offset) in enumerate(linear):
+        stride = size_of(shape[number + 1 :])
+        axis = _box_axis(factors, offset, count, shape[number], stride)
+        if axis is None:
+            return None
+        if constant(axis.extent) != 1 or axis.row is not None or axis.tap is not None:
+            axes.append(axis)
+    return read.buffer, axes
+
+
+def _linear(expression: tirx.Expr, axes: Sequence[tirx.Var]) -> _Linear | None:
+    """Factors of axes, and the rest, where all are constants."""
+    found = sym.detect_linear_equation(expression, list(axes))
+    known = [constant(part) for part in found]
+    return None if not known or None in known else (known[:-1], known[-1])
+
+
+def _box_axis(
+    factors: Sequence[int], offset: int, count: int, extent: Extent, stride: Extent
+) -> BoxAxis | None:
+    """The axis of a place; None if it depends on several axes of rows, or of taps."""
+    rows = [k for k in range(count) if factors[k]]
+    taps = [k for k in range(count, len(factors)) if factors[k]]
+    if len(rows) > 1 or len(taps) > 1 or min(factors) < 0:
+        return None
+    row, tap = rows[0] if rows else None, taps[0] - count if taps else None
+    step, reach = (factors[found[0]] if found else 0 for found in (rows, taps))
+    return BoxAxis(extent, stride, row, tap, step, reach, offset)
+
+
+def _follows(
+    guard: tirx.Expr, axes: Sequence[tirx.Var], places: Sequence[_Linear], shape: Sequence[Extent]
+) -> bool:
+    """Return whether a condition holds wherever all places are within the shape."""
+    if isinstance(guard, tirx.And):
+        return all(_follows(part, axes, places, shape) for part in (guard.a, guard.b))
+    if isinstance(guard, tirx.LE | tirx.LT):
+        least, most = guard.a, guard.b
+    elif isinstance(guard, tirx.GE | tirx.GT):
+        least, most = guard.b, guard.a
+    else:
+        return False
+    found = _linear(most - least, axes)
+    if found is None:
+        return False
+    factors, rest = found
+    rest -= isinstance(guard, tirx.LT | tirx.GT)
+    for (own, offset), extent in zip(places, shape, strict=True):
+        known = constant(extent)
+        if factors == own and rest >= offset:
+            return True
+        if known is not None and factors == [-f for f in own] and rest + offset >= known - 1:
+            return True
+    return False
