@@ -95,10 +95,12 @@ def phases(target: Target, options: Options) -> dict[str, list[Pass]]:
 
 def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, list[Pass]]:
     transform = relax.transform
-    winograd, has_halves = options.winograd, CPUInfo.from_target(target).halves_pay
+    has_halves = CPUInfo.from_target(target).halves_pay
     halves = has_halves or precision == "bf16"
-    # The weights of a pair are floats.
-    fuse = "none" if (options.weights, options.fuse) == ("int8", "auto") else options.fuse
+    # The weights of a pair, and those of Winograd's algorithm, are floats.
+    small = options.weights == "int8"
+    fuse = "none" if small and options.fuse == "auto" else options.fuse
+    winograd = "never" if small and options.winograd == "auto" else options.winograd
     return {
         "simplify": [
             MultiplyNarrow(target),
@@ -115,8 +117,8 @@ def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, l
         ],
         "pack": [
             PackLayout(target=target),
-            KeepBytes(target, winograd, options.weights == "int8"),
             ChooseWinograd(winograd, target, options.records),
+            KeepBytes(target, small),
             PadColumns(target),
             NameSizes(),
         ],

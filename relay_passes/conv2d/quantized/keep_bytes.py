@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
 
 import numpy as np
 import tvm
@@ -12,7 +12,7 @@ from tvm.ir import GenericConst, IRModule
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.direct_roofline import direct_cycles
+from schedules.cpu.cost.cost_model import default_conv2d_knobs, estimate
 from schedules.workload.conv2d import Conv2DKernel
 
 from ...core.constants import numbers, tensor_constant
@@ -21,8 +21,10 @@ from ...core.pass_target import pass_target
 from ...op.conv2d import CONV2D
 from ...op.conv_types import read_kernel
 from ...op.widen_weight import LEAST_ELEMENTS
-from ..winograd_decision import decide_winograd
 from .integer_weights import integer_weights, rounded_weights
+
+MOST_TIME = 1.02
+"""Predicted time by bytes, by that by floats, up to which they are kept."""
 
 
 @tvm.transform.module_pass(opt_level=0, name="KeepBytes")
@@ -38,9 +40,9 @@ class KeepBytes:
         lv = R.tvm_fusion.conv2d(x, w8, bias, scale, ...)      # w8: [B, B', kh, kw, x, x] int8
 
     The kernel widens a vector of them in registers for all pixels of its tile, so they take a
-    quarter of the file, of the memory and of the traffic. On CPUs, before ``ChooseWinograd``. Left
-    alone: layers whose weights are fewer than the elements of their data and output, and those that
-    Winograd's algorithm, whose weights are sums of these, is predicted to compute faster; small
+    quarter of the file, of the memory and of the traffic, and some more time where arithmetic
+    decides. On CPUs, after ``ChooseWinograd``, which takes floats. Left alone: layers that are
+    predicted to take more than 1.02 times as long by bytes, and those whose sizes are open; small
     weights; groups within a block of channels, first layers on images in NCHW, fused pairs; weights
     that are not constants, or no multiples of integers.
 
@@ -48,22 +50,18 @@ class KeepBytes:
     ----------
     target : Target | None
         Target of the module; None takes the current target.
-    winograd : str
-        Choice of :class:`.ChooseWinograd`, which comes first with ``always``.
     rounds : bool
         Whether few bytes matter more than time: then only the forms of layers count, and other
         weights are rounded to multiples, -127 to 127, of a scale for each output channel.
     """
 
-    def __init__(
-        self, target: Target | None = None, winograd: str = "auto", rounds: bool = False
-    ) -> None:
-        self.target, self.winograd, self.rounds = target, winograd, rounds
+    def __init__(self, target: Target | None = None, rounds: bool = False) -> None:
+        self.target, self.rounds = target, rounds
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
         target = pass_target(self.target, "KeepBytes")
-        rewriter = _Rewriter(mod, target, self.winograd, self.rounds)
+        rewriter = _Rewriter(mod, target, self.rounds)
         for name, func in mod.functions_items():
             if isinstance(func, relax.Function):
                 rewriter.builder_.update_func(name, rewriter.visit_expr(func))
@@ -78,9 +76,9 @@ Stored = tuple[relax.Expr, relax.Expr]
 class _Rewriter(relax.PyExprMutator):
     """Replaces weights of the direct op; equal ones once."""
 
-    def __init__(self, mod: IRModule, target: Target, winograd: str, rounds: bool) -> None:
+    def __init__(self, mod: IRModule, target: Target, rounds: bool) -> None:
         super().__init__(mod)
-        self._choice = target, winograd, rounds
+        self._cpu, self._rounds = CPUInfo.from_target(target), rounds
         self._stored: dict[GenericConst, Stored | None] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
@@ -89,10 +87,10 @@ class _Rewriter(relax.PyExprMutator):
         if op_name(call) != CONV2D.name or not isinstance(call.args[1], GenericConst):
             return call
         kernel, weight = read_kernel(call, CONV2D), call.args[1]
-        if not _keeps(kernel, *self._choice):
+        if not _has_form(kernel) or not (self._rounds or _pays(kernel, self._cpu)):
             return call
         if weight not in self._stored:
-            self._stored[weight] = _in_bytes(weight, rounds=self._choice[-1])
+            self._stored[weight] = _in_bytes(weight, self._rounds)
         stored = self._stored[weight]
         if stored is None:
             return call
@@ -101,29 +99,24 @@ class _Rewriter(relax.PyExprMutator):
         return relax.Call(call.op, operands, call.attrs)
 
 
-def _keeps(kernel: Conv2DKernel, target: Target, winograd: str, rounds: bool) -> bool:
-    """Return whether a layer is to read weights of 8 bits, if it has such."""
+def _has_form(kernel: Conv2DKernel) -> bool:
+    """Return whether kernels of a layer can read weights of 8 bits."""
     (layer,), is_float = kernel.layers, kernel.dtype == "float32" and kernel.data_dtype is None
-    weights = layer.weight_elements()
     if not is_float or "NCHW" in (kernel.data_layout, kernel.out_layout):
         return False
-    if layer.group_lanes(kernel.lanes) or weights < LEAST_ELEMENTS:
-        return False
+    return not layer.group_lanes(kernel.lanes) and layer.weight_elements() >= LEAST_ELEMENTS
+
+
+def _pays(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether a layer is predicted to take no more time by weights of 8 bits."""
     if not kernel.height or not kernel.width:
-        return True
-    batch, size = kernel.batch or 1, (kernel.height, kernel.width)
-    out_size = layer.output_size(*size)
-    moved = prod(size) * layer.in_channels + prod(out_size) * layer.out_channels
-    if not rounds and weights < batch * moved:
         return False
-    decision = decide_winograd(layer, batch, *size, kernel.dtype, target)
-    if decision is None or winograd == "never":
-        return True
-    if rounds or winograd == "always":
-        return winograd != "always"
-    cpu = CPUInfo.from_target(target)
-    cycles = direct_cycles(layer, batch, out_size, cpu, kernel.dtype, "int8")
-    return not decision.pays or cycles <= decision.cycles
+    kernel = replace(kernel, batch=kernel.batch or 1)
+    both = kernel, replace(kernel, weight_dtype="int8")
+    floats, narrowed = (
+        estimate(each, default_conv2d_knobs(each, cpu), cpu).cycles for each in both
+    )
+    return narrowed <= MOST_TIME * floats
 
 
 def _in_bytes(weight: GenericConst, rounds: bool) -> Stored | None:

@@ -54,6 +54,8 @@ class MachineCosts:
     tight, spill : float
         A step of a tile that leaves the compiler no register; an accumulator without a register,
         stored and loaded in each step.
+    widen : float
+        A vector of weights of 8 bits becomes floats, in each step of a tile.
     start : float
         Bounds of a loop over pixels, and a mispredicted branch.
     store : float
@@ -106,6 +108,7 @@ class MachineCosts:
     inside: float = 5.3
     tight: float = 0.38
     spill: float = 3.6
+    widen: float = 0.25
     start: float = 40.0
     store: float = 1.5
     miss: float = 0.008

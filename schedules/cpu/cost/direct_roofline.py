@@ -25,14 +25,12 @@ def direct_cycles(
     out_size: tuple[int, int],
     cpu: CPUInfo,
     dtype: str,
-    stored: str | None = None,
 ) -> float:
     """Cycles of a layer as a separate kernel, split evenly among the cores.
 
-    The traffic of its input and output is not counted. Weights are of type ``stored``, if not of
-    ``dtype``.
+    The traffic of its input and output is not counted.
     """
-    weights = layer.weight_elements() * ITEM_BYTES[stored or dtype]
+    weights = layer.weight_elements() * ITEM_BYTES[dtype]
     level = fits(weights, cpu)
     rate = weights_rate(cpu.num_cores, cpu) if level == MEMORY else bandwidth(level, cpu)
     work = batch * _arithmetic(layer, out_size, cpu, dtype)

@@ -263,7 +263,8 @@ def _multiply_adds(nest: ConvNest, spans: Sizes, visible: float, cpu: CPUInfo) -
     if not width:
         bodies = nest.in_blocks * ceil(nest.source_lanes / UNROLLED_STEPS)
         loads = 1.0 if layer.groups == 1 else layer.mean_groups_met(nest.lanes)
-        steps = _steps(nest.vectors, spans, _lanes_summed(nest), bodies, loads, cpu)
+        widen = cpu.costs.widen if nest.stored_bytes else 0.0
+        steps = _steps(nest.vectors, spans, _lanes_summed(nest), bodies, loads, widen, cpu)
         return steps * nest.rows * visible
     if width == 1:
         steps = sum(size * number for size, number in spans) / cpu.fma_per_cycle
@@ -274,7 +275,13 @@ def _multiply_adds(nest: ConvNest, spans: Sizes, visible: float, cpu: CPUInfo) -
 
 @lru_cache(maxsize=4096)
 def _steps(
-    vectors: tuple[int, ...], spans: Sizes, lanes: int, bodies: int, loads: float, cpu: CPUInfo
+    vectors: tuple[int, ...],
+    spans: Sizes,
+    lanes: int,
+    bodies: int,
+    loads: float,
+    widen: float,
+    cpu: CPUInfo,
 ) -> float:
     """Cycles of the multiply-adds of a row, all taps visible."""
     costs, registers, steps = cpu.costs, cpu.num_vector_registers, 0.0
@@ -282,6 +289,7 @@ def _steps(
         for size, number in spans:
             missing = size * blocks + blocks + 1 - registers
             lost = costs.spill * missing if missing > 0 else costs.tight * (missing == 0)
+            lost += widen * blocks
             cycles = lanes * (step_cycles(size, blocks, cpu, loads) + lost) + bodies * costs.body
             steps += times * number * cycles
     return steps

@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.ir import GenericConst
 from tvm.target import Target
 
-from relay_passes import KeepBytes
+from relay_passes import ChooseWinograd, KeepBytes
 from relay_passes.layout.packed.weight_packing import pack_array, weight_form
 from relay_passes.op import conv2d
 from schedules.errors import OpError
@@ -120,12 +120,22 @@ def test_weights_that_are_few_or_no_multiples_stay() -> None:
     assert stored(packed(LATE, broken), rounds=True) is None
 
 
-def test_layers_of_winograd_stay_unless_bytes_are_asked_for() -> None:
+def test_layers_of_winograd_are_decided_before() -> None:
     mod = packed(THREE, multiples(THREE), 14)
-    assert stored(mod) is None
-    assert stored(mod, rounds=True) is not None
-    assert stored(mod, rounds=True, winograd="always") is None
-    assert stored(mod, rounds=True, winograd="never") is not None
+    chosen = ChooseWinograd("auto", TARGET)(mod)
+    assert "winograd_conv2d" in chosen.script()
+    tvm.ir.assert_structural_equal(KeepBytes(TARGET, rounds=True)(chosen), chosen)
+    kept = KeepBytes(TARGET, rounds=True)(mod)
+    tvm.ir.assert_structural_equal(ChooseWinograd("always", TARGET)(kept), kept)
+
+
+def test_bytes_stay_by_default_where_no_time_is_lost() -> None:
+    """Weights are read from memory for a single pixel, and arithmetic decides with many."""
+    layer = ConvLayer(2048, 2048, (1, 1))
+    weight = multiples(layer)
+    assert stored(packed(layer, weight, size=1)) is not None
+    assert stored(packed(layer, weight, size=14)) is None
+    assert stored(packed(layer, weight, size=14), rounds=True) is not None
 
 
 def test_other_weights_are_rounded_when_asked() -> None:
