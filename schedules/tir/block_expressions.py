@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 
+from schedules.schedule_rule import KernelFacts
+
 from .expression_walk import loads, substitute
 from .extents import Extent, constant, extent_of
 from .index_math import as_type
@@ -54,6 +56,11 @@ class Stage:
     def shape(self) -> tuple[Extent, ...]:
         """Extents of the output."""
         return tuple(extent_of(axis.dom.extent) for axis in self.axes)
+
+
+def stages_of(facts: KernelFacts) -> list[Stage] | None:
+    """Stages of a function, for :meth:`.KernelFacts.read`."""
+    return read_stages(facts.func)
 
 
 def read_stages(func: tirx.PrimFunc, several: bool = False) -> list[Stage] | None:

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.schedule_rule import KernelFacts
+from schedules.tir.block_expressions import read_stages, stages_of
 from schedules.tir.extents import constant
 from schedules.tir.index_math import ceildiv, i64, simplified
 
@@ -35,7 +37,7 @@ def is_taken(func: tirx.PrimFunc, gpu: GPUInfo) -> bool:
     A few queries of another layout are left to products of few rows, which read each key once, and
     16-bit factors too long for this kernel on tensor cores to products on them.
     """
-    attention = read_attention(func)
+    attention = read_attention(func, read_stages(func))
     rows = None if attention is None else constant(attention.m)
     if attention is None:
         return False
@@ -63,9 +65,10 @@ class Attention(GPURule):
     Left alone: heads whose tiles do not fit into shared memory.
     """
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        attention = read_attention(func)
+        func = facts.func
+        attention = read_attention(func, facts.read(stages_of))
         if attention is None:
             return None
         few = choose_decode_tile(attention, gpu)

@@ -11,7 +11,7 @@ import tvm_ffi
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.block_expressions import Stage, read_stages
+from schedules.tir.block_expressions import Stage
 from schedules.tir.expression_walk import loads, op_name, substitute, uses
 from schedules.tir.extents import Extent, constant, extent_of, unravel
 from schedules.tir.index_math import ceildiv, i64, ravel, volume
@@ -156,15 +156,14 @@ class AttentionFunction:
         )
 
 
-def read_attention(func: tirx.PrimFunc) -> AttentionFunction | None:
-    """Read the attention of a function; None if it is none.
+def read_attention(func: tirx.PrimFunc, stages: Sequence[Stage] | None) -> AttentionFunction | None:
+    """Read the attention of a function of these stages; None if it is none.
 
     The function has two products, and between them a softmax of the first one's last axis as TVM
     writes it: maximum, exponential, sum, quotient. Its argument is computed from the product in
     place, queries, keys and values are computed by injective blocks, and the output is moved by
     transpositions and reshapes only.
     """
-    stages = read_stages(func)
     reduced = [stage for stage in stages or [] if stage.reduced]
     if stages is None or len(reduced) != 4:
         return None

@@ -14,6 +14,7 @@ from tvm import ir, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import unravel
@@ -38,8 +39,9 @@ class AnyConv2D(GPURule):
     16-bit floats are summed in float32. Returns None for everything else.
     """
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
+        func = facts.func
         text = func.attrs.get(attributes.WORKLOAD) if func.attrs else None
         if text is None:
             return None

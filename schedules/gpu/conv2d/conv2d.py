@@ -18,6 +18,7 @@ from tvm.target import Target
 from schedules import attributes
 from schedules.compute.conv2d import WORDS_RANK
 from schedules.errors import OpError
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.branch import when
 from schedules.tir.extents import extent_of
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, describe, from_json, to_json
@@ -114,8 +115,9 @@ class Conv2D(ConvRule):
 
     template = CONV2D
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
+        func = facts.func
         kernel = packed_kernel(func, layers=1)
         if kernel is None or kernel.layers[0].is_depthwise:
             return None

@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.branch import when
 from schedules.workload.conv2d import Conv2DKernel
 
@@ -93,8 +94,9 @@ class DepthwiseConv2D(ConvRule):
 
     template = DEPTHWISE
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
+        func = facts.func
         kernel = _depthwise(func)
         if kernel is None:
             return None

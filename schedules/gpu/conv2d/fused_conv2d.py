@@ -24,6 +24,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.errors import OpError
+from schedules.schedule_rule import KernelFacts
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
 from ..core.intrinsics import sync
@@ -102,8 +103,9 @@ class FusedConv2D(ConvRule):
 
     template = FUSED
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
+        func = facts.func
         kernel = packed_kernel(func, layers=2)
         if kernel is None:
             return tensor_pair_function(func, gpu)

@@ -10,7 +10,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.block_expressions import Stage, read_stages
+from schedules.schedule_rule import KernelFacts
+from schedules.tir.block_expressions import Stage, stages_of
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import loads
 from schedules.tir.extents import extent_of, unravel
@@ -36,9 +37,10 @@ class GroupedConv2D(GPURule):
     the kernel. Returns None for everything else, such as sums over all channels.
     """
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        stages = read_stages(func) or []
+        func = facts.func
+        stages = facts.read(stages_of) or []
         sums = [stage for stage in stages if stage.reduced]
         outputs = [stage for stage in stages if any(stage.output.same_as(p) for p in func.params)]
         if len(sums) != 1 or len(outputs) != 1 or not _is_weighted_window(sums[0]):

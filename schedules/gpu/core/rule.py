@@ -32,10 +32,10 @@ class GPURule(Rule):
     def schedule(self, facts: KernelFacts) -> s_tir.Schedule | None:
         """Return the function that ``kernel`` writes, bfloat16 by its bits if need be."""
         gpu = GPUInfo.from_target(facts.target)
-        kernel = self.kernel(facts.func, gpu)
+        kernel = self.kernel(facts, gpu)
         return None if kernel is None else _finished(kernel, gpu, type(self).__name__)
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel of a function, or return None if the rule does not take it."""
         raise NotImplementedError
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import DataType, tirx
 
-from schedules.tir.block_expressions import Stage, read_stages
+from schedules.schedule_rule import KernelFacts
+from schedules.tir.block_expressions import Stage, stages_of
 from schedules.tir.extents import constant
 
 from ..core.machine_costs import COSTS
@@ -19,12 +20,12 @@ from .iteration_domain import IterationSpace, Store, merge_axes, split_axes
 VECTORS = (16, 8, 4, 2, 1)
 
 
-def injective_spaces(func: tirx.PrimFunc) -> list[IterationSpace] | None:
+def injective_spaces(facts: KernelFacts) -> list[IterationSpace] | None:
     """One space for all outputs of one shape; None if a block reduces or is no plain nest."""
-    stages = read_stages(func)
+    stages = facts.read(stages_of)
     if stages is None or any(stage.reduced for stage in stages):
         return None
-    return spaces_of(func, stages)
+    return spaces_of(facts.func, stages)
 
 
 def spaces_of(func: tirx.PrimFunc, stages: Sequence[Stage]) -> list[IterationSpace]:

@@ -9,6 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.extents import constant
 from schedules.tir.index_math import ceildiv, i64, simplified
 
@@ -36,9 +37,10 @@ class Elementwise(GPURule):
     Left alone: functions with a reduction, a scatter, or thread bindings.
     """
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        spaces = injective_spaces(func)
+        func = facts.func
+        spaces = facts.read(injective_spaces)
         return write_spaces(func, spaces, gpu) if spaces else None
 
 

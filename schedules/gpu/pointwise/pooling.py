@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from schedules.tir.block_expressions import Stage, read_stages
+from schedules.schedule_rule import KernelFacts
+from schedules.tir.block_expressions import Stage, stages_of
 from schedules.tir.expression_walk import loads, uses
 from schedules.tir.extents import constant
 
@@ -31,9 +32,10 @@ class Pooling(GPURule):
     Left alone: larger windows and whole rows, which are reductions; sums over all channels.
     """
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        stages = read_stages(func)
+        func = facts.func
+        stages = facts.read(stages_of)
         if stages is None or not any(stage.reduced for stage in stages):
             return None
         if not all(_is_window(stage) for stage in stages if stage.reduced):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.schedule_rule import KernelFacts
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute, variables
 from schedules.tir.extents import Extent, constant, unravel
@@ -50,9 +51,10 @@ class Transpose(GPURule):
     tensors that their tiles do not fit the shared memory.
     """
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        spaces = injective_spaces(func)
+        func = facts.func
+        spaces = facts.read(injective_spaces)
         if not spaces or len(spaces) > 1:
             return None
         crossing = _find_crossing(merge_axes(spaces[0]))

@@ -10,6 +10,7 @@ from tvm.target import Target
 
 from schedules import attributes
 from schedules.cost.decisions import Comparison, note
+from schedules.schedule_rule import KernelFacts
 
 from ..core.machine import GPUInfo
 from ..core.rule import TunableGPURule
@@ -80,8 +81,9 @@ class CoalescedReduce(TunableGPURule):
         gain = times["reproducible"] / times["of this device"] - 1
         note(Comparison("order", workload.title, times, gain, "reproducible"))
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
+        func = facts.func
         found = read_configured(func, gpu)
         return None if found is None else write_kernel(*found, gpu)
 

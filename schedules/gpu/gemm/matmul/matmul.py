@@ -9,13 +9,15 @@ from typing import Any
 from tvm import DataType, tirx
 from tvm.target import Target
 
+from schedules.schedule_rule import KernelFacts
+from schedules.tir.block_expressions import stages_of
 from schedules.tir.extents import constant
 
 from ...core.machine import GPUInfo
 from ...core.rule import TunableGPURule
 from ..warpgroup_conv2d import warpgroup_conv2d_function
 from .factor_tiles import WIDTH, operand_lanes
-from .matmul_pattern import MatmulFunction, read_matmul
+from .matmul_pattern import MatmulFunction, read_matmul, read_product
 from .matmul_tile_sizes import choose_tiles
 from .skinny_matmul import MOST_ROWS, choose_rows, write_rows_kernel
 from .statistics_cost import takes_statistics
@@ -50,10 +52,14 @@ class Matmul(TunableGPURule):
     windows of their data. Left alone: other convolutions, epilogues that move elements.
     """
 
-    def kernel(self, func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | None:
+    def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        plain = read_matmul(func)
-        matmul = plain or (read_matmul(func, windows=True) if gpu.has_tensor_cores else None)
+        func = facts.func
+        stages = facts.read(stages_of) or []
+        plain = read_product(stages, func.params)
+        matmul = plain
+        if plain is None and gpu.has_tensor_cores:
+            matmul = read_product(stages, func.params, windows=True)
         if matmul is None:
             return None
         rows = constant(matmul.m)
