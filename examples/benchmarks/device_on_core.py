@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from tvm_fusion.distributed import program
-from tvm_fusion.distributed.device.opencl_driver import OpenCLDriver, OpenCLQueue, cl
+from tvm_fusion.distributed.accelerator.opencl_driver import OpenCLDriver, OpenCLQueue, cl
 from tvm_fusion.errors import TargetError
 
 _ADD = "__kernel void add(__global float* a) { a[get_global_id(0)] += 1.0f; }"

@@ -11,8 +11,8 @@ from opencl import POISON, opencl_context
 from opencl_device import cl
 
 from tvm_fusion.distributed import Program
-from tvm_fusion.distributed.device import opencl_driver
-from tvm_fusion.distributed.device.driver import Place, planes
+from tvm_fusion.distributed.accelerator import opencl_driver
+from tvm_fusion.distributed.accelerator.driver import Place, planes
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 
 

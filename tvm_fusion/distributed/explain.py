@@ -10,7 +10,7 @@ from schedules.distribute.distribute import Distribution
 from schedules.distribute.exchange import Message, Region, region_size
 from schedules.distribute.time_skewing import seconds_of_steps
 
-from .device.shares import DeviceShare, Shares
+from .accelerator.shares import DeviceShare, Shares
 from .local_program import KernelPiece
 
 

@@ -44,11 +44,11 @@ from ..compiler.targets.target import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
 from ..machine.host import host_cpu
 from ..prediction.machines import NATIVE, calibrated, find_machine
-from .device.device import Device, ResolvedDevice, resolve_devices
-from .device.device_run import DeviceRun
-from .device.driver import open_driver
-from .device.measure_split import measure_split
-from .device.shares import Shares, Split, plan_shares
+from .accelerator.device import Device, ResolvedDevice, resolve_devices
+from .accelerator.device_run import DeviceRun
+from .accelerator.driver import open_driver
+from .accelerator.measure_split import measure_split
+from .accelerator.shares import Shares, Split, plan_shares
 from .explain import describe, kernel_seconds
 from .local_program import COMBINE, KernelPiece, LocalProgram, Ranks, check_ranks
 from .network_figures import check_figures
@@ -282,16 +282,17 @@ def compile(
         measured, its figures.
     devices : Sequence or Mapping
         Devices that compute rows of every rank beside its CPU, or from ranks to theirs: names such
-        as ``"cuda"``, ``"cuda:1"`` or ``"opencl"``, or :class:`.device.device.Device`. Their rows
-        are copied from the rank's memory and back, in chunks; with ``repeat`` they stay on the
+        as ``"cuda"``, ``"cuda:1"`` or ``"opencl"``, or :class:`.accelerator.device.Device`. Their
+        rows are copied from the rank's memory and back, in chunks; with ``repeat`` they stay on the
         device from step to step instead, unless its chunks are given, and what others read and
         compute is copied. Messages of other ranks pass through the rank's memory, too.
     split : str, sequence, mapping or MeasuredSplit
         Iterations of the first distributed loop that the CPU and each device compute, in this
         order, of every rank or from ranks to theirs. ``"model"`` takes those that end first by the
         figures of ``processor`` and the devices, what
-        :func:`.device.measure_split.measure_split` returns by measured times. ``"auto"`` measures
-        one rank whose devices are here, if no such figures are given, and else is ``"model"``.
+        :func:`.accelerator.measure_split.measure_split` returns by measured times. ``"auto"``
+        measures one rank whose devices are here, if no such figures are given, and else is
+        ``"model"``.
 
     Returns
     -------

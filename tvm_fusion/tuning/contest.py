@@ -102,7 +102,7 @@ class MeasuringWorker:
         self._beacon_file.truncate(BEACON.size)
         self._beacon = mmap.mmap(self._beacon_file.fileno(), BEACON.size)
         self._answers, theirs = os.pipe()
-        module = "device_worker" if device else "worker"
+        module = "gpu_worker" if device else "worker"
         boot = _BOOT.format(f"{__package__}.{module}", "__main__")
         command = [sys.executable, "-c", boot, str(ROOT), str(theirs)]
         self._process = subprocess.Popen(

@@ -165,7 +165,7 @@ def _aligned(array: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """Serve until standard input ends: ``device_worker.py CHANNEL BEACON KIND``."""
+    """Serve until standard input ends: ``gpu_worker.py CHANNEL BEACON KIND``."""
     serve(DeviceBench)
 
 

@@ -36,7 +36,7 @@ from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.runtime.gpu_device import DeviceInfo
 from tvm_fusion.tuning import job
 from tvm_fusion.tuning.contest import Outcome
-from tvm_fusion.tuning.device_worker import DeviceBench
+from tvm_fusion.tuning.gpu_worker import DeviceBench
 from tvm_fusion.tuning.measure import Session, library
 from tvm_fusion.tuning.record_files import verify
 from tvm_fusion.tuning.tasks import Task, extract_tasks

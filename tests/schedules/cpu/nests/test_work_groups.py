@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels for CPUs as work-groups: what becomes of loops, vectors and buffers, and what is refused.
 
-Numbers are in ``tests/tvm_fusion/distributed/device/test_in_place.py``.
+Numbers are in ``tests/tvm_fusion/distributed/accelerator/test_in_place.py``.
 """
 
 from __future__ import annotations

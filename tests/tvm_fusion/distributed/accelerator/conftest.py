@@ -26,5 +26,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[WatchedDriver]:
 @pytest.fixture
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take it for a GPU: kernels for GPUs, and copies to memory of its own."""
-    monkeypatch.setattr("tvm_fusion.distributed.device.device._cpu_units", lambda index: 0)
-    monkeypatch.setattr("tvm_fusion.distributed.device.device._shares_memory", lambda index: False)
+    monkeypatch.setattr("tvm_fusion.distributed.accelerator.device._cpu_units", lambda index: 0)
+    monkeypatch.setattr(
+        "tvm_fusion.distributed.accelerator.device._shares_memory", lambda index: False
+    )

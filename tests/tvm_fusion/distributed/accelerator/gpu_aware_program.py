@@ -14,7 +14,7 @@ from fake_cuda import FakeCUDA
 from tvm import te, tirx
 
 from tvm_fusion import distributed
-from tvm_fusion.distributed.device import cuda_driver
+from tvm_fusion.distributed.accelerator import cuda_driver
 from tvm_fusion.errors import DistributedError
 
 ROWS, COLS, STEPS = 6, 12, 4

@@ -239,7 +239,7 @@ def test_devices_that_are_not_here_are_predicted(monkeypatch: pytest.MonkeyPatch
 def test_a_device_on_the_cpu_shares_its_memory(
     split: Any, busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tvm_fusion.distributed.device.device._cpu_units", lambda index: 2)
+    monkeypatch.setattr("tvm_fusion.distributed.accelerator.device._cpu_units", lambda index: 2)
     processor = Processor(1e9, 1e9, node_bandwidth=1e9, node_ranks=8)
     program = compile(blur(12, 6), devices=["opencl"], split=split, processor=processor)
     assert program.processor == processor.beside(busy)
@@ -280,7 +280,7 @@ def test_measured_together(
         ]
         return [*together, 1.0]
 
-    module = "tvm_fusion.distributed.device.measure_split"
+    module = "tvm_fusion.distributed.accelerator.measure_split"
     monkeypatch.setattr(f"{module}._seconds_of_sides", seconds_of_sides)
     monkeypatch.setattr(f"{module}._seconds_together", seconds_together)
     found = measure_split(blur(120, 6), ["opencl"])
@@ -290,7 +290,7 @@ def test_measured_together(
 
 def test_each_turn_begins_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls take turns, of which the first run, when others had the caches, does not count."""
-    from tvm_fusion.distributed.device import measure_split as module
+    from tvm_fusion.distributed.accelerator import measure_split as module
 
     log: list[str] = []
     now = 0.0
@@ -308,7 +308,7 @@ def test_each_turn_begins_warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_work_slows_a_whole_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls keep their ratio, whatever other work does to their turns."""
-    from tvm_fusion.distributed.device import measure_split as module
+    from tvm_fusion.distributed.accelerator import measure_split as module
 
     now, calls_made = 0.0, 0
 

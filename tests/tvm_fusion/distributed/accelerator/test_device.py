@@ -14,7 +14,7 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Processor, Work
 from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.distributed import Device, accelerator_of, compile
-from tvm_fusion.distributed.device.device import resolve_devices
+from tvm_fusion.distributed.accelerator.device import resolve_devices
 from tvm_fusion.errors import InvalidInputError
 
 HOST = resolve("znver4", 2)
@@ -24,9 +24,11 @@ CPU = Processor(rate=2e11, bandwidth=4e10)
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> None:
     """An OpenCL device that is a CPU of 3 cores, on a machine of 4."""
-    monkeypatch.setattr("tvm_fusion.distributed.device.device._cpu_units", lambda index: 3)
-    monkeypatch.setattr("tvm_fusion.distributed.device.device._shares_memory", lambda index: True)
-    monkeypatch.setattr("tvm_fusion.distributed.device.device.usable_processors", lambda: 4)
+    monkeypatch.setattr("tvm_fusion.distributed.accelerator.device._cpu_units", lambda index: 3)
+    monkeypatch.setattr(
+        "tvm_fusion.distributed.accelerator.device._shares_memory", lambda index: True
+    )
+    monkeypatch.setattr("tvm_fusion.distributed.accelerator.device.usable_processors", lambda: 4)
 
 
 @pytest.mark.parametrize(("threads", "cores"), [(1, 3), (2, 2)])
@@ -73,7 +75,7 @@ def test_other_opencl_devices(as_gpu: None) -> None:
 
 def test_units_of_the_opencl_here() -> None:
     [device] = opencl_context().devices
-    from tvm_fusion.distributed.device.opencl_driver import cpu_units, shares_memory
+    from tvm_fusion.distributed.accelerator.opencl_driver import cpu_units, shares_memory
 
     assert cpu_units(0) == device.max_compute_units > 0 == cpu_units(77)
     assert shares_memory(0) and not shares_memory(77)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_fusion.distributed.device.driver import Place, check_index, open_driver, planes
+from tvm_fusion.distributed.accelerator.driver import Place, check_index, open_driver, planes
 from tvm_fusion.errors import TargetError
 
 
@@ -69,7 +69,9 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetError, match=r"this machine has no NVIDIA driver \(libcuda.so.1\)"):
         open_driver("cuda", 0)
     monkeypatch.setitem(sys.modules, "pyopencl", None)
-    monkeypatch.delitem(sys.modules, "tvm_fusion.distributed.device.opencl_driver", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "tvm_fusion.distributed.accelerator.opencl_driver", raising=False
+    )
     with pytest.raises(TargetError, match=r"need pyopencl .*pip install 'tvm-fusion\[opencl\]'"):
         open_driver("opencl", 0)
 

@@ -14,7 +14,7 @@ from tvm import te
 from examples.stencils import wave2d
 from tvm_fusion import distributed
 from tvm_fusion.distributed import Device, compile, measure_split
-from tvm_fusion.distributed.device import opencl_driver
+from tvm_fusion.distributed.accelerator import opencl_driver
 from tvm_fusion.errors import InvalidInputError, TargetError
 
 FIELDS = {"A": "next", "V": "speed"}
