@@ -3,8 +3,8 @@
 
 Families: ``core`` and ``op``; above them ``simplify``, ``decompose``, ``attention``, ``conv2d``,
 ``layout``, ``matmul``, ``norm``, ``reduction``, ``distribute`` and ``program``, independent of each
-other. Imports ``schedules`` and TVM; ``tvm_fusion`` may import it. Start with ``fuse_conv2d.py``
-in ``conv2d``.
+other. Imports ``schedules`` and TVM. ``tvm_fusion`` may import what stands here, ``core`` and
+``op``, and no other module of the families. Start with ``fuse_conv2d.py`` in ``conv2d``.
 """
 
 import tvm_ffi
@@ -15,17 +15,22 @@ from . import op
 from .attention.attention_in_tiles import AttentionInTiles
 from .attention.fuse_attention import FuseAttention
 from .conv2d.choose_winograd import ChooseWinograd
+from .conv2d.choose_winograd import can_choose as can_choose
 from .conv2d.fuse_conv2d import FuseConv2D
 from .conv2d.fuse_epilogue import FuseEpilogue
 from .conv2d.fusion_decision import Decision, decide
+from .conv2d.fusion_report import read_fusion_report as read_fusion_report
+from .conv2d.fusion_report import recorded_forms as recorded_forms
 from .conv2d.multiply_bfloat16 import MultiplyBfloat16
 from .conv2d.pair_in_tiles import PairInTiles
 from .conv2d.quantized.keep_bytes import KeepBytes
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
+from .conv2d.winograd_decision import decide_winograd as decide_winograd
 from .decompose.decompose_normalization import DecomposeNormalization
 from .distribute.compile_exchanges import CompileExchanges
 from .distribute.distribute_rows import DistributeRows, SeparatePairs
 from .distribute.exchange_in_place import ExchangeInPlace
+from .distribute.row_stages import read_row_stages as read_row_stages
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
 from .layout.pad_columns import PadColumns
@@ -34,6 +39,7 @@ from .matmul.narrow_weights import NarrowWeights
 from .norm.fuse_layer_norm import FuseLayerNorm
 from .program.check_alignment import CheckAlignment
 from .program.lift_outputs import LiftOutputs
+from .program.lift_outputs import sole_kernel as sole_kernel
 from .program.lift_scratch import LiftScratch
 from .program.lowering import ApplyRules, HalfPrecision, LegalizeCalls
 from .program.marks import AllowTF32, AnnotateGathers, DropPragmaScopes, MarkConstants
@@ -45,6 +51,7 @@ from .reduction.coalesce_reduction import CoalesceReduction
 from .reduction.configure_reductions import ConfigureReductions
 from .reduction.fuse_reduction_producers import FuseReductionProducers
 from .reduction.fuse_reductions import FuseReductions
+from .reduction.report import read_reduction_report as read_reduction_report
 from .simplify.simplify_inference import SimplifyInference
 
 __all__ = [

@@ -24,7 +24,7 @@ from ..core.pass_target import pass_target
 from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, Users, find_chains, find_users
 from .fusion_decision import decide, recorded_decision
-from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
+from .fusion_report import Entry, cost_fields, merge_reports, read_fusion_report, write_report
 from .gpu_fusion_decision import gpu_obstacle
 from .pair_decision import Decision
 from .quantized.byte_chains import find_byte_chains
@@ -114,7 +114,7 @@ class FuseConv2D:
             return _rewrites(candidates)
 
         result = rewrite_chains(mod, plan)
-        return write_report(result, merge_reports(read_report(mod), entries))
+        return write_report(result, merge_reports(read_fusion_report(mod), entries))
 
 
 def check_fuse(fuse: str | Chooser, name: str) -> None:

@@ -14,7 +14,7 @@ from schedules.workload.conv2d import FusedConv2DWorkload
 Entry = dict[str, Any]
 
 
-def read_report(mod: IRModule) -> list[Entry]:
+def read_fusion_report(mod: IRModule) -> list[Entry]:
     """The entries that earlier passes left in ``mod``; none if no pass did."""
     text = mod.attrs.get(attributes.FUSION_REPORT) if mod.attrs else None
     return [] if text is None else json.loads(str(text))
@@ -29,7 +29,7 @@ def recorded_forms(mod: IRModule) -> list[Entry]:
     """Records of forms that passes followed: ``function``, the layers, and the record's fields."""
     pairs = [
         {"function": f"{entry['layer1']} + {entry['layer2']}"} | entry["record"]
-        for entry in read_report(mod)
+        for entry in read_fusion_report(mod)
         if "record" in entry
     ]
     text = mod.attrs.get(attributes.RECORDED_LAYERS) if mod.attrs else None

@@ -26,7 +26,7 @@ from ..core.pass_target import pass_target
 from ..op.conv_pair import LAYERS, conv2d_pair, joined_kernel
 from .fuse_conv2d import Chooser, asked_decision, check_fuse
 from .fusion_decision import LEAST_GAIN
-from .fusion_report import Entry, cost_fields, merge_reports, read_report, write_report
+from .fusion_report import Entry, cost_fields, merge_reports, read_fusion_report, write_report
 from .pair_decision import Decision
 
 
@@ -79,7 +79,11 @@ class PairInTiles:
             rule = _rule(cpu, ask, str(name.name_hint), entries)
             if graph.sweep(dict.fromkeys(LAYERS, [rule])):
                 result.update_func(name, graph.to_function())
-        return write_report(result, merge_reports(read_report(mod), entries)) if entries else mod
+        return (
+            write_report(result, merge_reports(read_fusion_report(mod), entries))
+            if entries
+            else mod
+        )
 
 
 def _rule(

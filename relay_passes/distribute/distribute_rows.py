@@ -26,7 +26,7 @@ from ..core.expressions import op_name
 from ..op.conv2d import FUSED_CONV2D, conv2d
 from ..op.conv_types import read_kernel
 from .rank_function import rank_function
-from .row_stages import BoundStage, read_stages
+from .row_stages import BoundStage, read_row_stages
 
 
 @tvm.transform.module_pass(opt_level=0, name="DistributeRows")
@@ -77,7 +77,7 @@ class DistributeRows:
         """Replace ``main``; the module's attribute ``tvm_fusion.rank_plan`` describes the ranks."""
         if "main" not in [name.name_hint for name in mod.get_global_vars()]:
             return mod
-        bound = read_stages(mod["main"])
+        bound = read_row_stages(mod["main"])
         stages = [one.stage for one in bound]
         placement = choose_exchanges(
             stages, self.ranks, self.network, self.processor, self.exchange

@@ -39,7 +39,7 @@ class BoundStage:
     channels: ChannelOp | None = None  # How its channels are split; None if they are not.
 
 
-def read_stages(func: relax.Function) -> list[BoundStage]:
+def read_row_stages(func: relax.Function) -> list[BoundStage]:
     """Stages of a function: its parameters, then its bindings in order; the last is its result.
 
     Parameters

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tvm.target import Target
 
-from relay_passes.conv2d.fusion_decision import Decision
+from relay_passes import Decision
 from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.gpu.core.machine import GPUInfo

@@ -26,8 +26,8 @@ from relay_passes import (
     LiftScratch,
     LiftWeights,
     ShareKernels,
+    sole_kernel,
 )
-from relay_passes.program.lift_outputs import sole_kernel
 from schedules import attributes
 from schedules.cost.decisions import deciding_for
 from schedules.gpu.core.machine import reproducible_target

@@ -17,7 +17,7 @@ import tvm
 from tvm import tirx
 from tvm.target import Target
 
-from relay_passes.conv2d.fusion_report import recorded_forms
+from relay_passes import recorded_forms
 from schedules import attributes, cpu, gpu
 from schedules.gpu.core.machine import GPUInfo
 from schedules.tuning.records import LONGEST_LINE, AnySpace, Record, Records, parse_record

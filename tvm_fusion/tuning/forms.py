@@ -21,10 +21,8 @@ from tvm import relax
 from tvm.ir import GenericConst
 from tvm.target import Target
 
+from relay_passes import can_choose, decide, decide_winograd
 from relay_passes import op as ops
-from relay_passes.conv2d.choose_winograd import can_choose
-from relay_passes.conv2d.fusion_decision import decide
-from relay_passes.conv2d.winograd_decision import decide_winograd
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import read_kernel
 from schedules.cpu.conv2d.forms import FORMS, Form, form_key, layer_workload, packed, pair_workload

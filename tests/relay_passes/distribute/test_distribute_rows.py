@@ -14,7 +14,7 @@ from tvm import relax
 
 from relay_passes import DistributeRows, op
 from relay_passes.distribute.row_rules import row_op
-from relay_passes.distribute.row_stages import read_stages
+from relay_passes.distribute.row_stages import read_row_stages
 from relay_passes.op.pack import pack, unpack
 from schedules import attributes
 from schedules.distribute.cost import Network, Processor
@@ -223,7 +223,7 @@ def test_parts_of_a_call_make_its_result(
     mod = function(lambda _, *params: build(*params), *shapes)
     arrays = [np.random.default_rng(1).standard_normal(s).astype("float32") for s in shapes]
     whole = run_module(mod, *arrays)
-    stages = read_stages(mod["main"])
+    stages = read_row_stages(mod["main"])
     bound = next(one for one in stages if one.rows is not None)
     assert bound.rows is not None
     rebuild, value = bound.rows.rebuild, bound.value

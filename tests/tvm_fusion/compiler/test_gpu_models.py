@@ -26,7 +26,7 @@ from tvm.s_tir import dlight
 from tvm.script import tirx as T
 
 import tvm_fusion
-from relay_passes.conv2d.fusion_report import read_report
+from relay_passes.conv2d.fusion_report import read_fusion_report
 from relay_passes.program import weights as weight_passes
 from schedules import attributes, gpu
 from tvm_fusion.codegen import nvrtc
@@ -138,7 +138,7 @@ def test_activations_of_convolutions_are_packed_by_four() -> None:
 def test_pairs_of_convolutions_are_fused_if_asked(fuse: str) -> None:
     model, target = small_model(), resolve(OPENCL)
     mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse=fuse))
-    assert any(entry["fused"] for entry in read_report(mod)) is (fuse == "all")
+    assert any(entry["fused"] for entry in read_fusion_report(mod)) is (fuse == "all")
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
     assert_same(RelaxOnOpenCL(mod, target)(*feed.values()), run_onnx(model, feed), limit=1e-5)
 

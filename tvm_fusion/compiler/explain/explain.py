@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from relay_passes.conv2d.fusion_report import read_report
+from relay_passes import read_fusion_report
 from schedules.cost.decisions import MODEL, recorded
 from schedules.cost.machine import load_machine
 
@@ -115,7 +115,7 @@ def explain(
         "target": str(host),
         "precision": chosen_precision(precision, host),
         "faster": faster_precision(precision, host),
-        "pairs": read_report(mod),
+        "pairs": read_fusion_report(mod),
         "functions": functions,
         "decisions": [asdict(one) for one in comparisons],
         "machine": None if measured is None else measured.title,

@@ -13,8 +13,7 @@ import tvm
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from relay_passes.conv2d.fusion_report import read_report
-from relay_passes.reduction.report import read_reduction_report
+from relay_passes import read_fusion_report, read_reduction_report
 from schedules.cost.decisions import recorded
 from schedules.cost.machine import load_machine
 
@@ -104,7 +103,7 @@ def explain_kernels(
     return {
         "target": str(device),
         "reductions": {"fused": sum(len(g["reductions"]) for g in report["groups"]), **report},
-        "pairs": read_report(mod),
+        "pairs": read_fusion_report(mod),
         "launches": sum(use["launches"] for use in functions),
         "stock_launches": sum(use.launches for use in kernel_uses(stock)),
         "functions": functions,

@@ -17,10 +17,13 @@ from tvm.ir import GenericConst
 from tvm.ir.transform import Pass
 from tvm.target import Target
 
-from relay_passes.distribute.compile_exchanges import CompileExchanges
-from relay_passes.distribute.distribute_rows import DistributeRows, SeparatePairs
-from relay_passes.distribute.exchange_in_place import ExchangeInPlace
-from relay_passes.distribute.row_stages import read_stages
+from relay_passes import (
+    CompileExchanges,
+    DistributeRows,
+    ExchangeInPlace,
+    SeparatePairs,
+    read_row_stages,
+)
 from schedules import attributes
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.rank_plan import Segment, plan_from_json
@@ -208,7 +211,7 @@ def read_network(
     """
     whole, _ = _phases(target, pipeline.Options(fuse=fuse, winograd=winograd), ranks)
     mod = pipeline.run_phases(import_model(model, shapes).mod, target, whole)
-    return [bound.stage for bound in read_stages(mod["main"])]
+    return [bound.stage for bound in read_row_stages(mod["main"])]
 
 
 def explain_network(
