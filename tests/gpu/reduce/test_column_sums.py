@@ -92,6 +92,7 @@ def large_tensors(functions: list[tirx.PrimFunc], elements: int) -> int:
     return sum(size >= elements for size in sizes)
 
 
+@pytest.mark.quick_cases("layer-float16-shape1", "rms-float32-shape2")
 @pytest.mark.parametrize(
     ("norm", "dtype", "shape"),
     [

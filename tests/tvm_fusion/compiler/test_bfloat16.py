@@ -150,6 +150,7 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
 
 
+@pytest.mark.quick_cases("depthwise")
 @pytest.mark.parametrize("width", [1, 4, 48], ids=["depthwise", "groups of four", "wide groups"])
 def test_blocks_of_tensors_around_groups_by_loops_in_place_of_tile_registers(width: int) -> None:
     random = np.random.default_rng(8)
@@ -414,6 +415,7 @@ def test_stored_halves_are_packed_and_fused_as_float32() -> None:
     assert uses[ZEN_4, TensorProto.BFLOAT16] == ["Conv2D"] * 5
 
 
+@pytest.mark.quick_cases("16")
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_stored_halves_differ_from_float32_by_the_last_rounding(kind: int) -> None:
     """Where no kernel multiplies in 16 bits, nothing but the result is rounded."""

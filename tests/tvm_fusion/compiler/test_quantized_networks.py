@@ -97,6 +97,7 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert ("rounding=" in bytes_) == (make is small_model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("width", "groups", "kind"), [(24, 2, QuantType.QUInt8), (32, 4, QuantType.QInt8)], ids=str
 )
@@ -233,6 +234,7 @@ def grouped_block(own: int) -> onnx.ModelProto:
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
+@pytest.mark.slow
 def test_tensors_around_a_depthwise_layer_have_blocks_of_their_own(tmp_path):
     """By loops in place of tile registers: 24 channels in one block, 144 in three of 48."""
     model = quantized(inverted_residual(), tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
@@ -257,6 +259,7 @@ def test_tensors_around_a_depthwise_layer_have_blocks_of_their_own(tmp_path):
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
+@pytest.mark.quick_cases("16")
 @pytest.mark.parametrize("own", [4, 16, 32])
 def test_groups_by_loops_in_place_of_tile_registers(own, tmp_path):
     """Bit for bit those of vectors: groups of 4 channels are computed as groups of 16."""

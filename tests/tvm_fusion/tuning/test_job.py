@@ -83,6 +83,11 @@ def test_a_job_records_each_task_and_compile_follows_the_records(tmp_path: Path)
     )
     named = [use["record"]["source"] for use in report["functions"] if use["record"]]
     assert named == ["records.jsonl"] * 2
+
+
+@pytest.mark.slow
+def test_records_of_other_options_and_a_job_that_goes_on(tmp_path: Path) -> None:
+    tune(tmp_path)
     other = tvm_fusion.compile(model(), threads=1, fuse="none", records=tmp_path)
     assert other.records == []
     none = tvm_fusion.compile(model(), threads=2, fuse="none", winograd="never", records="none")

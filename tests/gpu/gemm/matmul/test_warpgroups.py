@@ -76,7 +76,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     ("left", "right", "tile"),
     [
-        ("n", "n", WarpgroupTile(128)),
+        pytest.param("n", "n", WarpgroupTile(128), marks=pytest.mark.slow),
         ("n", "t", WarpgroupTile(64)),
         ("n", "n", WarpgroupTile(128, 2)),
         pytest.param("t", "t", WarpgroupTile(128, 2), marks=pytest.mark.slow),
@@ -98,6 +98,7 @@ def test_numbers(left: str, right: str, tile: WarpgroupTile, emulated: pytest.Mo
     assert_close(found, factors[0].astype("float64") @ factors[1].astype("float64"), k)
 
 
+@pytest.mark.quick_cases("both")
 @pytest.mark.parametrize("batched", ["left", "both"])
 def test_numbers_of_an_epilogue_and_a_batch(batched: str, emulated: pytest.MonkeyPatch) -> None:
     """An odd number of rows, and a right factor for all or one for each of the batch."""
@@ -131,6 +132,7 @@ CASES: dict[str, tuple[Build, list[tuple[tuple[int, ...], str]], int]] = {
 }
 
 
+@pytest.mark.quick_cases("epilogue")
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name: str) -> None:
     """Four products of a warpgroup a step, which nothing but the next step's waits for."""

@@ -36,7 +36,7 @@ def run(ranks: int, mode: str, folder: Path) -> Outcome:
     return run_ranks(ranks, PROGRAM, mode, str(folder / "model.so"), str(folder / "arrays.npz"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("2")
 @needs_mpi
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 7])
 def test_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
