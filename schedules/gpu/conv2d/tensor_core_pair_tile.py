@@ -26,6 +26,7 @@ from ..gemm.matmul.tensor_core_tile import (
     TensorTile,
     tile_of_sizes,
 )
+from ..gemm.warpgroup_conv2d import WindowSizes, fastest_tile
 
 _LEAST_STAGES = 2
 _GATHERED_STAGES = 3
@@ -298,7 +299,7 @@ def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
     moved = data + mid, mid + out * (2 if pair.residual else 1)
     sizes = pair.mid_size, pair.out_size
     kernels = (
-        _layer_cycles(layer, pair.batch, math.prod(size), each, pair.dtype, gpu)
+        _layer_cycles(layer, pair.batch, size, each, pair.dtype, gpu)
         for layer, size, each in zip((pair.layer1, pair.layer2), sizes, moved, strict=True)
     )
     return sum(kernels) + COSTS.launch
@@ -322,9 +323,10 @@ def _ends(pair: FusedConv2DWorkload) -> tuple[int, int]:
 
 
 def _layer_cycles(
-    layer: ConvLayer, images: int, pixels: int, moved: int, dtype: str, gpu: GPUInfo
+    layer: ConvLayer, images: int, size: tuple[int, int], moved: int, dtype: str, gpu: GPUInfo
 ) -> float:
     """Predicted cycles of one layer's kernel, which moves some bytes and its weights."""
+    pixels = math.prod(size)
     transfer = _transfer(moved + layer.weight_elements() * ITEM_BYTES[dtype], gpu)
     if layer.is_depthwise:
         elements = images * layer.out_channels * pixels
@@ -336,7 +338,11 @@ def _layer_cycles(
     blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
     block = _product(layer, tile, tile.rows + tile.columns, gathering=0.0)
-    return _run(block, blocks, resident, transfer, gpu)
+    cycles = _run(block, blocks, resident, transfer, gpu)
+    if layer.groups > 1 or kind.itemsize != 2 or not gpu.has_warpgroup_products:
+        return cycles
+    by_warpgroups, _ = fastest_tile(WindowSizes.of_layer(layer, images, size), gpu)
+    return min(cycles, max(transfer, by_warpgroups))
 
 
 def _depthwise_instructions(layer: ConvLayer) -> float:

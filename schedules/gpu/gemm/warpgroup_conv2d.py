@@ -9,6 +9,7 @@ as they do in memory, which is one of the layouts in which warpgroups read facto
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.extents import Extent, constant, size_of, unravel
 from schedules.tir.index_math import ceildiv, i64, ravel
+from schedules.workload.conv2d import ConvLayer
 
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
@@ -30,7 +32,7 @@ from .matmul.tensor_core_matmul import Locate
 from .matmul.tensor_core_tile import ELEMENTS, choose_tensor_tile, factor_dtype
 from .matmul.warpgroup_matmul import Grid, product_kernel
 from .matmul.warpgroup_tile import WarpgroupTile, single_cycles
-from .window_boxes import BLOCKS, BlockedTensor, WindowProduct
+from .window_boxes import BLOCKS, LONGEST_BOX, LONGEST_RUN, BlockedTensor, WindowProduct
 
 SHAPES = tuple(itertools.product((256, 128, 64), (1, 2), (2, 1)))
 """Columns, cluster and warpgroups of tiles."""
@@ -91,15 +93,14 @@ class WindowTile(WarpgroupTile):
         """Shared memory of a stage of both factors."""
         return (self.pixels + self.columns) * LINE
 
-    def window_cycles(self, windows: WindowProduct, columns: int, gpu: GPUInfo) -> float:
+    def window_cycles(self, sizes: WindowSizes, gpu: GPUInfo) -> float:
         """Predicted cycles, whose blocks compute one tile after the other."""
-        extents = assumed_rows(windows)
-        down = prod(-(-extent // part) for extent, part in zip(extents, self.box, strict=True))
-        clusters = -(-down // self.cluster) * -(-columns // self.columns)
+        down = prod(-(-extent // part) for extent, part in zip(sizes.rows, self.box, strict=True))
+        clusters = -(-down // self.cluster) * -(-sizes.columns // self.columns)
         share = -(-clusters // (gpu.multiprocessors // self.cluster))
-        steps = prod(windows.taps) * -(-windows.blocks // BLOCKS)
+        steps = sizes.taps * -(-sizes.blocks // BLOCKS)
         products = self.rows * self.columns * DEPTH / COSTS.warpgroup_products
-        run = self.box[-1] * CHUNK if windows.data.is_joined else CHUNK
+        run = self.box[-1] * CHUNK if sizes.is_joined else CHUNK
         runs = BLOCKS * self.pixels * CHUNK // run
         copied = runs * -(-run // COSTS.sector) * COSTS.sector + self.columns * LINE / self.cluster
         lines = runs * -(-run // LINE) + self.columns
@@ -107,33 +108,81 @@ class WindowTile(WarpgroupTile):
         return share * (steps * step + COSTS.epilogue) + COSTS.block_latency
 
 
-def assumed_rows(windows: WindowProduct) -> list[int]:
-    """Extents of the rows' axes; an open batch has as many images as fill a guess of all rows."""
-    first, *others = windows.data.rows
-    known = [int(constant(extent) or 1) for extent in others]
-    return [int(constant(first) or max(1, assumed_size(first) // prod(known))), *known]
+@dataclass(frozen=True)
+class WindowSizes:
+    """Sizes of a convolution on which its tiles depend.
+
+    Parameters
+    ----------
+    rows, longest : tuple[int, ...]
+        Extents of images and pixels, and of the longest box.
+    taps, blocks, columns : int
+        Taps, blocks of input channels, and output channels.
+    is_joined : bool
+        Whether neighbouring windows begin beside each other.
+    """
+
+    rows: tuple[int, ...]
+    longest: tuple[int, ...]
+    taps: int
+    blocks: int
+    columns: int
+    is_joined: bool
+
+    @classmethod
+    def of(cls, windows: WindowProduct, columns: Extent) -> WindowSizes:
+        """Sizes of a product; an open batch has as many images as fill a guess of all rows."""
+        first, *others = windows.data.rows
+        known = [int(constant(extent) or 1) for extent in others]
+        images = constant(first) or max(1, assumed_size(first) // prod(known))
+        return cls(
+            (images, *known),
+            tuple(windows.data.longest),
+            prod(windows.taps),
+            windows.blocks,
+            assumed_size(columns),
+            windows.data.is_joined,
+        )
+
+    @classmethod
+    def of_layer(cls, layer: ConvLayer, images: int, size: tuple[int, int]) -> WindowSizes:
+        """Sizes of a dense layer with an output of some size."""
+        (down, across), taps = layer.strides, prod(layer.kernel)
+        is_plain = taps == down == across == 1 and not any(layer.padding)
+        is_joined = across == 1
+        last = (LONGEST_RUN if is_joined else LONGEST_BOX) // across
+        rows = (images, prod(size)) if is_plain else (images, *size)
+        longest = (LONGEST_BOX, LONGEST_BOX // down)[: len(rows) - 1]
+        blocks = -(-layer.in_channels // ELEMENTS)
+        return cls(rows, (*longest, last), taps, blocks, layer.out_channels, is_joined)
+
+
+@functools.lru_cache(maxsize=256)
+def fastest_tile(sizes: WindowSizes, gpu: GPUInfo) -> tuple[float, WindowTile]:
+    """The tile of the least predicted time, for any type, and its cycles."""
+    tiles = (
+        WindowTile(columns, cluster, warpgroups, box=box)
+        for columns, cluster, warpgroups in SHAPES
+        if cluster <= gpu.multiprocessors
+        for box in _boxes(list(map(min, sizes.rows, sizes.longest)), warpgroups * ROWS)
+    )
+    rated = ((tile.window_cycles(sizes, gpu), tile) for tile in tiles)
+    return min(rated, key=lambda found: (found[0], found[1].rows))
 
 
 def choose_window_tile(
     windows: WindowProduct, matmul: MatmulFunction, gpu: GPUInfo
 ) -> WindowTile | None:
     """The tile of the least predicted time; None if single warps take less."""
-    single = choose_tensor_tile(matmul, gpu)
-    dtype, columns = factor_dtype(matmul.left), assumed_size(matmul.n)
+    single, dtype = choose_tensor_tile(matmul, gpu), factor_dtype(matmul.left)
     if single is None or dtype is None or dtype != factor_dtype(matmul.right):
         return None
-    extents, longest = assumed_rows(windows), windows.data.longest
-    tiles = [
-        WindowTile(*shape, MATRIX_TYPES[dtype], box)
-        for shape in SHAPES
-        if shape[1] <= gpu.multiprocessors
-        for box in _boxes(list(map(min, extents, longest)), shape[2] * ROWS)
-    ]
-    best = min(tiles, key=lambda tile: (tile.window_cycles(windows, columns, gpu), tile.rows))
-    sizes = 1, prod(extents), columns, int(constant(matmul.k) or 0)
-    if best.window_cycles(windows, columns, gpu) > single_cycles(single, *sizes, gpu):
+    sizes = WindowSizes.of(windows, matmul.n)
+    cycles, tile = fastest_tile(sizes, gpu)
+    extents = 1, prod(sizes.rows), sizes.columns, int(constant(matmul.k) or 0)
+    if cycles > single_cycles(single, *extents, gpu):
         return None
-    return best
+    return replace(tile, type=MATRIX_TYPES[dtype])
 
 
 def _boxes(longest: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:

@@ -23,11 +23,11 @@ from .matmul.tensor_core_tile import ELEMENTS, copied_read
 
 BLOCKS = DEPTH // ELEMENTS
 """Blocks of channels that are copied at once."""
-_WORD = (
-    4  # elements of 16 bits in one of those that maps count, so that a box has 128 chunks a line
-)
-_CHUNK = ELEMENTS // _WORD  # words of a chunk
-_LONGEST = 256  # elements of a box along an axis
+_WORD = 4  # elements of 16 bits in one of those that maps count, so that boxes may be longer
+LONGEST_BOX = 256
+"""Elements of a box along an axis, the steps between them included."""
+LONGEST_RUN = LONGEST_BOX * _WORD // ELEMENTS
+"""Pixels of a box along an axis that is copied as one with the channels of a block."""
 _LONGEST_STEP = 8
 _MOST_AXES = 5
 
@@ -106,9 +106,9 @@ class BlockedTensor:
         found = [1] * len(self.rows)
         for axis in self.axes:
             if axis.row is not None:
-                found[axis.row] = _LONGEST // axis.step
+                found[axis.row] = LONGEST_BOX // axis.step
         if self.is_joined and self.axes[0].row is not None:
-            found[self.axes[0].row] = _LONGEST * _WORD // self.lanes
+            found[self.axes[0].row] = LONGEST_RUN
         return found
 
     def source(self, box: Sequence[int]) -> BulkSource:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from conv2d.test_tensor_core_conv2d import (
@@ -24,6 +26,7 @@ from schedules.gpu.core import machine
 from schedules.gpu.gemm import warpgroup_conv2d
 from schedules.gpu.gemm.matmul.matmul import Matmul
 from schedules.gpu.gemm.matmul.matmul_pattern import read_matmul
+from schedules.gpu.gemm.warpgroup_conv2d import WindowSizes
 from schedules.gpu.gemm.window_boxes import WindowProduct
 from schedules.workload.conv2d import Activation, ConvLayer
 from tvm_fusion.codegen.nvrtc import compile_cuda
@@ -36,10 +39,12 @@ Size = tuple[int, int, int]
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     emulate_warpgroups(monkeypatch)
     monkeypatch.setattr(machine, "_OPENCL_MULTIPROCESSORS", 3)  # fewer blocks than tiles
-    return monkeypatch
+    warpgroup_conv2d.fastest_tile.cache_clear()
+    yield monkeypatch
+    warpgroup_conv2d.fastest_tile.cache_clear()
 
 
 def layer_of(
@@ -213,3 +218,17 @@ def test_boxes_fill_the_rows_of_a_tile() -> None:
         for box in boxes:
             longer = np.prod(box[:-1]) * (box[-1] + 1)
             assert np.prod(box) <= most and (box[-1] == 14 or longer > most)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sizes_of_a_layer_are_those_of_its_product(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those by which pairs are weighed, before anything is lowered."""
+    found: list[WindowSizes] = []
+    monkeypatch.setattr(
+        warpgroup_conv2d, "choose_window_tile", lambda w, m, g: found.append(WindowSizes.of(w, m.n))
+    )
+    layer, (batch, height, width) = CASES[name]
+    scheduled(layer, (batch, height, width), "float16", HOPPER, is_packed=True)
+    assert found == [WindowSizes.of_layer(layer, batch, layer.output_size(height, width))]
