@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from tvm import ir, sym, tirx
 
@@ -142,22 +143,20 @@ class BlockedTensor:
 
     def merged(self) -> BlockedTensor:
         """The same with neighbouring axes of rows as one where all of a tensor's rows are taken."""
-        first, *others = self.axes
-        if not others or not (first.is_plain and others[0].is_plain):
+        if len(self.axes) < 2 or not (self.axes[0].is_plain and self.axes[1].is_plain):
             return self
-        second = others[0]
-        extent, stride = constant(first.extent), constant(first.stride)
-        if extent is None or stride is None or constant(second.stride) != extent * stride:
+        first, second, *others = self.axes
+        extents = [constant(axis.extent) for axis in (second, first)]
+        last = len(self.rows) - 1
+        if None in extents or list(self.rows[-2:]) != extents:
             return self
-        if (second.row, first.row) != (len(self.rows) - 2, len(self.rows) - 1):
+        if (second.row, first.row) != (last - 1, last):
             return self
-        if constant(self.rows[-1]) != extent:
+        if constant(second.stride) != extents[1] * constant(first.stride):
             return self
-        size = extent_of(i64(second.extent) * i64(extent)) if constant(second.extent) is None else 0
-        size = size or extent * int(constant(second.extent) or 0)
+        size = prod(extents)
         one = replace(first, extent=size, row=second.row)
-        rows = (*self.rows[:-2], size)
-        return replace(self, axes=(one, *others[1:]), rows=rows)
+        return replace(self, axes=(one, *others), rows=(*self.rows[:-2], size))
 
 
 @dataclass(frozen=True)

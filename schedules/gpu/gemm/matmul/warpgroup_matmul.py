@@ -161,10 +161,15 @@ class Grid:
 
 
 class CopiedFactor(Protocol):
-    """A factor, and its part of each stage, which begins with a byte."""
+    """A factor, and its part of each stage."""
 
-    layout: Layout
-    begin: int
+    @property
+    def layout(self) -> Layout:
+        """Its tile."""
+
+    @property
+    def begin(self) -> int:
+        """First byte of the tile in a stage."""
 
     def fetch(
         self,
