@@ -76,7 +76,8 @@ def transform_weight(weight: np.ndarray, size: int) -> np.ndarray:
     points = np.empty((len(both), taps.shape[1]), weight.dtype)
     for start in range(0, taps.shape[1], _AT_ONCE):  # so that float64 stays in the cache
         some = slice(start, start + _AT_ONCE)
-        points[:, some] = both @ taps[:, some].astype("float64")
+        with np.errstate(invalid="ignore"):  # an infinity becomes NaN, as in the data
+            points[:, some] = both @ taps[:, some].astype("float64")
     return points.reshape(-1, *weight.shape[:2], *weight.shape[4:])
 
 

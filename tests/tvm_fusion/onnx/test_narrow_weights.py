@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnx_cases import onnx_model
 
 import tvm_fusion
 from tvm_fusion.compiler import pipeline
@@ -455,6 +456,32 @@ def test_weights_of_convolutions_stay_bytes() -> None:
         text = pipeline.optimize(import_onnx(model).mod, resolve("znver3", 2), chosen).script()
         kept[options] = text.count('weight_dtype\\": \\"int8')
     assert 0 < kept[None] < kept["int8"] == len(CONVOLUTIONS)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_scales_of_zero_infinity_and_nan_reach_their_channels_alone(weights: str | None) -> None:
+    random = np.random.default_rng()
+    scale = random.uniform(0.01, 0.02, 64).astype("float32")
+    scale[[3, 20, 41]] = 0, np.nan, np.inf
+    constants = {
+        "q": random.integers(1, 127, (64, 72, 3, 3)).astype("int8"),
+        "s": scale,
+        "z": np.zeros(64, "int8"),
+    }
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["w"], axis=0),
+        helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4),
+    ]
+    shape = (1, 72, 8, 8)
+    model = onnx_model(nodes, {"x": shape}, ["y"], constants)
+    data = random.uniform(0.5, 1, shape).astype("float32")
+    (wanted,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": data})
+    found = tvm_fusion.compile(model, weights=weights)(data)
+    assert not found[:, 3].any() and np.isnan(found[:, 20]).all()
+    assert not np.isfinite(found[:, 41]).any()
+    others = np.isfinite(scale)
+    np.testing.assert_allclose(found[:, others], wanted[:, others], rtol=1e-4, atol=1e-4)
 
 
 def test_weights_of_convolutions_are_rounded_when_asked(tmp_path: Path) -> None:
