@@ -13,8 +13,6 @@ from schedules.errors import OpError
 from schedules.gpu.core.machine import GPUInfo, gpu_target
 from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
 
-from ..core.expressions import op_name
-from ..op.conv2d import FUSED_CONV2D
 from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, find_chains, find_users
 
@@ -38,11 +36,11 @@ class FuseEpilogue:
 
     A convolution without an epilogue becomes such a call too, with a bias of zeros. So do those of
     bfloat16 that give float32, if ``halves``, with a rounding at the end. For GPUs with tensor
-    cores, so do those of 16-bit floats if none of these has groups, an open height or width, or is
-    in a pair, so that :class:`.PackLayout` packs them. Left alone: other layouts than NCHW and
-    OIHW, other element types than float32, symbolic channels or kernels, convolutions
-    outside of dataflow blocks (``relax.transform.ConvertToDataflow`` makes them), and the rest of
-    an epilogue after a value with a second consumer.
+    cores, so do those of 16-bit floats with known height and width, so that :class:`.PackLayout`
+    packs them. Left alone: other layouts than NCHW and OIHW, other element types than float32,
+    symbolic channels or kernels, convolutions outside of dataflow blocks
+    (``relax.transform.ConvertToDataflow`` makes them), and the rest of an epilogue after a value
+    with a second consumer.
 
     Parameters
     ----------
@@ -69,8 +67,7 @@ def _plan(halves: bool, has_cores: bool, _name: str, block: relax.DataflowBlock)
         chains += find_chains(block, users, "bfloat16", "float32")
     if has_cores:
         found = [chain for dtype in HALF for chain in find_chains(block, users, dtype)]
-        if all(map(_is_packed, found)) and not any(map(_is_pair, block.bindings)):
-            chains += found
+        chains += filter(_is_packed, found)
     for chain in chains:
         try:
             rewrites.calls[chain.output] = chain.to_call()
@@ -81,12 +78,6 @@ def _plan(halves: bool, has_cores: bool, _name: str, block: relax.DataflowBlock)
 
 
 def _is_packed(chain: ConvChain) -> bool:
-    """Return whether tensor cores take a convolution of 16-bit floats in blocks of channels."""
+    """Return whether a convolution of 16-bit floats is computed in blocks of channels."""
     size = chain.data.ty.shape.values[2:]
-    return chain.layer.groups == 1 and all(isinstance(extent, tirx.IntImm) for extent in size)
-
-
-def _is_pair(binding: relax.Binding) -> bool:
-    """Return whether a binding is a pair of convolutions of 16-bit floats."""
-    is_pair = op_name(binding.value) == FUSED_CONV2D.name
-    return is_pair and str(binding.var.ty.dtype) in HALF
+    return all(isinstance(extent, tirx.IntImm) for extent in size)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -58,12 +57,11 @@ class PackLayout:
 
     Weights and biases that are constants are packed here, others by calls in the function. A
     reshape reads past those before it, so that it is a view. On a GPU blocks are 16 bytes. Left
-    alone there: convolutions whose groups cross block boundaries, pairs on tensor cores, those of
-    16-bit floats without tensor cores or in functions where some of them have groups, open sizes or
-    are pairs, and those of bytes with open sizes. Left alone everywhere: ops that are in no table
-    of ``relay_passes/layout/packed``, ops whose operands would be packed or unpacked for them
-    alone, convolutions that are packed already, and functions without any of our convolutions or
-    packed tensors.
+    alone there: convolutions of float32 whose groups cross block boundaries, pairs on tensor cores,
+    and those of 16-bit floats and of bytes with open sizes, without tensor cores, or, of bytes,
+    with groups. Left alone everywhere: ops that are in no table of ``relay_passes/layout/packed``,
+    ops whose operands would be packed or unpacked for them alone, convolutions that are packed
+    already, and functions without any of our convolutions or packed tensors.
 
     Parameters
     ----------
@@ -106,15 +104,10 @@ class PackLayout:
         return _Packer(mod, blocks, takes, cpu, chunks).rewrite_module(mod)
 
     def _pack_halves(self, mod: IRModule) -> IRModule:
-        """The module with convolutions of 16-bit floats packed, where all are single and dense."""
+        """The module with convolutions of 16-bit floats packed, but for pairs."""
         block = self.block or CHUNK // 2
         packer = _Packer(mod, ChannelBlocks(block, block), _takes_half)
-
-        def is_wanted(func: relax.Function) -> bool:
-            kernels = map(kernel_of, _calls_of(func))
-            return all(_takes_half(each) for each in kernels if each and each.dtype in HALF)
-
-        return packer.rewrite_module(mod, is_wanted)
+        return packer.rewrite_module(mod)
 
     def _pack_bytes(self, mod: IRModule) -> IRModule:
         """The module with convolutions of bytes packed, of 16 bytes each."""
@@ -162,17 +155,16 @@ def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, gpu: GPUInfo, tf32: bool) ->
 
 
 def _takes_half(kernel: Conv2DKernel) -> bool:
-    return kernel.dtype in HALF and _is_product(kernel)
+    return kernel.dtype in HALF and _is_single(kernel)
 
 
 def _takes_bytes(kernel: Conv2DKernel) -> bool:
-    return kernel.is_quantized and _is_product(kernel)
+    return kernel.is_quantized and _is_single(kernel) and kernel.layers[0].groups == 1
 
 
-def _is_product(kernel: Conv2DKernel) -> bool:
-    """Return whether a convolution is dense, alone, and of images of a known size."""
-    is_dense = len(kernel.layers) == 1 and kernel.layers[0].groups == 1
-    return is_dense and None not in (kernel.height, kernel.width)
+def _is_single(kernel: Conv2DKernel) -> bool:
+    """Return whether a kernel is one convolution of images of a known size."""
+    return len(kernel.layers) == 1 and None not in (kernel.height, kernel.width)
 
 
 @relax.expr_functor.mutator
@@ -196,12 +188,10 @@ class _Packer(relax.PyExprMutator):
             self.scope.shifts = cpu.shifts_bytes
             self.scope.tile_groups = partial(tile_groups, blocks=blocks, cpu=cpu)
 
-    def rewrite_module(
-        self, mod: IRModule, wanted: Callable[[relax.Function], bool] = lambda _: True
-    ) -> IRModule:
-        """The module with every Relax function rewritten that is wanted and concerned."""
+    def rewrite_module(self, mod: IRModule) -> IRModule:
+        """The module with every Relax function rewritten that is concerned."""
         for name, func in mod.functions_items():
-            if isinstance(func, relax.Function) and self.is_concerned(func) and wanted(func):
+            if isinstance(func, relax.Function) and self.is_concerned(func):
                 self.builder_.update_func(name, self.rewrite(func))
         return self.builder_.get()
 

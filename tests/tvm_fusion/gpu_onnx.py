@@ -66,6 +66,18 @@ def convolutions(batch: int | str = 2, size: int = 9, channels: int = 6) -> onnx
     return net.finish([batch, 3, size, size], net.node("Softmax", x, axis=1), 2)
 
 
+def grouped(width: int = 32) -> onnx.ModelProto:
+    """Convolutions of 3x3 with groups of one, four and 16 channels among pointwise ones."""
+    net = _Net(7)
+    x = net.node("Relu", net.node("Conv", "x", net.weight(width, 9, 1, 1), net.weight(width)))
+    for own, stride in ((1, 1), (4, 2), (16, 1)):
+        kernel = {"kernel_shape": [3, 3], "pads": [1] * 4, "strides": [stride] * 2}
+        weights = net.weight(width, own, 3, 3), net.weight(width)
+        inner = net.node("Relu", net.node("Conv", x, *weights, group=width // own, **kernel))
+        x = net.node("Conv", inner, net.weight(width, width, 1, 1), net.weight(width))
+    return net.finish([2, 9, 7, 6], x, 4)
+
+
 def bottlenecks(batch: int = 1, size: int = 8, width: int = 16) -> onnx.ModelProto:
     """A block of ResNet-50, and one of MobileNet-V2 without its first convolution."""
     net = _Net(5)

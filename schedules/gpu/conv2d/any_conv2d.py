@@ -2,8 +2,9 @@
 """GPU rule for convolutions that no other rule takes.
 
 Dense ones of float16, bfloat16, int8 and, on request, float32 rounded to TF32 are products on
-tensor cores, of the weights and the windows of the data, by warpgroups where these take less time;
-the others have one thread for each output.
+tensor cores, of the weights and the windows of the data, by warpgroups where these take less time.
+With groups of few channels threads have neighbouring outputs, in blocks of channels those of a
+block; the others have one thread for each output.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
 from schedules.schedule_rule import KernelFacts
+from schedules.tir.block_expressions import stages_of
 from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import unravel
@@ -27,12 +29,14 @@ from ..core.rule import GPURule
 from ..gemm.matmul.matmul_pattern import ACCUMULATOR, read_matmul
 from ..gemm.matmul.tensor_core_matmul import tensor_core_function
 from ..gemm.warpgroup_conv2d import warpgroup_conv2d_function
+from ..pointwise.pooling import write_windows
+from .tensor_core_pair_pattern import summed_in_float32
 
 THREADS = 128
 
 
 class AnyConv2D(GPURule):
-    """Computes a convolution on tensor cores, or each output in its own thread.
+    """Computes a convolution on tensor cores, or neighbouring outputs or one in a thread.
 
     Takes every function that legalization marked as one direct convolution: other element types
     than float32, other layouts than ``NCHW4c``, groups that cross block boundaries, symbolic sizes.
@@ -53,6 +57,8 @@ class AnyConv2D(GPURule):
             for write in (warpgroup_conv2d_function, tensor_core_function):
                 if matmul and (written := write(func, matmul, gpu)):
                     return written
+        elif written := write_windows(func, summed_in_float32(facts.read(stages_of) or []), gpu):
+            return written
         sch = s_tir.Schedule(tvm.IRModule({"main": func}))
         found = sch.get_child_blocks(sch.get_sblock("root"))
         if "pad1" in [sch.get(block).name_hint for block in found]:

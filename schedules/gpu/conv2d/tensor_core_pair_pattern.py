@@ -48,7 +48,7 @@ def read_pair(
     place = names.index("layer1") + 1
     before, behind = stages[:place], stages[place:]
     if kernel.layers[0].is_depthwise:
-        widened = _summed_in_float32(before)
+        widened = summed_in_float32(before)
         second = read_product(behind, func.params, windows=True, inlined=widened)
         if second is None:
             return None
@@ -84,7 +84,7 @@ def _by_taps(weight: Operand, layer: ConvLayer) -> Operand:
     return replace(weight, space=space, rows_first=False)
 
 
-def _summed_in_float32(stages: Sequence[Stage]) -> list[Stage]:
+def summed_in_float32(stages: Sequence[Stage]) -> list[Stage]:
     """The stages, with sums of products of 16-bit floats in float32 before they are rounded."""
     wide = {
         stage.output: tirx.decl_buffer(stage.output.shape, ACCUMULATOR[str(stage.output.dtype)])

@@ -306,12 +306,7 @@ def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
 
 
 def repacking_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
-    """Predicted cycles of moving data and result of a pair, in NCHW, from and to packed layers.
-
-    Those of 16-bit floats are packed where none has groups.
-    """
-    if PAIR_TYPES[pair.dtype].transposes and pair.layer1.is_depthwise:
-        return 0.0
+    """Predicted cycles of moving data and result of a pair, in NCHW, from and to packed layers."""
     return 2 * COSTS.launch + 2 * sum(_transfer(moved, gpu) for moved in _ends(pair))
 
 

@@ -166,9 +166,8 @@ class ElementProgram:
                 expression = self._reduction(stage, indices, guards)
             else:
                 expression = self.add(stage.at(indices), guards)
-            if isinstance(expression, tirx.Var):
-                return expression
-            found = self._value(expression, guards)
+            is_step = isinstance(expression, tirx.Var)
+            found = expression if is_step else self._value(expression, guards)
         else:
             found = tirx.Var(buffer.name, buffer.dtype)
             self.steps.append(Read(found, buffer, indices, guards))

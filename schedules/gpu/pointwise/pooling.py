@@ -34,13 +34,18 @@ class Pooling(GPURule):
 
     def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
-        func = facts.func
-        stages = facts.read(stages_of)
-        if stages is None or not any(stage.reduced for stage in stages):
-            return None
-        if not all(_is_window(stage) for stage in stages if stage.reduced):
-            return None
-        return write_spaces(func, spaces_of(func, stages), gpu)
+        return write_windows(facts.func, facts.read(stages_of), gpu)
+
+
+def write_windows(
+    func: tirx.PrimFunc, stages: Sequence[Stage] | None, gpu: GPUInfo
+) -> tirx.PrimFunc | None:
+    """The kernel of a function with these stages; None if they are not :class:`Pooling`'s."""
+    if stages is None or not any(stage.reduced for stage in stages):
+        return None
+    if not all(_is_window(stage) for stage in stages if stage.reduced):
+        return None
+    return write_spaces(func, spaces_of(func, stages), gpu)
 
 
 def _is_window(stage: Stage) -> bool:

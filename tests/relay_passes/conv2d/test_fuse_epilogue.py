@@ -278,10 +278,10 @@ def test_leaves_other_element_types(dtype):
 
 @pytest.mark.parametrize(
     ("arch", "groups", "width", "fuses"),
-    [("sm_80", 1, 6, 1), ("sm_80", 4, 6, 0), ("sm_80", 1, "w", 0), ("sm_75", 1, 6, 0)],
+    [("sm_80", 1, 6, 1), ("sm_80", 4, 6, 1), ("sm_80", 1, "w", 0), ("sm_75", 1, 6, 0)],
 )
-def test_takes_dense_layers_of_float16_for_tensor_cores(arch, groups, width, fuses):
-    """Sums are float32, rounded before the bias is added; not beside groups and open sizes."""
+def test_takes_layers_of_float16_for_tensor_cores(arch, groups, width, fuses):
+    """Sums are float32, rounded before the bias is added; not those of open sizes."""
     weight = WEIGHT.astype("float16")
     grouped = relax.const(weight[:, : 4 // groups])
     bias = relax.const(BIAS4.astype("float16"))

@@ -459,6 +459,7 @@ def test_convolutions_of_bytes_are_packed():
 
 
 def test_pairs_of_float16_stay_plain_on_a_gpu():
+    """Among layers that are packed."""
     w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((8, 8, 1, 1), (8,)))
 
     @I.ir_module
@@ -471,7 +472,9 @@ def test_pairs_of_float16_stay_plain_on_a_gpu():
                 R.output(gv)
             return gv
 
-    tvm.ir.assert_structural_equal(PackLayout(GPU)(Module), Module)
+    packed = PackLayout(GPU)(Module)
+    assert [call.attrs["out_layout"] for call in convolutions(packed)] == ["NCHW8c"]
+    assert "fused_conv2d" in packed.script() and packed.script().count('out_layout="NCHW"') == 1
 
 
 def half(constant):
@@ -512,21 +515,26 @@ def convolutions(mod: tvm.IRModule) -> list[relax.Call]:
     return found
 
 
-def test_layers_of_float16_stay_plain_beside_groups():
-    """Tensor cores do not take those in blocks; each would be repacked twice."""
-    w, dw, b = half(const(8, 8, 1, 1)), half(const(8, 1, 3, 3)), half(const(8))
+def test_layers_of_float16_with_groups_are_packed():
+    """Whatever the width of a group, so that nothing is repacked between them and dense ones."""
+    w, dw, b = half(const(12, 12, 1, 1)), half(const(12, 1, 3, 3)), half(const(12))
+    groups = half(const(12, 3, 1, 1))
 
     @I.ir_module
     class Module:
         @R.function
-        def main(x: R.Tensor((1, 8, 8, 8), "float16")):
+        def main(x: R.Tensor((1, 12, 8, 8), "float16")):
             with R.dataflow():
                 lv = R.tvm_fusion.conv2d(x, w, b)
-                gv = R.tvm_fusion.conv2d(lv, dw, b, padding=[1, 1, 1, 1], groups=8)
+                lv1 = R.tvm_fusion.conv2d(lv, dw, b, padding=[1, 1, 1, 1], groups=12)
+                gv = R.tvm_fusion.conv2d(lv1, groups, b, groups=4)
                 R.output(gv)
             return gv
 
-    tvm.ir.assert_structural_equal(PackLayout(TENSOR_CORES)(Module), Module)
+    packed = PackLayout(TENSOR_CORES)(Module)
+    assert {call.attrs["out_layout"] for call in convolutions(packed)} == {"NCHW8c"}
+    assert packed.script().count("R.tvm_fusion.pack(") == 1
+    tvm.ir.assert_structural_equal(PackLayout(NO_TENSOR_CORES)(Module), Module)
 
 
 def test_pair_with_odd_groups_stays_plain_on_a_gpu():

@@ -10,7 +10,7 @@ import onnx
 import opencl
 import pytest
 import tvm
-from gpu_onnx import attention, bottlenecks, convolutions
+from gpu_onnx import attention, bottlenecks, convolutions, grouped
 from onnx_reference import random_feed, relative_error, run_onnx
 from relax_on_opencl import RelaxOnOpenCL
 from small_onnx import small_model
@@ -19,7 +19,9 @@ from tvm import ir, relax
 
 import tvm_fusion
 from examples.transformers import bert_base
+from schedules import attributes
 from schedules.tir.expression_walk import op_name
+from schedules.workload.conv2d import from_json
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.phases import gpu_phases
@@ -114,7 +116,7 @@ def test_products_of_a_model_are_tf32(bert: tvm.IRModule) -> None:
 
 @pytest.mark.slow
 def test_convolutions_of_a_model_are_tf32() -> None:
-    """The dense ones; they and the depthwise one between them stay in NCHW."""
+    """The dense ones; they and the depthwise one between them are in blocks of 16 bytes."""
     target, found = resolve("cuda -arch=sm_80"), {}
     for precision in ("fp32", "tf32"):
         mod = pipeline.optimize(
@@ -125,7 +127,7 @@ def test_convolutions_of_a_model_are_tf32() -> None:
             sum(part in text for text in texts) for part in ("round_tf32", "NCHW4c")
         ]
     assert found["fp32"][0] == 0 and found["fp32"][1] > 0
-    assert found["tf32"] == [2, 0]
+    assert found["tf32"] == [2, found["fp32"][1]]
 
 
 @pytest.mark.slow
@@ -141,6 +143,23 @@ def test_numbers_of_convolutions_on_tensor_cores(
     mod = pipeline.optimize(import_onnx(model).mod, target, options)
     rules = [use.rule for use in kernel_uses(mod)]
     assert rules.count("FusedConv2D") == 2, rules
+    feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
+    [expected] = run_onnx(model, feed)
+    [actual] = RelaxOnOpenCL(mod, target)(*feed.values())
+    assert 1e-6 < relative_error(actual, expected) < 1e-2
+
+
+@pytest.mark.parametrize("fuse", ["auto", "all"])
+def test_networks_with_groups_are_packed(fuse: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By emulation; each layer but those of pairs has its channels in blocks."""
+    emulate_tensor_cores(monkeypatch)
+    monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
+    model, target = grouped(), resolve(OPENCL)
+    mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse=fuse, precision="fp16"))
+    attrs = [mod[use.name].attrs for use in kernel_uses(mod)]
+    kernels = [from_json(str(a[attributes.WORKLOAD])) for a in attrs if attributes.WORKLOAD in a]
+    assert {kernel.out_layout for kernel in kernels if len(kernel.layers) == 1} == {"NCHW8c"}
+    assert any(len(kernel.layers) == 2 for kernel in kernels) is (fuse == "all")
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
     [expected] = run_onnx(model, feed)
     [actual] = RelaxOnOpenCL(mod, target)(*feed.values())
