@@ -85,7 +85,7 @@ class SistersTemplate(ReduceTemplate):
     """
 
     name = "gpu.reduce"
-    version = 4
+    version = 5
 
     def default(self, workload: GroupWorkload, machine: GPUInfo) -> ReduceConfig:
         """Return the configuration that is chosen without records."""
@@ -116,7 +116,7 @@ class ChainTemplate(ReduceTemplate):
     """A block, or a cluster, has whole rows."""
 
     name = "gpu.reduce_chain"
-    version = 2
+    version = 3
 
     def default(self, workload: GroupWorkload, machine: GPUInfo) -> ReduceConfig:
         """Return the configuration that is chosen without records."""
