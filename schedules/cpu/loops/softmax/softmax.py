@@ -70,7 +70,7 @@ class RowChainTemplate(Template[RowChain, RowChainKnobs, CPUInfo]):
         self, func: tirx.PrimFunc, workload: RowChain, knobs: RowChainKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
-        opened = _open(func, target)
+        opened = _open(KernelFacts(func, target))
         assert opened is not None, "the workload was read from another function"
         kernel, stages, _ = opened
         written = _write(kernel, stages, workload, knobs)
