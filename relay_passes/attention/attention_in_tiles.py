@@ -44,8 +44,9 @@ class AttentionInTiles:
         lv1 = R.call_tir(cls.tile_attention, (x, y, z, mask))
 
     Runs after ``MultiplyBfloat16``. Left alone: what the kernel does not take (few rows, values
-    whose elements fill no tiles, open extents), what is predicted to be slower so, softmax over another axis than the last, anything
-    else than a scale and an addition between the products, and CPUs without such registers.
+    whose elements fill no tiles, open extents), or is predicted to be slower with, softmax over
+    another axis than the last, anything else than a scale and an addition between the products, and
+    CPUs without such registers.
 
     Parameters
     ----------

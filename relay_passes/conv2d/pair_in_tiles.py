@@ -122,7 +122,8 @@ def _rule(
 def workload_of(kernel: Conv2DKernel) -> FusedConv2DWorkload:
     """The pair, of one image if the batch is symbolic."""
     size = kernel.batch or 1, int(kernel.height or 1), int(kernel.width or 1)
-    return FusedConv2DWorkload(*size, *kernel.layers, kernel.residual, kernel.dtype)
+    first, second = kernel.layers
+    return FusedConv2DWorkload(*size, first, second, kernel.residual, kernel.dtype)
 
 
 def decide_pair(kernel: Conv2DKernel, cpu: CPUInfo) -> Decision:

@@ -495,8 +495,8 @@ class Conv2DKernel:
         first, second = (replace(self, layers=(layer,), mid_layout=None) for layer in self.layers)
         size = self.layers[0].output_size(int(self.height or 1), int(self.width or 1))
         second = replace(second, height=size[0], width=size[1], data_layout=str(self.mid_layout))
-        ends = {"residual": False, "residual_dtype": None, "addition": None}
-        first = replace(first, out_layout=str(self.mid_layout), out_dtype=self.dtype, **ends)
+        first = replace(first, out_layout=str(self.mid_layout), out_dtype=self.dtype)
+        first = replace(first, residual=False, residual_dtype=None, addition=None)
         if self.layers[0].is_depthwise:
             if self.is_quantized:
                 return replace(first, dtype="float32", data_dtype=self.dtype), second
@@ -510,11 +510,10 @@ class Conv2DKernel:
 
     def joined(self, second: Conv2DKernel) -> Conv2DKernel | None:
         """The pair of which this is the first kernel; None where a pair computes another one."""
-        sizes = {"batch": self.batch, "height": self.height, "width": self.width}
-        layers, layouts = (*self.layers, *second.layers), (self.data_layout, second.data_layout)
-        pair = replace(
-            second, layers=layers, data_layout=layouts[0], mid_layout=layouts[1], **sizes
-        )
+        layers = *self.layers, *second.layers
+        pair = replace(second, batch=self.batch, height=self.height, width=self.width)
+        blocks = self.data_layout, second.data_layout
+        pair = replace(pair, layers=layers, data_layout=blocks[0], mid_layout=blocks[1])
         is_pair = len(layers) == PAIR and None not in (self.height, self.width)
         return pair if is_pair and pair.apart() == (self, second) else None
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 from tvm import s_tir, tirx
@@ -28,7 +29,6 @@ from schedules.workload.conv2d import WORDS, Conv2DKernel
 from ..core.kernel_builder import KernelBuilder
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import FeatureMap, Index, LayerOperands, cancelled
-from ..core.rule import CPUTemplate
 from ..core.tiles import Run
 from ..cost.conv2d_knobs import in_vectors
 from ..cost.tile_conv2d_knobs import TileConv2DKnobs, TileGeometry
@@ -93,7 +93,7 @@ TILE_PAIR = TilePairTemplate()
 class TilePair(PackedRule):
     """Rule for functions that legalization marked as a pair in tile registers."""
 
-    template: CPUTemplate = TILE_PAIR
+    template: ClassVar[PackedTemplate[TilePairKnobs]] = TILE_PAIR
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the pair; None where tiles cannot compute it."""

@@ -73,8 +73,11 @@ class TilePairKnobs:
         """Settings of both layers, in a task."""
         first = self.pixels1, self.pixel_tiles1, self.channel_tiles1
         second = self.pixels2, self.pixel_tiles2, self.channel_tiles2
-        rest = 1, 1, UNROLLED[-1], self.interleaved
-        return TileConv2DKnobs(*first, *rest), TileConv2DKnobs(*second, *rest)
+        one, two = (
+            TileConv2DKnobs(*tiles, 1, 1, UNROLLED[-1], self.interleaved)
+            for tiles in (first, second)
+        )
+        return one, two
 
 
 def takes_pair(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
