@@ -275,7 +275,11 @@ def _move_weights(module: fx.GraphModule, node: fx.Node, part: fx.GraphModule) -
 
 def bind_input(module: fx.GraphModule, node: fx.Node, name: str, value: torch.Tensor) -> None:
     """Replace an input of a graph by a buffer in the memory of ``value``."""
-    module.register_buffer(name, value.detach(), persistent=False)
+    with torch.inference_mode(False):
+        buffer = value.detach()
+        if buffer.is_inference():  # could not be changed in place while the graph is exported
+            buffer = torch.from_dlpack(buffer.resolve_conj().resolve_neg())
+    module.register_buffer(name, buffer, persistent=False)
     with module.graph.inserting_before(node):
         node.replace_all_uses_with(module.graph.get_attr(name))
     module.graph.erase_node(node)

@@ -163,6 +163,21 @@ def test_inputs_that_are_changed_and_returned(models: list[Any]) -> None:
     torch.testing.assert_close(y, 2 * (expected - 1))
 
 
+def test_marked_cache_of_inference_mode(models: list[Any]) -> None:
+    def step(cache: torch.Tensor, place: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return cache.index_copy_(0, place, x).sum(0)
+
+    fast = accelerate(step)
+    with torch.inference_mode():
+        cache, twin = torch.zeros(4, 3), torch.zeros(4, 3)
+        torch._dynamo.mark_static_address(cache)
+        for place in (2, 0):
+            arguments = torch.tensor([place]), torch.randn(1, 3)
+            torch.testing.assert_close(fast(cache, *arguments), step(twin, *arguments))
+            torch.testing.assert_close(cache, twin)
+    assert len(models) == 1
+
+
 def test_both_sides_of_a_graph_break(models: list[Any]) -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:

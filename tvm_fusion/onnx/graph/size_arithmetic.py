@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+from onnx import TensorProto
 from tvm import relax, te, tirx
 from tvm.sym import Analyzer
 
@@ -228,12 +229,17 @@ def _negative(attributes: dict[str, Any], data: np.ndarray) -> np.ndarray:
     return _objects_of(-data)
 
 
+def _cast(attributes: dict[str, Any], data: np.ndarray) -> np.ndarray | None:
+    return data if attributes["to"] == TensorProto.INT64 else None
+
+
 def _concat(attributes: dict[str, Any], *parts: np.ndarray) -> np.ndarray:
     return np.concatenate([part.astype(object) for part in parts])
 
 
 _OPERATORS: dict[str, Callable[..., np.ndarray | None]] = {
     "Add": _binary(lambda left, right: left + right),
+    "Cast": _cast,
     "Concat": _concat,
     "Div": _binary(_divide),
     "Gather": _gather,

@@ -15,7 +15,7 @@ from tvm_fusion.compiler.targets.target import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 MODEL = """<ir_version: 8, opset_import: ["": 17]>
-g (float[b, s, 12] x) => (float[n, 4] y, float[m, 12] z)
+g (float[b, s, 12] x) => (float[n, 4] w, float[n, 4] y, float[m, 12] z)
 <int64[1] flat = {-1}, int64[1] zero = {0}, int64[1] one = {1}, int64[1] four = {4},
  int64[1] twelve = {12}, int64 first = {0}, int64 second = {1}, int64 two = {2},
  int64[2] places = {0, 1}>
@@ -23,6 +23,7 @@ g (float[b, s, 12] x) => (float[n, 4] y, float[m, 12] z)
     shape = Shape(x) b = Gather(shape, first) s = Gather(shape, second)
     twice = Mul(b, two) thrice = Add(twice, b) rows = Mul(thrice, s) column = Reshape(rows, flat)
     target = Concat<axis = 0>(column, four) y = Reshape(x, target)
+    cast = Cast<to = 7>(target) zeros = ConstantOfShape(cast) w = Add(y, zeros)
     both = Gather(shape, places) batch = Slice(both, zero, one) single = Squeeze(batch, zero)
     all = Mul(single, s) double = Mul(all, two) half = Div(double, two) wide = Unsqueeze(half, zero)
     other = Concat<axis = 0>(wide, twelve) z = Reshape(x, other)
