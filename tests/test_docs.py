@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import inspect
 import json
+import pkgutil
 import re
 import shlex
 import sys
@@ -22,6 +26,7 @@ from tvm_fusion.tuning import job
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+OURS = ("tvm_fusion", "relay_passes", "schedules")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -76,9 +81,42 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def resolved(node: ast.AST, imported: dict[str, Any]) -> Any:
+    """What a name, or an attribute of one, stands for; None if it is not ours."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = resolved(node.value, imported)
+    return None if owner is None else getattr(owner, node.attr)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_names_what_exists(page: Path) -> None:
+    """Of ours: modules, their attributes, and arguments of calls by name."""
+    imported: dict[str, Any] = {}
+    tree = ast.parse("\n".join(block for _, block in blocks(page.read_text(), "python")))
+    if page.stem == "pytorch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in (alias.name for alias in node.names if alias.name.startswith(OURS)):
+                importlib.import_module(name)
+                imported[name.partition(".")[0]] = sys.modules[name.partition(".")[0]]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OURS):
+            for name in node.names:
+                found = pkgutil.resolve_name(f"{node.module}.{name.name}")
+                imported[name.asname or name.name] = found
+    for node in ast.walk(tree):
+        called = resolved(node.func if isinstance(node, ast.Call) else node, imported)
+        if isinstance(node, ast.Call) and called is not None:
+            inspect.signature(called).bind_partial(
+                **{keyword.arg: None for keyword in node.keywords if keyword.arg}
+            )
+
+
 @pytest.mark.quick_cases(
-    *("index", "guide", "passes", "operators", "distributed", "devices"),
-    *("traces", "prediction", "targets"),
+    *("index", "passes", "operators", "distributed", "devices", "traces", "prediction", "targets")
 )
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

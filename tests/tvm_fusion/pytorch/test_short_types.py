@@ -36,7 +36,8 @@ class Ops(nn.Module):
     def results(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         scores = self.features(x)
         yield from (scores, self.groups(x), self.norm(x.relu()))
-        yield from scores.topk(3)
+        best, places = scores.topk(3)  # equal scores may come in another order
+        yield from (best, scores.gather(-1, places))
         yield torch.einsum("bi,bj->ij", scores, scores)
         yield from (x.sort(-1)[0], x.sum(), x.prod(-1), x.cumsum(1), x.nansum((1, 2)))
         yield from torch.aminmax(x, dim=-1)
