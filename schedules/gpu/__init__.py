@@ -24,7 +24,7 @@ from .conv2d.grouped_conv2d import GroupedConv2D
 from .core.machine import reproducible_target
 from .core.rule import GPUTemplate
 from .gemm.matmul.matmul import Matmul
-from .gemm.matmul.templates import ROWS, TILES
+from .gemm.matmul.templates import ROWS, TILES, WARPGROUPS
 from .pointwise.elementwise import Elementwise
 from .pointwise.pooling import Pooling
 from .pointwise.transpose import Transpose
@@ -51,7 +51,8 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
 
 RULES = rules()
 TEMPLATES: dict[str, GPUTemplate[Any, Any]] = {
-    template.name: template for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS, SISTERS, CHAIN)
+    template.name: template
+    for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS, WARPGROUPS, SISTERS, CHAIN)
 }
 """Templates of the rules with knobs, by name."""
 

@@ -26,7 +26,7 @@ from ..gemm.matmul.tensor_core_tile import (
     TensorTile,
     tile_of_sizes,
 )
-from ..gemm.warpgroup_conv2d import WindowSizes, fastest_tile
+from ..gemm.warpgroup_conv2d import WindowSizes, fastest_window_tile
 
 _LEAST_STAGES = 2
 _GATHERED_STAGES = 3
@@ -336,7 +336,7 @@ def _layer_cycles(
     cycles = _run(block, blocks, resident, transfer, gpu)
     if layer.groups > 1 or kind.itemsize != 2 or not gpu.has_warpgroup_products:
         return cycles
-    by_warpgroups, _ = fastest_tile(WindowSizes.of_layer(layer, images, size), gpu)
+    by_warpgroups, _ = fastest_window_tile(WindowSizes.of_layer(layer, images, size), gpu)
     return min(cycles, max(transfer, by_warpgroups))
 
 

@@ -158,7 +158,7 @@ class WindowSizes:
 
 
 @functools.lru_cache(maxsize=256)
-def fastest_tile(sizes: WindowSizes, gpu: GPUInfo) -> tuple[float, WindowTile]:
+def fastest_window_tile(sizes: WindowSizes, gpu: GPUInfo) -> tuple[float, WindowTile]:
     """The tile of the least predicted time, for any type, and its cycles."""
     tiles = (
         WindowTile(columns, cluster, warpgroups, box=box)
@@ -178,7 +178,7 @@ def choose_window_tile(
     if single is None or dtype is None or dtype != factor_dtype(matmul.right):
         return None
     sizes = WindowSizes.of(windows, matmul.n)
-    cycles, tile = fastest_tile(sizes, gpu)
+    cycles, tile = fastest_window_tile(sizes, gpu)
     extents = 1, prod(sizes.rows), sizes.columns, int(constant(matmul.k) or 0)
     if cycles > single_cycles(single, *extents, gpu):
         return None

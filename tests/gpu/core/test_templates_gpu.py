@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from gpu_conv_cases import CUDA, case_of, dense, depthwise
 from opencl import compile_opencl
 from tvm import te, tirx, topi
 from tvm.target import Target
+from warpgroup_emulation import emulate_warpgroups
 
 from schedules import attributes, gpu
 from schedules.compute.coalesced_reduce import coalesced_reduce
@@ -25,6 +28,7 @@ from schedules.gpu.conv2d.conv2d import conv2d_template
 from schedules.gpu.conv2d.fused_tiles import FusedTile
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.gemm.conv_tiles import ConvTile
+from schedules.gpu.gemm.matmul import warpgroup_tile
 from schedules.tuning.records import Record, Records, parse_record
 from schedules.tuning.tunable_rule import tunable_rule_of
 from schedules.workload.reduce import ReduceWorkload
@@ -34,6 +38,7 @@ OPENCL = Target(
     {"kind": "opencl", "max_num_threads": 1024, "max_shared_memory_per_block": 49152},
     host="llvm",
 )
+HOPPER = Target({"kind": "cuda", "arch": "sm_90a"}, host="llvm")
 MANY, PARTS = 200, 4
 
 
@@ -42,6 +47,22 @@ def matmul(m: Any, k: Any, n: Any, transposed: bool = False) -> tirx.PrimFunc:
     left = te.placeholder((m, k), name="left")
     right = te.placeholder((n, k) if transposed else (k, n), name="right")
     return te.create_prim_func([left, right, topi.matmul(left, right, False, transposed)])
+
+
+def product(m: int, k: int, n: int) -> tirx.PrimFunc:
+    """A product of float16, summed in float32."""
+    m, k, n = (tirx.const(extent, "int64") for extent in (m, k, n))
+    left, right = (
+        te.placeholder((m, k), "float16", "left"),
+        te.placeholder((k, n), "float16", "right"),
+    )
+    inner = te.reduce_axis((tirx.const(0, "int64"), k), "inner")
+
+    def term(i: tirx.Var, j: tirx.Var) -> tirx.Expr:
+        factors = left[i, inner].astype("float32"), right[inner, j].astype("float32")
+        return te.sum(factors[0] * factors[1], inner)
+
+    return te.create_prim_func([left, right, te.compute((m, n), term, "output")])
 
 
 def total(shape: tuple[int, ...], axes: list[int]) -> tirx.PrimFunc:
@@ -80,9 +101,21 @@ FUNCTIONS: dict[str, list[tirx.PrimFunc]] = {
     ],
     "gpu.matmul_tiles": [matmul(70, 132, 68), matmul(67, 131, 65, True)],
     "gpu.matmul_rows": [matmul(3, 132, 68), matmul(8, 131, 65, True)],
+    "gpu.matmul_warpgroups": [product(200, 72, 136), product(1000, 264, 520)],
     "gpu.reduce": [total((3, 5, 4100), [1, 2]), total((4097, 36), [0])],
     "gpu.reduce_chain": [softmax((37, 1000)), softmax((3, 8200))],
 }
+
+
+@pytest.fixture(autouse=True)
+def prefer_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let them take small products, too."""
+    monkeypatch.setattr(warpgroup_tile, "single_cycles", lambda *_: float("inf"))
+
+
+def cuda_of(name: str) -> Target:
+    """The target of a template's kernels."""
+    return HOPPER if "warpgroup" in name else CUDA
 
 
 def drawn(name: str, count: int, first: int) -> list[tuple[tirx.PrimFunc, Any, list[Any]]]:
@@ -93,9 +126,10 @@ def drawn(name: str, count: int, first: int) -> list[tuple[tirx.PrimFunc, Any, l
     template, found = gpu.TEMPLATES[name], []
     functions = FUNCTIONS[name] if count > 1 else FUNCTIONS[name][first : first + 1]
     for func in functions:
-        rule, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
-        assert rule is not None and template in rule.templates(workload, rule.machine(CUDA))
-        space = template.space(workload, rule.machine(CUDA))
+        target = cuda_of(name)
+        rule, workload = tunable_rule_of(func, target, gpu.RULES) or (None, None)
+        assert rule is not None and template in rule.templates(workload, rule.machine(target))
+        space = template.space(workload, rule.machine(target))
         share = min(len(space) - 1, count // len(functions))
         numbers = np.random.default_rng().choice(len(space) - 1, share, replace=False)
         found.append((func, workload, [space[0], *(space[number + 1] for number in numbers)]))
@@ -107,14 +141,25 @@ def check_resources(name: str, count: int) -> None:
     template = gpu.TEMPLATES[name]
     for func, workload, settings in drawn(name, count, 1):
         for knobs in settings[1:]:
-            check_spills(template.write(func, workload, knobs, CUDA).mod["main"], knobs)
+            target = cuda_of(name)
+            written = template.write(func, workload, knobs, target).mod["main"]
+            check_spills(written, knobs, str(target.attrs["arch"]))
 
 
-def check_spills(written: tirx.PrimFunc, knobs: Any = None) -> None:
+def check_spills(written: tirx.PrimFunc, knobs: Any = None, arch: str = "sm_90") -> None:
     """No kernel of a function for sm_90 spills registers."""
-    for kernel, used in ptxas(cuda_source(written)).items():
+    for kernel, used in ptxas(cuda_source(written, arch), arch).items():
         spilled = used.stack_frame, used.spill_stores, used.spill_loads
         assert spilled == (0, 0, 0), (kernel, knobs)
+
+
+@contextlib.contextmanager
+def warpgroups(name: str) -> Iterator[None]:
+    """Emulate the products of warpgroups of a template that has some."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "warpgroup" in name:
+            emulate_warpgroups(patch)
+        yield
 
 
 def check_numbers(name: str, count: int) -> None:
@@ -122,10 +167,14 @@ def check_numbers(name: str, count: int) -> None:
     template, generator = gpu.TEMPLATES[name], np.random.default_rng()
     for func, workload, settings in drawn(name, count, 0):
         shapes = [tuple(map(int, param.shape)) for param in func.params]
-        inputs = [generator.standard_normal(s).astype("float32") for s in shapes[:-1]]
+        types = [str(param.dtype) for param in func.params[:-1]]
+        inputs = [
+            generator.standard_normal(shape).astype(dtype)
+            for shape, dtype in zip(shapes[:-1], types, strict=True)
+        ]
         wanted = None
         for knobs in settings:
-            with clusters():
+            with clusters(), warpgroups(name):
                 written = emulated(template.write(func, workload, knobs, OPENCL).mod["main"])
             output = np.full(shapes[-1], np.nan, "float32")
             added = written.params[: len(written.params) - len(func.params)]
@@ -209,22 +258,22 @@ def test_many_settings_agree(name: str, part: int) -> None:
 
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
 def test_rules_follow_records(name: str) -> None:
-    template, func = gpu.TEMPLATES[name], FUNCTIONS[name][0]
-    rule, workload = tunable_rule_of(func, CUDA, gpu.RULES) or (None, None)
+    template, func, target = gpu.TEMPLATES[name], FUNCTIONS[name][0], cuda_of(name)
+    rule, workload = tunable_rule_of(func, target, gpu.RULES) or (None, None)
     assert rule is not None
-    machine = rule.machine(CUDA)
+    machine = rule.machine(target)
     settings = template.space(workload, machine)
     # One that needs no workspace: a rule alone adds no parameter.
     knobs = next(one for one in settings[7:] if getattr(one, "splits", 1) == 1)
     key = rule.key(workload, machine)
     record = Record.of_key(key, template, knobs, (2e-5, 1e-5), trials=8)
     again = parse_record(record.to_line().encode())
-    assert (again, again.kind, again.cpu) == (record, "cuda", "sm_90")
+    assert (again, again.kind, again.cpu) == (record, "cuda", machine.name)
     rules = gpu.rules(Records([("mine.jsonl", again)]))
-    written = next(found for one in rules if (found := one.apply(func, CUDA, False)))
+    written = next(found for one in rules if (found := one.apply(func, target, False)))
     about = str(written.mod["main"].attrs[attributes.RECORD])
     assert json.loads(about)["gain"] == 2
-    wanted = template.write(func.with_attr(attributes.RECORD, about), workload, knobs, CUDA)
+    wanted = template.write(func.with_attr(attributes.RECORD, about), workload, knobs, target)
     tvm.ir.assert_structural_equal(written.mod, wanted.mod)
 
 

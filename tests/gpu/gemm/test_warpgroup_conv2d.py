@@ -42,9 +42,9 @@ Size = tuple[int, int, int]
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     emulate_warpgroups(monkeypatch)
     monkeypatch.setattr(machine, "_OPENCL_MULTIPROCESSORS", 3)  # fewer blocks than tiles
-    warpgroup_conv2d.fastest_tile.cache_clear()
+    warpgroup_conv2d.fastest_window_tile.cache_clear()
     yield monkeypatch
-    warpgroup_conv2d.fastest_tile.cache_clear()
+    warpgroup_conv2d.fastest_window_tile.cache_clear()
 
 
 def layer_of(

@@ -43,7 +43,7 @@ TARGET = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
 TILES = Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2})
 CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
 CPU = CPUInfo(512, 32, True, 2, 32 << 10, 1 << 20, 32 << 20, "znver4")
-GPU = GPUInfo.from_target(CUDA)
+HOPPER = Target({"kind": "cuda", "arch": "sm_90a"}, host="llvm")
 TEMPLATES: dict[str, AnyTemplate] = {**cpu.TEMPLATES, **gpu.TEMPLATES}
 SAME = (1, 1, 1, 1)
 RELU = Activation("relu")
@@ -76,6 +76,7 @@ WORKLOADS: dict[str, Any] = {
     "gpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE, lanes=4),
     "gpu.matmul_tiles": ((200, 128), (128, 96)),
     "gpu.matmul_rows": ((4, 512), (512, 96)),
+    "gpu.matmul_warpgroups": ((1000, 1024), (1024, 2048)),
     "gpu.reduce": ((5, 3, 20_000), [1, 2]),
     "gpu.reduce_chain": (64, 1000),
 }
@@ -86,7 +87,8 @@ def shaped(name: str, given: tuple) -> tirx.PrimFunc:
     """The function of a template whose workload is read from it."""
     if name.startswith("gpu.matmul"):
         extents = [[tirx.const(extent, "int64") for extent in shape] for shape in given]
-        left, right = (te.placeholder(shape, name="x") for shape in extents)
+        dtype = "float16" if name == "gpu.matmul_warpgroups" else "float32"
+        left, right = (te.placeholder(shape, dtype, name="x") for shape in extents)
         return te.create_prim_func([left, right, topi.matmul(left, right)])
     if name == "gpu.reduce_chain":
         return te.create_prim_func(softmax(given))
@@ -135,12 +137,12 @@ def target_of(name: str) -> Target:
     """The target of a template in these tests."""
     if name.startswith("cpu."):
         return TILES if "tile" in name else TARGET
-    return CUDA
+    return HOPPER if "warpgroup" in name else CUDA
 
 
 def machine_of(name: str) -> CPUInfo | GPUInfo:
     """Its machine."""
-    return CPU if name.startswith("cpu.") else GPU
+    return CPU if name.startswith("cpu.") else GPUInfo.from_target(target_of(name))
 
 
 @functools.cache

@@ -261,28 +261,51 @@ def pair(
 
 
 def convolution(
-    name: str, batch: int, channels: tuple[int, int], size: int, kernel: int = 3, stride: int = 1
+    name: str,
+    batch: int,
+    channels: tuple[int, int],
+    size: int,
+    kernel: int = 3,
+    stride: int = 1,
+    layers: int = 1,
 ) -> KernelCase:
-    """A convolution of float16 with bias and ReLU; the image keeps its size but for the stride."""
+    """Convolutions of float16 with bias and ReLU, the first with a stride, behind each other.
+
+    The first one's channels are packed, and those of the last one unpacked.
+    """
     first, last = channels
     out = (size - 1) // stride + 1
-    attributes = {"pads": [kernel // 2] * 4, "strides": [stride] * 2}
+    inputs = [first, *[last] * (layers - 1)]
+    names = ["x", *(f"r{k}" for k in range(1, layers)), "y"]
+    nodes: list[Node] = []
+    for k in range(layers):
+        attributes = {"pads": [kernel // 2] * 4, "strides": [1 if k else stride] * 2}
+        nodes += [
+            ("Conv", [names[k], f"w{k}", f"b{k}"], [f"a{k}"], attributes),
+            ("Relu", [f"a{k}"], [names[k + 1]], {}),
+        ]
 
-    def expression(torch: Any, x: Any, w: Any, b: Any) -> Any:
-        conv = torch.nn.functional.conv2d
-        return conv(x, w, b, padding=kernel // 2, stride=stride).relu()
+    def expression(torch: Any, x: Any, **weights: Any) -> Any:
+        for k in range(layers):
+            step = {"padding": kernel // 2, "stride": 1 if k else stride}
+            x = torch.nn.functional.conv2d(x, weights[f"w{k}"], weights[f"b{k}"], **step).relu()
+        return x
+
+    def weights() -> dict[str, NDArray[Any]]:
+        found: dict[str, NDArray[Any]] = {}
+        for k, count in enumerate(inputs):
+            found[f"w{k}"] = weight(last, count, kernel, kernel, dtype="float16")
+            found[f"b{k}"] = weight(last, dtype="float16", scale=0.1)
+        return found
 
     return KernelCase(
         name,
-        [("Conv", ["x", "w", "b"], ["a"], attributes), ("Relu", ["a"], ["y"], {})],
+        nodes,
         {"x": ("float16", (batch, first, size, size))},
         {"y": ("float16", (batch, last, out, out))},
         expression,
-        lambda: {
-            "w": weight(last, first, kernel, kernel, dtype="float16"),
-            "b": weight(last, dtype="float16", scale=0.1),
-        },
-        2.0 * batch * out**2 * last * first * kernel**2,
+        weights,
+        2.0 * batch * out**2 * last * sum(inputs) * kernel**2,
         _HALF,
     )
 
@@ -487,10 +510,11 @@ def _large_products() -> list[KernelCase]:
 
 def _large_convolutions() -> list[KernelCase]:
     """Convolutions of float16 that warpgroups compute faster, as predicted."""
+    layers = {"layers": 4}
     return [
-        convolution("convolution/3x3 128 of 28, batch 64", 64, (128, 128), 28),
-        convolution("convolution/3x3 256 of 14, batch 64", 64, (256, 256), 14),
-        convolution("convolution/3x3 256 of 14, batch 8", 8, (256, 256), 14),
+        convolution("convolution/4 3x3 128 of 28, batch 64", 64, (128, 128), 28, **layers),
+        convolution("convolution/4 3x3 256 of 14, batch 64", 64, (256, 256), 14, **layers),
+        convolution("convolution/4 3x3 256 of 14, batch 8", 8, (256, 256), 14, **layers),
         convolution("convolution/3x3 128 of 56 strided, batch 64", 64, (128, 128), 56, stride=2),
         convolution("convolution/1x1 1024 to 256 of 14, batch 64", 64, (1024, 256), 14, kernel=1),
     ]

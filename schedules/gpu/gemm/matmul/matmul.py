@@ -21,11 +21,19 @@ from .matmul_pattern import MatmulFunction, read_matmul, read_product
 from .matmul_tile_sizes import choose_tiles
 from .skinny_matmul import MOST_ROWS, choose_rows, write_rows_kernel
 from .statistics_cost import takes_statistics
-from .templates import ROWS, TILES, MatmulTemplate, MatmulWorkload
+from .templates import (
+    ROWS,
+    TILES,
+    WARPGROUPS,
+    MatmulTemplate,
+    MatmulWorkload,
+    WarpgroupWorkload,
+)
 from .tensor_core_matmul import tensor_core_function
 from .tensor_core_tile import allows_tf32, choose_tensor_tile
 from .tiled_matmul import write_tiles_kernel
 from .warpgroup_matmul import warpgroup_function
+from .warpgroup_tile import choose_warpgroup_tile
 
 
 class Matmul(TunableGPURule):
@@ -75,7 +83,7 @@ class Matmul(TunableGPURule):
         return _rows(func, plain, gpu) if is_skinny else _tiles(func, plain, gpu)
 
     def workload(self, func: tirx.PrimFunc, target: Target) -> MatmulWorkload | None:
-        """Return the product, if its extents are known and it runs on ordinary cores.
+        """Return the product, if its extents are known and no single warps of tensor cores take it.
 
         Not one with statistics of rows, which some tiles cannot hold.
         """
@@ -85,13 +93,18 @@ class Matmul(TunableGPURule):
         found = MatmulWorkload.of(matmul)
         if found is None or found.is_skinny:
             return found
-        tile = choose_tensor_tile(matmul, self.machine(target), allows_tf32(func))
-        return found if tile is None else None
+        gpu = self.machine(target)
+        by_warpgroups = choose_warpgroup_tile(matmul, gpu)
+        if by_warpgroups is not None:
+            return WarpgroupWorkload(**vars(found), factors=by_warpgroups.type.dtype)
+        return found if choose_tensor_tile(matmul, gpu, allows_tf32(func)) is None else None
 
     def templates(
         self, workload: MatmulWorkload, machine: GPUInfo
     ) -> Sequence[MatmulTemplate[Any]]:
-        """Return the one template that takes so many rows."""
+        """Return the one template that takes such products."""
+        if isinstance(workload, WarpgroupWorkload):
+            return (WARPGROUPS,)
         return (ROWS,) if workload.is_skinny else (TILES,)
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Templates of matrix products on ordinary cores: tiles in shared memory, and few rows."""
+"""Templates of matrix products: on ordinary cores in tiles or of few rows, and of warpgroups."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tvm import DataType, tirx
 
@@ -15,11 +17,14 @@ from schedules.workload.reduce import DTYPES
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
 from ...core.rule import GPUTemplate, Knobs
+from ...core.tensor_core import MATRIX_TYPES
 from .factor_tiles import WIDTH, operand_lanes
 from .matmul_pattern import MatmulFunction, read_matmul
 from .matmul_tile_sizes import TileConfig, all_tile_configs, choose_tiles, tile_cycles
 from .skinny_matmul import MOST_ROWS, RowsConfig, all_rows_configs, choose_rows, write_rows_kernel
 from .tiled_matmul import write_tiles_kernel
+from .warpgroup_matmul import warpgroup_kernel
+from .warpgroup_tile import WarpgroupTile, fastest_tile
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,57 @@ class MatmulWorkload:
         return DataType(self.dtype).bits // 8
 
 
+@dataclass(frozen=True)
+class WarpgroupWorkload(MatmulWorkload):
+    """Products that warpgroups compute.
+
+    Parameters
+    ----------
+    factors : str
+        Type of the factors.
+    """
+
+    factors: str
+
+
+@dataclass(frozen=True)
+class WarpgroupKnobs:
+    """Tiles of warpgroups.
+
+    Parameters
+    ----------
+    columns, cluster, warpgroups : int
+        As of :class:`.warpgroup_tile.WarpgroupTile`.
+    stages : int
+        Stages in shared memory.
+    """
+
+    columns: int
+    cluster: int
+    warpgroups: int
+    stages: int
+
+    def tile(self, factors: str) -> WarpgroupTile:
+        """The tile for factors of a type."""
+        kind = MATRIX_TYPES[factors]
+        return WarpgroupTile(self.columns, self.cluster, self.warpgroups, kind, self.stages)
+
+
 class MatmulTemplate(GPUTemplate[MatmulWorkload, Knobs]):
-    """Base of both templates."""
+    """Base of the templates.
+
+    Attributes
+    ----------
+    workload : type
+        That of its products.
+    """
 
     rule = "Matmul"
+    workload: ClassVar[type[MatmulWorkload]] = MatmulWorkload
 
     def read_workload(self, text: str) -> MatmulWorkload:
         """Read the JSON of a workload."""
-        found = MatmulWorkload(**json.loads(text))
+        found = self.workload(**json.loads(text))
         extents = found.batches, found.m, found.n, found.k, found.vector
         if found.dtype not in DTYPES or not all(type(e) is int and e > 0 for e in extents):
             raise ValueError(f"{text:.100} describes no product")
@@ -160,10 +208,46 @@ class RowsTemplate(MatmulTemplate[RowsConfig]):
         )
 
 
+class WarpgroupTemplate(MatmulTemplate[WarpgroupKnobs]):
+    """Products of warpgroups (:mod:`.warpgroup_matmul`)."""
+
+    name = "gpu.matmul_warpgroups"
+    version = 1
+    knobs = WarpgroupKnobs
+    workload = WarpgroupWorkload
+
+    def default(self, workload: MatmulWorkload, machine: GPUInfo) -> WarpgroupKnobs:
+        """Return the tile of the least predicted time."""
+        extents = workload.batches, workload.m, workload.n, workload.k
+        tile = fastest_tile(*extents, machine)
+        return WarpgroupKnobs(tile.columns, tile.cluster, tile.warpgroups, tile.stages)
+
+    def settings(self, workload: MatmulWorkload, machine: GPUInfo) -> Iterator[WarpgroupKnobs]:
+        """Yield tiles of one and two warpgroups with all stages that fit."""
+        for columns, cluster, warpgroups in itertools.product((256, 128, 64), (1, 2), (2, 1)):
+            most = WarpgroupTile(columns, cluster, warpgroups).stages
+            if cluster <= machine.multiprocessors:
+                for stages in range(most, 2, -1):
+                    yield WarpgroupKnobs(columns, cluster, warpgroups, stages)
+
+    def kernel(
+        self, func: tirx.PrimFunc, workload: MatmulWorkload, knobs: WarpgroupKnobs, gpu: GPUInfo
+    ) -> tirx.PrimFunc:
+        """Write the kernel."""
+        assert isinstance(workload, WarpgroupWorkload), "the rule gives it no other"
+        return warpgroup_kernel(func, _read(func), knobs.tile(workload.factors), gpu)
+
+    def cycles(self, workload: MatmulWorkload, knobs: WarpgroupKnobs, machine: GPUInfo) -> float:
+        """Return the cycles of a multiprocessor with its share of the tiles."""
+        extents = workload.batches, workload.m, workload.n, workload.k
+        assert isinstance(workload, WarpgroupWorkload), "the rule gives it no other"
+        return knobs.tile(workload.factors).cycles(*extents, machine)
+
+
 def _read(func: tirx.PrimFunc) -> MatmulFunction:
     matmul = read_matmul(func)
     assert matmul is not None, "the workload was read from another function"
     return matmul
 
 
-TILES, ROWS = TilesTemplate(), RowsTemplate()
+TILES, ROWS, WARPGROUPS = TilesTemplate(), RowsTemplate(), WarpgroupTemplate()

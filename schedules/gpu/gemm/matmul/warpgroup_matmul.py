@@ -62,8 +62,13 @@ def warpgroup_function(
         The device.
     """
     tile = choose_warpgroup_tile(matmul, gpu)
-    if tile is None:
-        return None
+    return None if tile is None else warpgroup_kernel(func, matmul, tile, gpu)
+
+
+def warpgroup_kernel(
+    func: tirx.PrimFunc, matmul: MatmulFunction, tile: WarpgroupTile, gpu: GPUInfo
+) -> tirx.PrimFunc:
+    """The scheduled function of a product with a tile."""
 
     def factors() -> tuple[Factor, Factor]:
         right = Factor(matmul.right, tile.columns, tile.rows * LINE, tile.cluster)

@@ -27,7 +27,8 @@ from .tensor_core_tile import (
 )
 
 _MOST_AXES = 5  # of a map
-_MOST_STAGES = 8
+MOST_STAGES = 8
+"""Of a tile."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,15 @@ class WarpgroupTile:
         Warpgroups of a block, of 64 rows each.
     type : MatrixType
         Of the factors.
+    most_stages : int
+        Stages in shared memory, if they fit.
     """
 
     columns: int
     cluster: int = 1
     warpgroups: int = 2
     type: MatrixType = MATRIX_TYPES["float16"]
+    most_stages: int = MOST_STAGES
 
     @property
     def rows(self) -> int:
@@ -69,7 +73,7 @@ class WarpgroupTile:
     @property
     def stages(self) -> int:
         """Stages in the shared memory of a multiprocessor."""
-        most = range(_MOST_STAGES, 1, -1)
+        most = range(self.most_stages, 1, -1)
         room = COSTS.opt_in_shared_bytes
         return next(n for n in most if WarpgroupCore.shared_bytes(n, self.stage_bytes) <= room)
 
@@ -107,11 +111,16 @@ def choose_warpgroup_tile(matmul: MatmulFunction, gpu: GPUInfo) -> WarpgroupTile
         return None
     batches, m, n, k = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k))
     extents = batches, m, n, k
-    fitting = [tile for tile in TILES if tile.cluster <= gpu.multiprocessors]
-    best = min(fitting, key=lambda tile: tile.cycles(*extents, gpu))
+    best = fastest_tile(*extents, gpu)
     if best.cycles(*extents, gpu) > single_cycles(single, *extents, gpu):
         return None
     return replace(best, type=MATRIX_TYPES[dtype])
+
+
+def fastest_tile(batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> WarpgroupTile:
+    """The tile of the least predicted time, for any type."""
+    fitting = (tile for tile in TILES if tile.cluster <= gpu.multiprocessors)
+    return min(fitting, key=lambda tile: tile.cycles(batches, m, n, k, gpu))
 
 
 def single_cycles(tile: TensorTile, batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> float:
