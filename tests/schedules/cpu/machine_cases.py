@@ -166,7 +166,8 @@ def check_bytes(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int
     check = check_dense(whole, seen, depth)
 
     def of_bytes(loop: Loop) -> Loop:
-        kept = [each for each in loop.instructions if not each.name.startswith("vfmadd")]
+        floats = ("vfmadd", "fmla")
+        kept = [each for each in loop.instructions if not each.name.startswith(floats)]
         return replace(loop, instructions=kept)
 
     return lambda found: check([of_bytes(loop) for loop in found])
