@@ -65,6 +65,10 @@ class LearnedKernel:
     taught; 0 if they do as on those that they were."""
     harness_share: float = 0.9
     """Of the harness, which launches longer than it hold, too, beside the law's time."""
+    is_inner: bool = False
+    """Whether trees correct the law's time alone, rather than that with the harness."""
+    far: LearnedKernel | None = None
+    """View by which machines that were not taught are predicted, if it is another."""
 
     def unhindered(
         self, sizes: Sizes, machine: Limits, width: int, constants: np.ndarray
@@ -194,9 +198,13 @@ def seconds(kernel: LearnedKernel, model: LearnedModel, sizes: Sizes, machine: L
     """
     roofline = machine.roofline(*kernel.work(sizes, width))
     unhindered = kernel.unhindered(sizes, machine, width, model.law)
-    base = model.base(unhindered, kernel.group(sizes), machine.floor)
+    group = kernel.group(sizes)
+    base = model.base(unhindered, group, machine.floor)
     rows = kernel.features(sizes, machine, roofline, width)
-    return base * np.exp(model.trees(rows[:, : model.trees.features])), base, roofline
+    factor = np.exp(model.trees(rows[:, : model.trees.features]))
+    if kernel.is_inner:
+        return model.base(unhindered * factor, group, machine.floor), base, roofline
+    return base * factor, base, roofline
 
 
 @dataclass(frozen=True)
@@ -336,7 +344,7 @@ def predict_jointly(
     # A far model without trees has the intervals only.
     is_far = not is_known and len(joint.far.trees.roots) > 1
     model, name = (joint.far, "far") if is_far else (joint.near, "joint")
-    name = f"{kernel.name}-{name}"
+    name, seen_as = f"{kernel.name}-{name}", (kernel.far or kernel) if is_far else kernel
 
     def ends(base: float) -> tuple[float, float]:
         doubted = joint.far if {"machine", "type"} & set(beyond) else joint.near
@@ -347,7 +355,7 @@ def predict_jointly(
         return low**spread, high**spread
 
     floor = machine.launch_floor
-    return _answer(kernel, model, name, call, bounds, sizes, tuple(beyond), floor, ends)
+    return _answer(seen_as, model, name, call, bounds, sizes, tuple(beyond), floor, ends)
 
 
 def _sizes(kernel: LearnedKernel, call: KernelCall) -> dict[str, np.ndarray]:

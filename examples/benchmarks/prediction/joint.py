@@ -59,6 +59,9 @@ DOUBTED: dict[str, Any] = {**PARAMETERS, "rounds": 200, "eta": 0.12}
 """The same of models that are trained to be doubted."""
 
 FAR_PARAMETERS: dict[str, Any] = {"rounds": 100, "max_depth": 5, "eta": 0.08, "min_child_weight": 4}
+INNER_PARAMETERS: dict[str, Any] = {**FAR_PARAMETERS, "rounds": 60, "eta": 0.12}
+LEAST_ALONE = 0.02
+"""Least share of a launch that is no latency."""
 LAW_ROWS = 12_000
 TRUST = 0.5
 """Share of what trees correct in a law that counts on a machine of another family."""
@@ -105,6 +108,52 @@ class Rows:
     def family(self) -> np.ndarray:
         """(launches,) names of families of machines."""
         return np.array([FAMILIES.get(name, name) for name in self.machine.tolist()])
+
+    @property
+    def target(self) -> np.ndarray:
+        """(launches,) logarithms that trees learn."""
+        return np.log(self.seconds / self.base)
+
+    @property
+    def weight(self) -> np.ndarray:
+        """(launches,) share of a time that its correction changes."""
+        return np.ones(len(self.seconds))
+
+    def corrected(self, which: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """Seconds of the rows of a mask, from what trees say of them."""
+        return self.base[which] * np.exp(found)
+
+
+@dataclass(frozen=True)
+class InnerRows(Rows):
+    """Launches of which trees correct the roofline alone.
+
+    Parameters
+    ----------
+    parts : np.ndarray
+        (3, launches) seconds: harness, latency and roofline.
+    """
+
+    parts: np.ndarray
+
+    @property
+    def _alone(self) -> np.ndarray:
+        return np.maximum(self.seconds - self.parts[1], LEAST_ALONE * self.seconds)
+
+    @property
+    def target(self) -> np.ndarray:
+        """(launches,) logarithms that trees learn."""
+        return np.log(self._alone / self.parts[2])
+
+    @property
+    def weight(self) -> np.ndarray:
+        """(launches,) share of a time that its correction changes."""
+        return self._alone / self.seconds
+
+    def corrected(self, which: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """Seconds of the rows of a mask, from what trees say of them."""
+        harness, latency, roofline = self.parts[:, which]
+        return np.maximum(harness, latency + roofline * np.exp(found))
 
 
 def machine_limits(sweep: Sweep) -> Limits:
@@ -199,13 +248,20 @@ def with_harness(
     is_law: bool,
 ) -> Callable[[np.ndarray], np.ndarray]:
     """What adds the harness to times of kernels."""
-    bounds, group = machine_limits(sweep), kernel.group(sweep.sizes)
-    own = (bounds.floor > 0) & (bases[0][group] > 0) & known_floor
-    harness = np.where(own, bounds.floor, bases[0][group])
-    latency = np.where(own, bounds.floor / 2, bases[1][group])
+    harness, latency = floors_of(kernel, sweep, bases, known_floor)
     if is_law:
         latency = kernel.harness_share * harness
     return lambda alone: np.maximum(harness, latency + alone)
+
+
+def floors_of(
+    kernel: LearnedKernel, sweep: Sweep, bases: tuple[np.ndarray, np.ndarray], known_floor: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Harness and latency of each launch, by its machine's own floor where that counts."""
+    bounds, group = machine_limits(sweep), kernel.group(sweep.sizes)
+    own = (bounds.floor > 0) & (bases[0][group] > 0) & known_floor
+    harness = np.where(own, bounds.floor, bases[0][group])
+    return harness, np.where(own, bounds.floor / 2, bases[1][group])
 
 
 def rows_of(
@@ -240,8 +296,8 @@ def boosted(rows: Rows, taught: np.ndarray, chosen: dict[str, Any]) -> xgboost.B
     """Trees taught by the rows of a mask; few launches of a machine count more, each."""
     names = np.char.add(rows.machine[taught], rows.dtype[taught])
     _, index, count = np.unique(names, return_inverse=True, return_counts=True)
-    weight = (1 / np.sqrt(count))[index]
-    target = np.log(rows.seconds / rows.base)[taught]
+    weight = (1 / np.sqrt(count))[index] * rows.weight[taught]
+    target = rows.target[taught]
     parameters: dict[str, Any] = {"tree_method": "hist", "subsample": 0.8, "nthread": 1}
     parameters |= {"colsample_bynode": 0.5, "base_score": float(target.mean()), "max_bin": 64}
     parameters |= chosen
@@ -255,7 +311,7 @@ def predicted(
 ) -> np.ndarray:
     """Seconds of the rows of a mask, of whose correction a share counts."""
     found = trees.predict(xgboost.DMatrix(rows.features[which]))
-    return rows.base[which] * np.exp(trust * found)
+    return rows.corrected(which, trust * found)
 
 
 def factors(
@@ -462,10 +518,12 @@ class JointModel:
     ----------
     trees : xgboost.Booster
         Taught by four fifths of the sizes.
-    far : xgboost.Booster, optional
-        For machines that no row is of; None where those trees serve them, too.
+    far : xgboost.Booster
+        For machines that no row is of.
     law : np.ndarray
-        Constants that the far trees correct.
+        Constants that the far trees correct; none where they correct the roofline.
+    usual : float, optional
+        Least seconds of a launch on a machine whose floor is not known, if not the harness.
     harness, latency : np.ndarray
         Seconds by group.
     splits : tuple of Split
@@ -475,8 +533,9 @@ class JointModel:
     """
 
     trees: xgboost.Booster
-    far: xgboost.Booster | None
+    far: xgboost.Booster
     law: np.ndarray
+    usual: float | None
     harness: np.ndarray
     latency: np.ndarray
     splits: tuple[Split, ...]
@@ -495,7 +554,7 @@ class JointModel:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Training of the model for machines that no row is of.
+    """Training of a law, and trees that correct it, for machines that no row is of.
 
     Parameters
     ----------
@@ -515,9 +574,7 @@ class Teacher:
     rows: Rows
 
     def law(self, taught: np.ndarray) -> np.ndarray:
-        """Constants by the rows of a mask; none where the kernel has no law."""
-        if self.kernel.law is None:
-            return NEVER
+        """Constants by the rows of a mask."""
         (sweep,) = self.sweeps
         at = np.flatnonzero(taught)
         part = sweep[at[:: max(1, len(at) // LAW_ROWS)]]
@@ -525,9 +582,7 @@ class Teacher:
 
     def __call__(self, taught: np.ndarray) -> tuple[xgboost.Booster, Rows]:
         """Trees of the rows of a mask, and the rows as new machines have them."""
-        count = self.kernel.of_new_machines
-        if count:
-            taught = taught & ~np.isin(self.rows.machine, OTHER_VENDORS)
+        taught = taught & ~np.isin(self.rows.machine, OTHER_VENDORS)
         law = self.law(taught)
         known, new = (
             np.concatenate(
@@ -535,10 +590,50 @@ class Teacher:
             )
             for is_known in (True, False)
         )
-        features = self.rows.features[:, : count or None]
-        chosen = FAR_PARAMETERS if count else DOUBTED
-        trees = boosted(replace(self.rows, base=known, features=features), taught, chosen)
+        features = self.rows.features[:, : self.kernel.of_new_machines]
+        trees = boosted(replace(self.rows, base=known, features=features), taught, FAR_PARAMETERS)
         return trees, replace(self.rows, base=new, features=features)
+
+
+def inner_rows(
+    kernel: LearnedKernel, sweep: Sweep, bases: tuple[np.ndarray, np.ndarray]
+) -> InnerRows:
+    """Rows of a sweep as :data:`LearnedKernel.far` sees them."""
+    bounds, width = machine_limits(sweep), element_bytes(sweep.dtype)
+    roofline = bounds.roofline(*kernel.work(sweep.sizes, width))
+    harness, latency = floors_of(kernel, sweep, bases, True)
+    rows = rows_of(kernel, [sweep], bases)
+    shared = {name: getattr(rows, name) for name in Rows.__dataclass_fields__}
+    shared["base"] = np.maximum(harness, latency + roofline)
+    return InnerRows(**shared, parts=np.stack([harness, latency, roofline]))
+
+
+@dataclass(frozen=True)
+class InnerTeacher:
+    """Training of trees that correct the roofline alone, for machines that no row is of.
+
+    Parameters
+    ----------
+    rows : InnerRows
+        Rows with the floors of their machines.
+    """
+
+    rows: InnerRows
+
+    def usual(self, taught: np.ndarray) -> float:
+        """Least seconds of a launch on a machine whose floor is not known."""
+        machine, floor = self.rows.machine[taught], self.rows.parts[0][taught]
+        return float(np.median([floor[machine == name][0] for name in np.unique(machine)]))
+
+    def __call__(self, taught: np.ndarray) -> tuple[xgboost.Booster, Rows]:
+        """Trees of the rows of a mask, and the rows as new machines have them."""
+        taught = taught & ~np.isin(self.rows.machine, OTHER_VENDORS)
+        harness, roofline = np.full(len(taught), self.usual(taught)), self.rows.parts[2]
+        base = np.maximum(harness, harness / 2 + roofline)
+        parts = np.stack([harness, harness / 2, roofline])
+        return boosted(self.rows, taught, INNER_PARAMETERS), replace(
+            self.rows, base=base, parts=parts
+        )
 
 
 def train_joint(kernel: str, folder: Path) -> JointModel | None:
@@ -551,19 +646,21 @@ def train_joint(kernel: str, folder: Path) -> JointModel | None:
     bases = harnesses(learned, sweeps)
     rows = rows_of(learned, sweeps, bases)
     trees = boosted(rows, ~rows.held, PARAMETERS)
-    teacher = Teacher(learned, sweeps, bases, rows)
+    teacher, far_rows = far_teacher(learned, sweeps, bases, rows)
     trust = TRUST if learned.of_new_machines else 1.0
     splits = [
         split_sizes(rows, trees),
-        split_groups(rows, rows.family, "machines", teacher, trust),
+        split_groups(far_rows, far_rows.family, "machines", teacher, trust),
     ]
     if len(sweeps) > 1:
         near = lambda taught: (boosted(rows, taught, DOUBTED), rows)  # noqa: E731
         splits.append(split_groups(rows, rows.dtype, "harnesses", near))
-    far, law = None, NEVER
-    if learned.of_new_machines:
-        taught = ~rows.held & ~np.isin(rows.machine, OTHER_VENDORS)
-        far, law = teacher(taught)[0], teacher.law(taught)
+    taught = ~far_rows.held & ~np.isin(far_rows.machine, OTHER_VENDORS)
+    far, law, usual = teacher(taught)[0], NEVER, None
+    if isinstance(teacher, Teacher):
+        law = teacher.law(taught)
+    else:
+        usual = teacher.usual(taught)
     sizes = splits[0]
     ratio = sizes.seconds / sizes.predicted
     known = spreads(ratio, sizes.base, sizes.name, factors(ratio, sizes.base, SIZE_ENDS))
@@ -578,7 +675,21 @@ def train_joint(kernel: str, folder: Path) -> JointModel | None:
         "left_out": {split.left_out: split.errors() for split in splits},
         "error_by_distance": {split.left_out: split.by_distance() for split in splits},
     }
-    return JointModel(trees, far, law, *bases, tuple(splits), report)
+    return JointModel(trees, far, law, usual, *bases, tuple(splits), report)
+
+
+def far_teacher(
+    kernel: LearnedKernel,
+    sweeps: Sequence[Sweep],
+    bases: tuple[np.ndarray, np.ndarray],
+    rows: Rows,
+) -> tuple[Teacher | InnerTeacher, Rows]:
+    """Who trains the model for machines that no row is of, and the rows that it is taught by."""
+    if kernel.far is None:
+        return Teacher(kernel, sweeps, bases, rows), rows
+    (sweep,) = (sweep for sweep in sweeps if sweep.dtype == "bfloat16")
+    known = inner_rows(kernel.far, sweep, bases)
+    return InnerTeacher(known), known
 
 
 def _seen(kernel: LearnedKernel, sweep: Sweep, known: dict[str, float]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from examples.benchmarks.prediction.joint import (  # noqa: E402
     train_joint,
 )
 from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
-from schedules.cost.kernels.gemm import GEMM  # noqa: E402
+from schedules.cost.kernels.gemm import GEMM, HARNESSES  # noqa: E402
 from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from schedules.cost.learned import (  # noqa: E402
     FOLDER,
@@ -354,11 +354,15 @@ def write_joint(kernel: str, folder: Path) -> None:
         "low": np.array([min(low for low, _ in each) for each in ranges]),
         "high": np.array([max(high for _, high in each) for each in ranges]),
     }
-    trees = ONE_LEAF if model.far is None else arrays_of(model.far)
+    trees = arrays_of(model.far)
     far |= {"law": model.law}
     if len(model.law):
         far |= {"latency": learned.harness_share * model.harness}
         trees |= {name: TRUST * trees[name] for name in ("scale", "base")}
+    if model.usual is not None:
+        is_graph = np.arange(len(model.harness)) == HARNESSES.index("graph")
+        far |= {"harness": np.where(is_graph, model.usual, model.harness)}
+        far |= {"latency": np.where(is_graph, model.usual / 2, model.latency)}
     _save_arrays(f"{kernel}-far", trees | frame | far)
     _save(f"{kernel}-joint", arrays_of(model.trees) | near | frame, model.report)
 

@@ -9,9 +9,11 @@ the features of ``features.py`` beside the sizes.)
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from ..features import Limits, divisibility, tile_features
+from ..features import TILES, Limits, divisibility, tile_features
 from ..kernel_call import KernelCall
 from ..learned import LearnedKernel, Sizes, find_model, predict_jointly, predict_learned
 from ..machine import Machine
@@ -89,11 +91,33 @@ def _joint_features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: 
     return np.concatenate([rows, np.stack(columns, axis=1)], axis=1)
 
 
-JOINT = LearnedKernel(
+_MOST_WAVES = 64
+"""Waves of blocks from which on it does not matter how many there are."""
+
+
+def _far_features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width: int) -> np.ndarray:
+    """Ratios that mean the same on every machine, beside the inner dimension and the roofline."""
+    b, m, n, k = (sizes[name] for name in "BMNK")
+    flops, moved = _work(sizes, width)
+    ridge = machine.peak / machine.bandwidth
+    columns = [np.log(flops / moved / ridge), np.log(moved / machine.cache), np.log(k)]
+    for rows, across in TILES:
+        down, along = np.ceil(m / rows), np.ceil(n / across)
+        rounds = b * down * along / machine.multiprocessors
+        columns += [np.log(np.minimum(rounds, _MOST_WAVES)), rounds / np.ceil(rounds)]
+        columns.append(m * n / (down * rows * along * across))
+    columns += [np.log(roofline), *(divisibility(size) for size in (m, n, k))]
+    return np.stack(columns, axis=1)
+
+
+FAR = LearnedKernel(
     "gemm",
     ("B", "M", "N", "K"),
     _work,
-    _joint_features,
+    _far_features,
     lambda sizes: sizes["harness"].astype(int),
     ("B",),
+    is_inner=True,
 )
+
+JOINT = replace(FAR, features=_joint_features, is_inner=False, far=FAR)

@@ -321,6 +321,29 @@ def test_intervals_widen_with_the_distance_of_a_machine():
     assert apart(limits(load_machine("h200"), "bfloat16"), joint.limits) == 0
 
 
+def test_trees_of_the_roofline_alone():
+    """Trees that double the roofline leave harness and latency as they are."""
+    inner = replace(TOY, is_inner=True)
+    model = model_from_arrays(arrays())
+    time, base, roofline = seconds(inner, model, {"N": vector(0, 2)}, TEN, 4)
+    assert roofline.tolist() == pytest.approx([0, 1.8])
+    assert base.tolist() == pytest.approx([30e-6, 1.8 + 10e-6])
+    assert time.tolist() == pytest.approx([30e-6, 2 * 1.8 + 10e-6])
+
+
+def test_new_machines_are_predicted_by_ratios():
+    """A machine with twice the peak and bandwidth of another takes half the time."""
+    sizes = {"M": 16384, "N": 8192, "K": 8192}
+    slow = load_machine("l40s")
+    names = ("peak_flops.bfloat16", "bandwidth.memory")
+    twice = {name: Figure(2 * slow[name], "a test") for name in names}
+    fast = replace(slow, figures={**slow.figures, **twice})
+    call = KernelCall("gemm", sizes, "bfloat16")
+    once, half = predict(call, slow), predict(call, fast)
+    assert once.model == half.model == "gemm-far" and "machine" in half.extrapolated
+    assert 0.45 < half.seconds / once.seconds < 0.55
+
+
 def test_a_law_stands_for_the_roofline():
     lawful = replace(
         TOY, law=lambda sizes, limits, width, constants: constants[0] * sizes["N"] ** constants[1]

@@ -104,8 +104,8 @@ class StaticModel:
         found = None
         if self._parts is not None:
             few, more, times = self._parts
-            lowered = [lower_to_ranks(one.mod, kind, ranks, fused) for one in (few, more)]
-            found = continued(*lowered, times)
+            less, rest = (lower_to_ranks(one.mod, kind, ranks, fused) for one in (few, more))
+            found = continued(less, rest, times)
         return found or lower_to_ranks(self.whole.mod, kind, ranks, fused)
 
 
@@ -199,6 +199,7 @@ def _signatures(
         for slot, name in enumerate(node.input, 1):
             if not name:
                 continue
+            what: Any
             if name in made:
                 since, what = made[name], list(graph.node[made[name]].output).index(name)
                 if since >= at:
