@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost import tile_conv2d_knobs
 from schedules.cpu.cost.tile_conv2d_knobs import (
     default_tile_knobs,
     fastest_blocks,
@@ -134,3 +135,11 @@ def test_pairs_gain_where_cores_share_rows(channels, columns, size, gains, dtype
     assert takes_pair(pair, CPU)
     fused = tile_pair_cycles(pair, default_pair_knobs(pair, CPU), CPU)
     assert (sum(separate_cycles(pair, CPU)) > fused) == gains
+
+
+def test_narrow_groups_of_floats_are_left_to_vectors_that_are_nearly_as_fast(monkeypatch):
+    """Tiles would spread infinities from a group to its neighbours."""
+    kernel = kernel_of(ConvLayer(64, 64, (3, 3), padding=(1,) * 4, groups=8), 7, "bfloat16")
+    assert tile_groups(kernel, ChannelBlocks(32, 32), CPU) == 0
+    monkeypatch.setattr(tile_conv2d_knobs, "_NEAR", 1.0)
+    assert tile_groups(kernel, ChannelBlocks(32, 32), CPU) == 4
