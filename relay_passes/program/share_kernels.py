@@ -155,7 +155,7 @@ def _is_alike(family: Sequence[_Nest], nest: _Nest) -> bool:
     lines = _lines(first, second)
     if lines is None:
         return False
-    if any(line.at(nest.blocks) != k for line, k in zip(lines, nest.integers, strict=True)):
+    if any(line.value_for(nest.blocks) != k for line, k in zip(lines, nest.integers, strict=True)):
         return False
     return tvm_ffi.structural_equal(first.skeleton, nest.skeleton, map_free_vars=True)
 
@@ -167,7 +167,7 @@ class _Line(NamedTuple):
     parts: int
     offset: int
 
-    def at(self, blocks: int) -> int | None:
+    def value_for(self, blocks: int) -> int | None:
         """The number for so many blocks; None where it is no integer."""
         value, rest = divmod(blocks * self.slope, self.parts)
         return None if rest else value + self.offset

@@ -6,6 +6,10 @@ given beside them. Without a machine these cycles decide, at a nominal clock. Wi
 ``deciding_for(machine)`` the kernel models of :func:`.registry.predict` do, with the clock,
 bandwidths, overheads and ratios of measured to predicted times that ``tvm-fusion calibrate`` found.
 A choice by a tuning record, whose times were measured, is only noted (:func:`note`).
+
+The machine is a context, not an argument: passes, legalizations and rules, which TVM calls, get a
+``Target``, and that holds texts and numbers under names that TVM knows. ``CPUInfo`` and ``GPUInfo``
+are read from it in more than 70 places, each of which would need the machine beside the target.
 """
 
 from __future__ import annotations

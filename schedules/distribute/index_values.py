@@ -42,7 +42,7 @@ def index_values(
         Ascending; None if the index cannot be bounded.
     """
     about = [c for c in conditions if variables(c) <= variables(index)]
-    predicate = _all(about)
+    predicate = _conjunction(about)
     point = [ir.Range.from_min_extent(index, tirx.const(1, str(index.ty.dtype)))]
     found = _ends(sym.estimate_region_strict_bound(point, domain, predicate))
     if found is not None:
@@ -101,7 +101,7 @@ def _is_integer(condition: tirx.Expr, domain: Domain) -> bool:
     )
 
 
-def _all(conditions: Sequence[tirx.Expr]) -> tirx.Expr:
+def _conjunction(conditions: Sequence[tirx.Expr]) -> tirx.Expr:
     result = tirx.const(True, "bool")
     for condition in conditions:
         result = tirx.And(result, condition)

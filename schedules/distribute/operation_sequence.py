@@ -47,10 +47,10 @@ class KeptRows:
     repeat: Mapping[str, str]
     """Inputs, and the outputs that they take in the next step; both have the same window."""
     into: tuple[tuple[str, Region], ...]
-    """Of these inputs what somebody else computes, to be copied in before each step, or so many
-    steps, but the first."""
+    """Parts of inputs that somebody else computes, copied in before each step, or so many steps,
+    but the first."""
     out: tuple[tuple[str, Region], ...]
-    """Of these outputs what somebody else reads, to be copied out after all but the last."""
+    """Parts of outputs that somebody else reads, copied out after all steps but the last."""
     steps: int = 1  # How many steps follow each other without a copy.
 
     def bytes(self, itemsizes: Mapping[str, int]) -> tuple[int, int]:

@@ -83,7 +83,7 @@ class Owners:
         """Parts of a dimension, cut in the middle of what both neighbours read."""
         bounds = self.partition.bounds[number]
         if given is not None:
-            return self._given(buffer, number, dim, extent, given)
+            return self._parts_of_sizes(buffer, number, dim, extent, given)
         pairs = zip(bounds, bounds[1:], strict=False)
         reads = [self._read(buffer, number, dim, ends) for ends in pairs]
         filled = sorted((ends, k) for k, ends in enumerate(reads) if ends is not None)
@@ -100,7 +100,7 @@ class Owners:
             empty = found[-1][1]
         return tuple(found)
 
-    def _given(
+    def _parts_of_sizes(
         self, buffer: tirx.Buffer, number: int, dim: int, extent: int, sizes: Sequence[int]
     ) -> tuple[tuple[int, int], ...]:
         sizes = integers(sizes, f"owners of {buffer.name!r}")

@@ -172,8 +172,8 @@ class MeasuredRows:
 class MeasuredSplit:
     """Measured times of rows, by which they are split."""
 
-    cpu: MeasuredRows  # Of the CPU.
-    devices: tuple[MeasuredRows, ...]  # Of each device.
+    cpu: MeasuredRows  # Times of the CPU.
+    devices: tuple[MeasuredRows, ...]  # Times of each device.
 
 
 def cpu_seconds(
@@ -319,7 +319,7 @@ def _best(
     if rows == 0:
         return 0.0, 1
     found = []
-    # Of all counts at any number of rows, so that more rows never take less time.
+    # The best of all counts at any number of rows, so that more rows never take less time.
     for count in {min(count, rows) for count in ([chunks] if chunks else CHUNKS)}:
         each = rows / count
         into, compute, out = figures.stages(
@@ -373,15 +373,17 @@ class _LinearWork:
 
     def of_rows(self, rows: float) -> Work:
         """Work of a number of rows."""
-        return Work(math.ceil(_at(self.operations, rows)), math.ceil(_at(self.traffic, rows)))
+        return Work(
+            math.ceil(_value_on(self.operations, rows)), math.ceil(_value_on(self.traffic, rows))
+        )
 
     def bytes_in(self, rows: float) -> float:
         """Bytes copied to a device for them, without what is copied once."""
-        return _at(self.into, rows)
+        return _value_on(self.into, rows)
 
     def bytes_out(self, rows: float) -> float:
         """Bytes copied back."""
-        return _at(self.out, rows)
+        return _value_on(self.out, rows)
 
 
 def _line(counts: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
@@ -390,5 +392,5 @@ def _line(counts: Sequence[int], values: Sequence[float]) -> tuple[float, float]
     return many - slope * high, slope
 
 
-def _at(line: tuple[float, float], rows: float) -> float:
+def _value_on(line: tuple[float, float], rows: float) -> float:
     return max(0.0, line[0] + line[1] * rows)

@@ -170,13 +170,13 @@ def _difference(expr: tirx.Sub) -> ir.Expr:
 def _exp_minus_one(exp: ir.Call, sign: int) -> ir.Expr:
     """``sign`` times e**x - 1."""
 
-    def both(x: ir.Expr) -> ir.Expr:
+    def near_and_far(x: ir.Expr) -> ir.Expr:
         near = x + x * x * horner(x, EXP_POLYNOMIAL)
         far = tirx.exp(x) - f32(1)
         chosen = select(magnitude(x) < f32(EXP_REACH), near, far)
         return chosen if sign > 0 else f32(0) - chosen
 
-    return bind(exp.args[0], both)
+    return bind(exp.args[0], near_and_far)
 
 
 def _beyond_one(expr: ir.Expr) -> ir.Expr | None:

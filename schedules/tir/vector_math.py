@@ -178,23 +178,23 @@ def _sigmoid(x: ir.Expr) -> ir.Expr:
 
 
 def _tanh(x: ir.Expr) -> ir.Expr:
-    def both(v: ir.Expr) -> ir.Expr:
+    def near_and_far(v: ir.Expr) -> ir.Expr:
         square = v * v
         small = v + v * square * horner(square, _TANH)
         large = f32(1) - f32(2) / (_exp(magnitude(v) * f32(2)) + f32(1))
         return select(magnitude(v) < f32(0.625), small, with_sign(large, v))
 
-    return bind(x, both)
+    return bind(x, near_and_far)
 
 
 def _sinh(x: ir.Expr) -> ir.Expr:
-    def both(v: ir.Expr) -> ir.Expr:
+    def near_and_far(v: ir.Expr) -> ir.Expr:
         square = v * v
         small = v + v * square * horner(square, _SINH)
         large = _half_sum(v, -1)
         return select(magnitude(v) < f32(1), small, with_sign(large, v))
 
-    return bind(x, both)
+    return bind(x, near_and_far)
 
 
 def _cosh(x: ir.Expr) -> ir.Expr:

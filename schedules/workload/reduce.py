@@ -56,10 +56,10 @@ class ReduceWorkload:
     order, of the first extreme element."""
     axes: tuple[int, ...]  # Reduced axes, ascending, none negative.
     keepdims: bool  # Whether reduced axes stay in the output with extent 1.
-    dtype: str  # Of the data.
+    dtype: str  # Type of the data.
     acc_dtype: str
-    """Of the accumulators: ``float32`` for 16-bit floats, ``int32`` for 8-bit integers and bool,
-    else that of the data, or a wider one on request."""
+    """Type of the accumulators: ``float32`` for 16-bit floats, ``int32`` for 8-bit integers and
+    bool, else that of the data, or a wider one on request."""
     finish: str = "auto"
     """One of :data:`FINISHES`: how the partial results of several GPU blocks are combined."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tvm
 from cpu.rule_cases import AVX2, FOREIGN, HOST, draw, function, run, tensor
 from tvm import s_tir, te, tirx, topi
 from tvm.error import InternalError
@@ -17,6 +18,7 @@ from tvm.target import Target
 
 from schedules import attributes, cpu, gpu
 from schedules.cpu.core.rule import CPURule
+from schedules.cpu.nests import blocks
 from schedules.errors import CompilationError, OpError, SlowPathWarning
 from schedules.gpu.core.rule import GPURule
 from schedules.schedule_rule import (
@@ -27,9 +29,11 @@ from schedules.schedule_rule import (
     rule_name,
     schedule_function,
 )
+from schedules.tir import block_expressions
 from schedules.tuning.tunable_rule import TunableRule
 
-X = tensor("x", 8, 24)
+X, Y = tensor("x", 8, 24), tensor("y", 16, 24)
+CUDA = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
 RELU = function([X], topi.nn.relu(X))
 
 
@@ -222,3 +226,32 @@ def test_all_rules_have_one_base() -> None:
 def test_a_rule_must_say_how_it_schedules() -> None:
     with pytest.raises(NotImplementedError):
         CPURule().apply(RELU, HOST, False)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """First arguments of the calls of a function of a module."""
+    calls: list[Any] = []
+    called = getattr(module, name)
+
+    def count(first: Any, *others: Any, **options: Any) -> Any:
+        calls.append(first)
+        return called(first, *others, **options)
+
+    monkeypatch.setattr(module, name, count)
+    return calls
+
+
+def test_a_function_is_read_once_and_no_rule_sees_what_another_did_to_it(monkeypatch) -> None:
+    opened = counted(monkeypatch, blocks, "open_blocks")
+    func = function([X], topi.nn.softmax(X))
+    done = schedule_function("f", func, HOST, cpu.RULES)
+    assert done.attrs[attributes.RULE] == "Softmax" and len(opened) == 1
+    alone = cpu.Softmax().apply(func, HOST, False)
+    tvm.ir.assert_structural_equal(done.body, alone.mod["main"].body, map_free_vars=True)
+
+
+def test_stages_of_a_function_are_read_once(monkeypatch) -> None:
+    read = counted(monkeypatch, block_expressions, "read_stages")
+    func = function([X, Y], topi.nn.dense(X, Y))
+    done = schedule_function("f", func, CUDA, gpu.RULES)
+    assert done.attrs[attributes.RULE] == "Matmul" and len(read) == 1

@@ -20,7 +20,7 @@ from ..runtime.compiled_model import CompiledModel, load
 class Throughput:
     """Result of :func:`throughput`."""
 
-    calls_per_second: float  # Of all streams together.
+    calls_per_second: float  # Calls of all streams together.
     calls: int  # Timed calls.
     seconds: float  # From the start of the first to the end of the last.
     streams: int  # Copies of the model.

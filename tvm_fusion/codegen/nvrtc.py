@@ -33,7 +33,7 @@ REPORT_OPTIONS = (
     "--ptxas-options=--register-usage-level=10",
     "--ptxas-options=--warn-on-local-memory-usage",
 )
-# Of what --use_fast_math allows, only what CUDA's tables bound closely for every argument: division
+# Parts of --use_fast_math whose errors CUDA's tables bound closely for every argument: division
 # within 2 ulp, square roots within 1 ulp, subnormal numbers as zero (an error below 2^-126).
 # Functions stay those of the library: tanhf within 2 ulp, where MUFU.TANH has 2^-11; expf and logf
 # within 1; sinf and cosf within 2; powf within 4, where __powf gives NaN for negative bases.

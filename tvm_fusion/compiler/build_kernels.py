@@ -173,7 +173,7 @@ def _build(group: _Group, target: Target) -> tvm.runtime.Module:
     try:
         return _compiled(group, target)
     except Exception as error:  # TVM raises anything
-        raise CompilationError(_told(group, target, error)) from error
+        raise CompilationError(_failure_text(group, target, error)) from error
 
 
 def _compiled(group: _Group, target: Target) -> tvm.runtime.Module:
@@ -181,7 +181,7 @@ def _compiled(group: _Group, target: Target) -> tvm.runtime.Module:
     return tvm.tirx.build(tvm.IRModule(group), target=target, pipeline=lowering)
 
 
-def _told(group: _Group, target: Target, error: Exception) -> str:
+def _failure_text(group: _Group, target: Target, error: Exception) -> str:
     """Name the kernel of a group on which TVM fails, and tell why."""
     for var, func in group.items():
         try:

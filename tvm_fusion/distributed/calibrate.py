@@ -275,10 +275,10 @@ def _progress(world: World) -> float:
     steps = max(1, round(alone / step))
     computing = slowest(world, timed(world, lambda: compute(steps)))
 
-    def both() -> None:
+    def compute_beside() -> None:
         pair.start()
         compute(steps)
         pair.finish()
 
-    together = slowest(world, timed(world, both))
+    together = slowest(world, timed(world, compute_beside))
     return (alone + computing - together) / min(alone, computing)

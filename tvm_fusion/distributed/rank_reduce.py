@@ -281,19 +281,19 @@ class _Reduction:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the outputs, without the reduced axes."""
+        """Shape of the outputs, without the reduced axes."""
         kept = [axis for axis in range(self.part.ndim) if axis not in self.workload.axes]
         return tuple(self.part.shape[axis] for axis in kept)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Of the outputs, with 1 for the reduced axes."""
+        """Shape of the outputs, with 1 for the reduced axes."""
         extents = enumerate(self.part.shape)
         return tuple(1 if axis in self.workload.axes else size for axis, size in extents)
 
     def states(self, operator: str, *means: np.ndarray) -> list[np.ndarray]:
         """Fields of the states of all ranks, flattened."""
-        own = self._own(operator, means)
+        own = self._local_states(operator, means)
         if not self.is_over_ranks or not own[0].size:
             return own
         if own[0].dtype.kind in "iub" and len(own) == 1:
@@ -321,7 +321,7 @@ class _Reduction:
         dtype = _accumulator(self.workload)
         return [np.full(math.prod(self.shape), field, dtype) for field in fields]
 
-    def _own(self, operator: str, means: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _local_states(self, operator: str, means: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Fields of the states of this rank's part."""
         workload, part = self.workload, self.part
         if part.size:

@@ -35,7 +35,7 @@ _WORD = 64
 class NumaNode:
     """Processors and the memory that is next to them, such as those of a socket."""
 
-    number: int  # Of the node.
+    number: int  # Number that the system gives the node.
     processors: frozenset[int]  # Its processors.
 
 

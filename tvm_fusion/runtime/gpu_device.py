@@ -22,7 +22,7 @@ class DeviceInfo:
 
     kind: str  # ``cuda`` or ``opencl``.
     name: str  # Its name in the driver.
-    arch: str  # Of a CUDA device, such as ``sm_90``; else empty.
+    arch: str  # Architecture of a CUDA device, such as ``sm_90``; else empty.
     max_threads: int  # Threads of one block.
     shared_bytes: int  # Shared memory of one block.
     multiprocessors: int  # Number of multiprocessors: blocks that run at once, at least.

@@ -54,7 +54,7 @@ class Outcome:
     ratio: float | None
     """Its time over that of the default, the geometric mean of ``states``; None for a failure."""
     failure: str = ""  # ``compile``, ``hang``, ``crash`` or ``wrong``; empty otherwise.
-    reason: str = ""  # Of the failure.
+    reason: str = ""  # Why it failed.
     states: tuple[float, ...] = ()  # The ratio in each state of the caches, median over its rounds.
 
     @classmethod

@@ -50,7 +50,7 @@ class FormTask:
     forms: Sequence[Form]  # Two or more; the first is chosen without records.
     machine: CPUInfo  # The CPU.
     calls: int  # How often the model has the layers.
-    share: float = 1.0  # Of the time of all such tasks.
+    share: float = 1.0  # Part of the time of all such tasks.
     knobs: dict[Form, list[Record]] = field(default_factory=dict)
     """Records of the kernels of each form."""
     weights: tuple[int, ...] = ()

@@ -37,7 +37,7 @@ Setting = tuple[AnyTemplate, Any]
 class Task:
     """One kernel to tune."""
 
-    name: str  # Of the function in the model.
+    name: str  # Name of the function in the model.
     about: str  # What it computes.
     key: Key  # What its record must have.
     func: tirx.PrimFunc  # The function without a schedule, of static shapes.
@@ -46,7 +46,7 @@ class Task:
     templates: Sequence[AnyTemplate]  # The default's first.
     machine: Any  # The CPU or GPU.
     calls: int = 1  # Calls in a call of the model.
-    share: float = 1.0  # Of the predicted time of all tasks.
+    share: float = 1.0  # Part of the predicted time of all tasks.
     wide: bool = False  # Whether templates search their wider spaces, where they have any.
     outputs: int = 1  # Parameters that are outputs, the last ones.
     numbers: dict[str, int] = field(default_factory=dict)

@@ -380,7 +380,7 @@ class _Writer:
     def _lstm(self, tile: _GateSums) -> None:
         place, gates = tile.place, tile.gates
         memory = self.flat["last_memory"]
-        old = memory[_ramp(place.own)]
+        old = memory[_ramp(place.state_offset)]
         peepholes = [
             self.flat["peepholes"][_ramp(place.block * (3 * LANES) + i * LANES)] for i in range(3)
         ]
@@ -402,7 +402,7 @@ class _Writer:
         gate(1, gates[3][_ramp(0)], 0)
         shown = self._activate(2, gates[3][_ramp(0)], clipped=False)
         self._store(gates[1], gates[1][_ramp(0)] * shown, 0)
-        self._store(memory, place.unless_over(gates[3][_ramp(0)], old), place.own)
+        self._store(memory, place.unless_over(gates[3][_ramp(0)], old), place.state_offset)
         place.put(gates[1][_ramp(0)])
 
     def _rnn(self, tile: _GateSums) -> None:
@@ -417,12 +417,12 @@ class _Writer:
             self._store(total, self._activate(0, total[_ramp(0)]), 0)
             value = total[_ramp(0)]
             value = value * tile.place.state if name == "reset" else value
-            self._store(self.own[name], value, tile.place.own)
+            self._store(self.own[name], value, tile.place.state_offset)
 
     def _gru_reset_before(self, tile: _GateSums) -> None:
         total = tile.gates[2]
         self._store(total, self._activate(1, total[_ramp(0)]), 0)
-        self._mix(tile, self.own["update"][_ramp(tile.place.own)])
+        self._mix(tile, self.own["update"][_ramp(tile.place.state_offset)])
 
     def _gru_reset_after(self, tile: _GateSums) -> None:
         gates = tile.gates
@@ -464,7 +464,7 @@ class _HiddenUnits:
     row: tirx.Expr | int
 
     @property
-    def own(self) -> tirx.Expr:
+    def state_offset(self) -> tirx.Expr:
         """Offset in one copy of the state."""
         return self.row * self.writer.cell.padded + self.block * LANES
 
@@ -489,7 +489,7 @@ class _HiddenUnits:
         """The old state."""
         cell = self.writer.cell
         base = self.step % 2 * (cell.batch * cell.padded)
-        return self.writer.own["states"][_ramp(base + self.own)]
+        return self.writer.own["states"][_ramp(base + self.state_offset)]
 
     def product(self, gate: int) -> tirx.Expr:
         """The inputs' product for a gate."""
@@ -509,9 +509,9 @@ class _HiddenUnits:
         cell, writer = self.writer.cell, self.writer
         size = cell.batch * cell.padded
         new = self.unless_over(value, self.state)
-        writer._store(writer.own["states"], new, (self.step + 1) % 2 * size + self.own)
+        writer._store(writer.own["states"], new, (self.step + 1) % 2 * size + self.state_offset)
         shown = self.unless_over(value, like(value, 0))
-        writer._store(writer.flat["states"], shown, self.time * size + self.own)
+        writer._store(writer.flat["states"], shown, self.time * size + self.state_offset)
 
 
 @dataclass

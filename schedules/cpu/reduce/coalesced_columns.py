@@ -81,16 +81,16 @@ class _ColumnNest(ReductionNest):
         """The finished function."""
         with self.builder.body():
             if self.last.size is not None:
-                self._all(self.columns)
+                self._write_columns(self.columns)
             else:
                 with T.If(self.last.extent >= self.columns.tile):
                     with T.Then():
-                        self._all(self.columns)
+                        self._write_columns(self.columns)
                     with T.Else():
-                        self._all(SCALARS)
+                        self._write_columns(SCALARS)
         return self.builder.schedule()
 
-    def _all(self, columns: ColumnVectors) -> None:
+    def _write_columns(self, columns: ColumnVectors) -> None:
         parts, outputs = self.split.parts, self.source.outputs
         partial = self.states(outputs * parts) if parts > 1 else None
         for indices, chunk, part in self._tasks(columns, parts):

@@ -34,12 +34,12 @@ _MOST_KEPT = 16  # placements, which are large where there are many ranks
 class RowCost:
     """Predicted times, in seconds for each rank: float64 [stages, ranks]."""
 
-    compute: np.ndarray  # Of each stage.
-    exchange: np.ndarray  # Of the exchange after it; 0 where there is none.
+    compute: np.ndarray  # Seconds of each stage.
+    exchange: np.ndarray  # Seconds of the exchange after it; 0 where there is none.
 
     @property
     def seconds(self) -> float:
-        """Of a run: ranks wait for the slowest one at every stage."""
+        """Seconds of a run: ranks wait for the slowest one at every stage."""
         return float(self.compute.max(axis=1).sum() + self.exchange.max(axis=1).sum())
 
 

@@ -85,7 +85,8 @@ class ResolvedDevice:
     accelerator: Accelerator  # Figures of its operations.
     has_cores: bool = True  # Whether it computes on other cores than the CPU.
     in_place: bool = False  # Whether it computes in the host's memory.
-    cpu: Target | None = None  # Of an OpenCL device that is a CPU: the cores that are left to it.
+    cpu: Target | None = None
+    """Target of an OpenCL device that is a CPU, with the cores that are left to it."""
 
     @property
     def kind(self) -> str:

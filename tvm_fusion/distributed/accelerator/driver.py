@@ -111,7 +111,7 @@ class Place:
 class Plane:
     """Rows of bytes in the host's memory, and where they lie in a device's."""
 
-    address: int  # Of the first row.
+    address: int  # Address of the first row.
     rows: int
     length: int
     pitch: int

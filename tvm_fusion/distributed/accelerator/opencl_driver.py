@@ -84,7 +84,7 @@ class OpenCLDriver:
         """The kernels of some code, by their names."""
         if code.kind != "opencl":
             raise OpError(f"code for {code.kind} does not run on {self.name}")
-        with _told(f"{self.name} refuses a kernel"), warnings.catch_warnings():
+        with _driver_errors(f"{self.name} refuses a kernel"), warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # Intel's always says what it did
             return {
                 name: cl.Kernel(cl.Program(self._context, text).build("-w"), name)
@@ -98,7 +98,9 @@ class OpenCLDriver:
         place in another page (4 KiB aliasing).
         """
         flags, size = cl.mem_flags.READ_WRITE, max(1, nbytes)
-        with _told(f"{self.name} has no {nbytes} bytes of memory; cut its rows into more chunks"):
+        with _driver_errors(
+            f"{self.name} has no {nbytes} bytes of memory; cut its rows into more chunks"
+        ):
             if not all(map(_shares_memory, self._context.devices)):
                 return cl.Buffer(self._context, flags, size)
             place = next(self._places) * PAGE // _PLACES % PAGE
@@ -146,14 +148,14 @@ class OpenCLQueue:
 
     def copy_in(self, dest: Any, place: Place, view: np.ndarray, after: Sequence[Any]) -> Any:
         """Copy an array to the device; returns at once."""
-        with _told(f"{self._name} cannot copy {view.nbytes} bytes"):
+        with _driver_errors(f"{self._name} cannot copy {view.nbytes} bytes"):
             for plane in planes(view, place):
                 self._events.append(self._copy(dest, plane, after, into=True))
         return self._events[-1]
 
     def copy_out(self, view: np.ndarray, source: Any, place: Place, after: Sequence[Any]) -> Any:
         """Copy from the device to an array; returns at once."""
-        with _told(f"{self._name} cannot copy {view.nbytes} bytes"):
+        with _driver_errors(f"{self._name} cannot copy {view.nbytes} bytes"):
             for plane in planes(view, place):
                 self._events.append(self._copy(source, plane, after, into=False))
         return self._events[-1]
@@ -163,7 +165,7 @@ class OpenCLQueue:
     ) -> Any:
         """Launch a kernel; returns at once."""
         threads = tuple(g * b for g, b in zip(launch.grid, launch.block, strict=True))
-        with _told(f"{self._name} cannot launch {launch.kernel!r}"):
+        with _driver_errors(f"{self._name} cannot launch {launch.kernel!r}"):
             kernel.set_args(*arguments)
             return cl.enqueue_nd_range_kernel(
                 self._queue, kernel, threads, launch.block, wait_for=list(after)
@@ -171,12 +173,12 @@ class OpenCLQueue:
 
     def flush(self) -> None:
         """Let the device begin."""
-        with _told(f"{self._name} failed"):
+        with _driver_errors(f"{self._name} failed"):
             self._queue.flush()
 
     def finish(self) -> None:
         """Wait for all operations."""
-        with _told(f"{self._name} failed"):
+        with _driver_errors(f"{self._name} failed"):
             self._queue.finish()
         self._events.clear()
 
@@ -203,7 +205,7 @@ class OpenCLQueue:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _driver_errors(what: str) -> Iterator[None]:
     """Raise errors of OpenCL, and of memory, as ours."""
     try:
         yield

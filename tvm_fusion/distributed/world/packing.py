@@ -60,7 +60,7 @@ _FIGURE = "parcel_seconds"
 class ParcelShape(NamedTuple):
     """What the time of a parcel depends on."""
 
-    nbytes: int  # Of all its regions.
+    nbytes: int  # Bytes of all its regions.
     segment: int  # Bytes of the shortest contiguous pieces of which they consist.
     regions: int = 1  # Their number.
 

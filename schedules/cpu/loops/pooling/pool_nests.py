@@ -84,8 +84,8 @@ def pool_in_lanes(
     """Windows that do not slide along the contiguous axis: a tile of pixels in registers."""
     sch, block = kernel.sch, pool.block_rv
     loops = sch.get_loops(block)
-    reduced = [loops[k] for k in _all(facts, "R")]
-    outer = [loops[k] for k in _all(facts, "S") if k not in (window.slide, window.vector)]
+    reduced = [loops[k] for k in _positions(facts, "R")]
+    outer = [loops[k] for k in _positions(facts, "S") if k not in (window.slide, window.vector)]
     extents = [facts.extents[k] or 1 for k in (window.slide, window.vector)]
     pixels = tile_size(extents[0], most_pixels)
     lanes = min(extents[1], kernel.lanes(facts))
@@ -114,13 +114,13 @@ def pool_in_lanes(
     return _finish(kernel, tails, rest)
 
 
-def _all(facts: BlockFacts, kind: str) -> list[int]:
+def _positions(facts: BlockFacts, kind: str) -> list[int]:
     return [k for k, other in enumerate(facts.kinds) if other == kind]
 
 
 def _short(facts: BlockFacts, reduced: list[LoopRV]) -> list[LoopRV]:
     """The innermost loops of a window that are worth a copy of the code for each iteration."""
-    extents = [facts.extents[k] or _UNROLLED for k in _all(facts, "R")]
+    extents = [facts.extents[k] or _UNROLLED for k in _positions(facts, "R")]
     first = len(extents) - 1
     while first and math.prod(extents[first - 1 :]) <= _UNROLLED:
         first -= 1
@@ -164,8 +164,8 @@ def pool_in_rows(
     sch, block = kernel.sch, pool.block_rv
     padding = None if kernel.blocks[0] is pool else kernel.blocks[0].block_rv
     loops = sch.get_loops(block)
-    reduced = [loops[k] for k in _all(facts, "R")]
-    outer = [loops[k] for k in _all(facts, "S") if k != window.vector]
+    reduced = [loops[k] for k in _positions(facts, "R")]
+    outer = [loops[k] for k in _positions(facts, "S") if k != window.vector]
     width = facts.extents[window.vector] or 1
     lanes = min(width, kernel.lanes(facts))
     vectors, lane = sch.split(loops[window.vector], [None, lanes])
@@ -179,7 +179,7 @@ def pool_in_rows(
         sch.vectorize(lane)
     unroll(sch, _short(facts, reduced))
     sch.vectorize(sch.get_loops(output)[-1])
-    plane = len(_all(facts, "S")) - len(sliding_axes(facts))
+    plane = len(_positions(facts, "S")) - len(sliding_axes(facts))
     outside = outer
     if padding is not None:
         outside = outer[: max(1, plane)]

@@ -44,7 +44,7 @@ from .cluster_combine import ClusterExchange
 from .context import ReduceContext
 from .reduced_loop import LoadedVector, PutInto, Visit, combine_vector, values_of, visit_share
 from .results import Results
-from .stored_elements import both, store_elements
+from .stored_elements import store_elements, visit_twice
 
 VisitRow = Callable[[Sequence[Value], Visit], None]
 
@@ -74,8 +74,8 @@ def _write_row(ctx: ReduceContext, sums: _KeptSums | None = None) -> None:
             with when(ctx.exists(ctx.first_output)):
                 values = [columns.value for columns in group.columns]
                 values += [element.value for element in last]
-                visit = store_elements(ctx, last, m, _known(ctx, results))
-                visit_row(values, both(sums.add(results), visit) if sums else visit)
+                visit = store_elements(ctx, last, m, _with_results(ctx, results))
+                visit_row(values, visit_twice(sums.add(results), visit) if sums else visit)
 
 
 def _reduce_stage(
@@ -90,9 +90,9 @@ def _reduce_stage(
     workloads, count = stage.workloads, _accumulators(ctx, stage)
     states = state_buffers.allocate(workloads, count, "local")
     state_buffers.clear(workloads, states, count)
-    put_into = _known(ctx, results)
+    put_into = _with_results(ctx, results)
     store = store_elements(ctx, elements, results[0].m, put_into, ctx.exists(ctx.first_output))
-    visit = both(combine_vector(ctx, stage, states, count, put_into), store)
+    visit = visit_twice(combine_vector(ctx, stage, states, count, put_into), store)
     state_buffers.begin_positions(workloads, states, count)
     visit_row(values_of(stage, elements), visit)
     state_buffers.end_positions(workloads, states, count)
@@ -122,7 +122,7 @@ def _accumulators(ctx: ReduceContext, stage: ReductionStage) -> int:
     return 1 if any(workload.is_arg for workload in stage.workloads) else min(4, ctx.config.vector)
 
 
-def _known(ctx: ReduceContext, results: list[Results]) -> PutInto:
+def _with_results(ctx: ReduceContext, results: list[Results]) -> PutInto:
     """Function that substitutes the known results into the value of a lane."""
     return lambda value, k: results[k if ctx.is_y else 0].put_into(value)
 

@@ -34,8 +34,8 @@ from .context import ReduceContext
 from .results import Results
 from .state_buffers import Buffers, States
 
-# Of a thread, at most: for the one output of a tile in one word, and for others, where each thread
-# has addresses of its own.
+# Most words of a thread: for the one output of a tile in one word, and for others, where each
+# thread has addresses of its own.
 _WORDS_OF_ONE, _WORDS_OF_MANY = 16, 8
 _OWN_REGISTERS = 28  # those of a thread that hold no words with their tags
 

@@ -38,7 +38,7 @@ from .chain_body import write_chain
 from .context import ReduceContext
 from .initialise_output import initialise_output
 from .reduced_loop import combine_vector, values_of, visit_share
-from .stored_elements import both, store_elements
+from .stored_elements import store_elements, visit_twice
 
 _FINISHES = {
     "one_block": finishing.one_block,
@@ -115,7 +115,7 @@ def _write_body(ctx: ReduceContext) -> None:
     take = None if place is None else partial(finishing.take_place, ctx, place)
     elements, exists = ctx.group.elements, ctx.exists(ctx.first_output)
     store = store_elements(ctx, elements, ctx.safe_output(), condition=exists)
-    visit = both(combine_vector(ctx, stage, states, vector), store)
+    visit = visit_twice(combine_vector(ctx, stage, states, vector), store)
     state_buffers.begin_positions(stage.workloads, states, vector)
     visit_share(ctx, values_of(stage, elements), visit, take)
     state_buffers.end_positions(stage.workloads, states, vector)

@@ -49,7 +49,7 @@ def store_elements(
     return visit if elements else lambda _: None
 
 
-def both(first: Visit, second: Visit) -> Visit:
+def visit_twice(first: Visit, second: Visit) -> Visit:
     """Function that visits a vector twice."""
 
     def visit(vector: LoadedVector) -> None:
