@@ -50,7 +50,7 @@ from examples.benchmarks.exchanges import HALOS, route_turns  # noqa: E402
 
 OVERLAPS = ("never", "always")
 STEPS = (1, 2, 4, 8, 16)
-"""Of a run these are divisors; of those between two exchanges, the alternatives."""
+"""Numbers of steps between two exchanges that are compared; they divide that of a run."""
 EXCHANGES = ("always", "once", "auto")
 DEFAULT = ("blur", "gaussian", "heat2d", "heat3d", "resnet_18", "mobilenet_v2", *HALOS)
 
@@ -144,7 +144,7 @@ def measure(
 
 
 def distances(result: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
-    """Of each choice: the chosen alternative, the best one, and how many times as long it takes."""
+    """For each choice the chosen alternative, the best one, and how many times as long it takes."""
     medians = {title: statistics.median(turns) for title, turns in result["turns_ms"].items()}
     found = {}
     for kind, chosen in result["chosen"].items():

@@ -109,7 +109,7 @@ def layer_norm(g: Graph) -> None:
 
 
 def rms_norm(g: Graph) -> None:
-    """Of a residual stream, which is an output."""
+    """RMS norm of a residual stream, which is an output."""
     stream = g(op.add(g.wide(*g.shape), g.wide(*g.shape)))
     squares = g(op.mean(g(op.multiply(stream, stream)), [1], keepdims=True))
     scale = g(op.rsqrt(g(op.add(squares, relax.const(1e-6)))))
@@ -125,7 +125,7 @@ def batch_statistics(g: Graph) -> None:
 
 
 def log_sum_exp(g: Graph) -> None:
-    """Of shifted data, by a given maximum."""
+    """Logarithm of the sum of exponentials of data that a given maximum shifts."""
     shifted = g(op.subtract(g.wide(*g.shape), g.input(g.rows, 1, dtype="float32")))
     g.out(op.log(g(op.sum(g(op.exp(shifted)), [1], keepdims=True))), shifted)
 
@@ -140,7 +140,7 @@ def softmax(g: Graph) -> None:
 
 
 def variance(g: Graph) -> None:
-    """Of data whose mean is known."""
+    """Variance of data whose mean is known."""
     centred = g(op.subtract(g.wide(*g.shape), g.input(g.rows, 1, dtype="float32")))
     g.out(op.mean(g(op.multiply(centred, centred)), [1]), centred)
 
@@ -194,7 +194,7 @@ def dropout_gradient(g: Graph) -> None:
 
 
 def activation_gradient(g: Graph) -> None:
-    """Of tanh, by its result, with the gradient of the bias."""
+    """Gradient of tanh, by its result, with the gradient of the bias."""
     y, gradient = g.wide(*g.shape), g.wide(*g.shape)
     slope = g(op.subtract(relax.const(1.0), g(op.multiply(y, y))))
     through = g(op.multiply(gradient, slope))

@@ -24,7 +24,7 @@ PEERS = {"ONNX Runtime", "OpenVINO"}
 
 
 def speedups(path: Path) -> dict[str, float]:
-    """Of each network of a file of results, the time of the faster peer in parts of ours."""
+    """Time of the faster peer in parts of ours, for each network of a file of results."""
     races = json.loads(path.read_text())["results"]
     return {
         name: min(engine["ratio"] for engine in race["engines"] if engine["title"] in PEERS)
