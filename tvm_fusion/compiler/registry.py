@@ -51,15 +51,9 @@ class FrontEnd(Protocol):
 class RankCompiler(Protocol):
     """Compiler of models for several ranks."""
 
-    def compile_for_ranks(
-        self,
-        model: Any,
-        ranks: int,
-        target: str | Mapping[str, Any] | Target,
-        shapes: Mapping[str, Any] | None,
-        **options: Any,
-    ) -> CompiledModel:
-        """Compile with the parameters of :func:`tvm_fusion.compile`, some of which it refuses."""
+    @property
+    def compile_for_ranks(self) -> Callable[..., Any]:
+        """Function with the parameters of :func:`tvm_fusion.compile`, some of which it refuses."""
 
     def resolve_ranks(
         self, ranks: int, target: str | Mapping[str, Any] | Target, threads: int | None = None
