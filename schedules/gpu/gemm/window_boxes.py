@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from tvm import ir, sym, tirx
 
@@ -114,10 +113,10 @@ class BlockedTensor:
 
     def source(self, box: Sequence[int]) -> BulkSource:
         """The tensor of which boxes of some rows are copied."""
-        words, others = self.lanes // _WORD, self.axes
+        words, others = self.lanes // _WORD, list(self.axes)
         extents, counts = [i64(words)], [words]
         if self.is_joined:
-            first, *others = self.axes
+            first = others.pop(0)
             extents, counts = [i64(first.extent) * i64(words)], [self._length(first, box) * words]
         extents += [i64(axis.extent) for axis in others]
         counts += [self._length(axis, box) for axis in others]
@@ -146,15 +145,15 @@ class BlockedTensor:
         if len(self.axes) < 2 or not (self.axes[0].is_plain and self.axes[1].is_plain):
             return self
         first, second, *others = self.axes
-        extents = [constant(axis.extent) for axis in (second, first)]
         last = len(self.rows) - 1
-        if None in extents or list(self.rows[-2:]) != extents:
+        down, across = constant(second.extent), constant(first.extent)
+        if down is None or across is None or self.rows[-2:] != (down, across):
             return self
         if (second.row, first.row) != (last - 1, last):
             return self
-        if constant(second.stride) != extents[1] * constant(first.stride):
+        if extent_of(second.stride) != across * int(constant(first.stride) or 0):
             return self
-        size = prod(extents)
+        size = down * across
         one = replace(first, extent=size, row=second.row)
         return replace(self, axes=(one, *others), rows=(*self.rows[:-2], size))
 
@@ -184,12 +183,12 @@ class WindowProduct:
         data, filters = _read_blocked(left, lanes=1), _read_blocked(right, lanes=2)
         if data is None or filters is None or left.depth_parts != right.depth_parts:
             return None
-        *taps, blocks, _ = (constant(extent) for extent in left.depth_parts)
+        *taps, blocks, _ = (constant(extent) or 0 for extent in left.depth_parts)
         is_by_columns = filters.rows[1:] == (ELEMENTS,) and filters.axes[-1].is_plain
         steps = [axis.step for axis in (*data.axes, *filters.axes)]
-        if not is_by_columns or max(steps) > _LONGEST_STEP or None in (*taps, blocks):
+        if not is_by_columns or max(steps) > _LONGEST_STEP or 0 in (*taps, blocks):
             return None
-        found = cls(data.merged(), filters, tuple(map(int, taps)), int(blocks))
+        found = cls(data.merged(), filters, tuple(taps), blocks)
         ranks = [len(each.source([1] * len(each.rows)).box) for each in (found.data, filters)]
         return found if max(ranks) <= _MOST_AXES else None
 
@@ -238,10 +237,10 @@ def _read_axes(operand: Operand) -> tuple[tirx.Buffer, list[BoxAxis]] | None:
     flat = [ravel(fresh[:count], parts[:count]), ravel(fresh[count:], parts[count:])]
     values = dict(zip(operand.space.axes, flat, strict=True))
     places = [analyzer.simplify(substitute(index, values)) for index in read.indices]
-    linear = [_linear(place, fresh) for place in places]
+    linear = [found for place in places if (found := _linear(place, fresh)) is not None]
     guards = [analyzer.simplify(substitute(guard, values)) for guard in read.guards]
     shape = [extent_of(extent) for extent in read.buffer.shape]
-    if None in linear or not all(_follows(g, fresh, linear, shape) for g in guards):
+    if len(linear) < len(places) or not all(_follows(g, fresh, linear, shape) for g in guards):
         return None
     axes: list[BoxAxis] = []
     for number, (factors, offset) in enumerate(linear):
@@ -257,8 +256,8 @@ def _read_axes(operand: Operand) -> tuple[tirx.Buffer, list[BoxAxis]] | None:
 def _linear(expression: tirx.Expr, axes: Sequence[tirx.Var]) -> _Linear | None:
     """Factors of axes, and the rest, where all are constants."""
     found = sym.detect_linear_equation(expression, list(axes))
-    known = [constant(part) for part in found]
-    return None if not known or None in known else (known[:-1], known[-1])
+    known = [value for part in found if (value := constant(part)) is not None]
+    return (known[:-1], known[-1]) if found and len(known) == len(found) else None
 
 
 def _box_axis(
