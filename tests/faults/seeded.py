@@ -42,6 +42,13 @@ KERNELS = (
         ("tests/schedules/cpu/conv2d/test_quantized_conv2d.py",),
     ),
     Fault(
+        "what sums of signed bytes lack is that of the first column of the kernel in all others",
+        "schedules/cpu/core/micro_kernel.py",
+        "tap = ops.in_blocks * taps + kh * ops.layer.kernel[1] + kw",
+        "tap = ops.in_blocks * taps + kh * ops.layer.kernel[1]",
+        ("tests/tvm_fusion/compiler/test_quantized_networks.py",),
+    ),
+    Fault(
         "sums of bytes are cut though partial ones have no room in the output",
         "schedules/cpu/cost/conv2d_knobs.py",
         "whole = plain or kernel.out_dtype is not None",
