@@ -118,7 +118,7 @@ def test_values_on_a_line(
 ) -> None:
     line = _line(blocks, values)
     assert line is not None
-    assert tuple(map(line.at, blocks)) == values and line.at(other) == expected
+    assert tuple(map(line.value_for, blocks)) == values and line.value_for(other) == expected
 
 
 def test_values_on_no_line() -> None:
