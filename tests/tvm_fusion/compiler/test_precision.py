@@ -89,7 +89,7 @@ def test_kernels_of_tensor_cores_and_one_more_launch(bert: tvm.IRModule) -> None
     assert [str(ty.dtype) for ty in main.ret_ty.fields] == ["float32", "float32"]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("convolutions")
 @pytest.mark.parametrize("make", [attention, convolutions, clipped])
 def test_numbers(make: Callable[..., onnx.ModelProto], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)

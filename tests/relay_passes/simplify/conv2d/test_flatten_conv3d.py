@@ -132,7 +132,11 @@ CASES = {
     "stem": ((1, 3, 4, 9, 11), (8, 3, 3, 5, 5), {"strides": [1, 2, 2], "pads": [1, 2, 2] * 2}),
     "strides": ((2, 4, 7, 8, 9), (6, 4, 3, 3, 3), {"strides": [2, 2, 2], "pads": [1] * 6}),
     "uneven padding": ((1, 4, 4, 5, 6), (6, 4, 2, 3, 2), {"pads": [0, 1, 1, 3, 1, 0]}),
-    "dilation": ((1, 4, 9, 9, 9), (6, 4, 3, 2, 2), {"dilations": [3, 2, 1]}),
+    "dilation": (
+        (1, 4, 9, 9, 9),
+        (6, 4, 3, 2, 2),
+        {"dilations": [3, 2, 1], "pads": [1, 0, 1, 2, 1, 0]},
+    ),
     "one frame of each": ((2, 4, 5, 6, 6), (6, 4, 1, 3, 3), {"strides": [2, 1, 1]}),
     "depth only": ((1, 17, 6, 5, 4), (20, 17, 3, 1, 1), {"pads": [1, 0, 0] * 2}),
     "points": ((3, 20, 2, 5, 4), (18, 20, 1, 1, 1), {"strides": [2, 2, 2]}),
@@ -143,7 +147,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("stem-False", "dilation-True")
 @pytest.mark.parametrize(("name", "is_open"), in_turns(CASES, [False, True]))
 def test_numbers_of_onnx_runtime(name, is_open):
     shape, kernel, attributes = CASES[name]
