@@ -334,7 +334,8 @@ def _layer_cycles(
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
     block = _product(layer, tile, tile.rows + tile.columns, gathering=0.0)
     cycles = _run(block, blocks, resident, transfer, gpu)
-    if layer.groups > 1 or kind.itemsize != 2 or not gpu.has_warpgroup_products:
+    is_small = 2 * min(layer.in_channels, layer.out_channels) <= CHUNK  # in one block
+    if layer.groups > 1 or is_small or kind.itemsize != 2 or not gpu.has_warpgroup_products:
         return cycles
     by_warpgroups, _ = fastest_window_tile(WindowSizes.of_layer(layer, images, size), gpu)
     return min(cycles, max(transfer, by_warpgroups))

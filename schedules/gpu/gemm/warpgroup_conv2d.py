@@ -36,6 +36,7 @@ from .window_boxes import BLOCKS, LONGEST_BOX, LONGEST_RUN, BlockedTensor, Windo
 
 SHAPES = tuple(itertools.product((256, 128, 64), (1, 2), (2, 1)))
 """Columns, cluster and warpgroups of tiles."""
+_SEVERAL = 2
 _BLOCK = ELEMENTS * ELEMENTS * 2  # bytes of the filters of two blocks of channels
 
 
@@ -224,10 +225,13 @@ class _PixelGrid(Grid):
 
     @property
     def depth(self) -> int:
-        return _padded_depth(self.windows)
+        # Whole steps for each tap: beyond the last block of channels there are zeros.
+        return prod(self.windows.taps) * -(-self.windows.blocks // BLOCKS) * DEPTH
 
     def start(self, number: tirx.Expr) -> list[tirx.Expr]:
-        places = unravel(number, self.counts, is_natural=True)
+        # Tiles of a cluster that are past the end begin past the end of the outermost axis, also
+        # where one box covers it: an extent of 1 would leave its place out.
+        places = unravel(number, [_SEVERAL, *self.counts[1:]], is_natural=True)
         return [T.bind(at * i64(part)) for at, part in zip(places, self.tile.box, strict=True)]
 
     def locate(self, start: Sequence[tirx.Expr], first: tirx.Expr) -> Locate:
@@ -246,11 +250,6 @@ class _PixelGrid(Grid):
             return places, tirx.all(*inside) if inside else True
 
         return locate
-
-
-def _padded_depth(windows: WindowProduct) -> int:
-    """Length of the reduced axis with whole steps for each tap."""
-    return prod(windows.taps) * -(-windows.blocks // BLOCKS) * DEPTH
 
 
 class _BlockFactor:

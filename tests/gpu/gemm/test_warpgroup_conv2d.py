@@ -60,15 +60,19 @@ NUMBERS: dict[str, tuple[ConvLayer, Size, tuple[int, int, int]]] = {
     "dilated": (layer_of(136, 16, (2, 3), 2, dilation=(3, 2)), (1, 12, 10), (64, 1, 1)),
     "wide": (layer_of(16, 264, (1, 5), 1), (1, 3, 40), (128, 2, 2)),
     "strided_1x1": (layer_of(24, 16, strides=(2, 3)), (9, 5, 7), (64, 1, 1)),
+    "half_a_cluster": (layer_of(16, 16, (3, 3), 1), (2, 3, 32), (64, 2, 1)),
 }
+BOXES = {"half_a_cluster": (2, 1, 32)}  # three, whole, and of all images
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("3x3", "strided", "half_a_cluster")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name: str, emulated: pytest.MonkeyPatch) -> None:
     """Edges of tiles along all axes, padding, and channels that fill no step."""
     layer, (batch, height, width), shape = NUMBERS[name]
     emulated.setattr(warpgroup_conv2d, "SHAPES", (shape,))
+    if name in BOXES:
+        emulated.setattr(warpgroup_conv2d, "_boxes", lambda *_: [BOXES[name]])
     func = scheduled(layer, (batch, height, width), "float16", OPENCL, wide=True, is_packed=True)
     assert func.attrs[attributes.RULE] == RULE
     rng = np.random.default_rng()
