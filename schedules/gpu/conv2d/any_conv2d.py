@@ -57,15 +57,16 @@ class AnyConv2D(GPURule):
             for write in (warpgroup_conv2d_function, tensor_core_function):
                 if matmul and (written := write(func, matmul, gpu)):
                     return written
-        elif written := write_windows(func, summed_in_float32(facts.read(stages_of) or []), gpu):
-            return written
+        elif stages := facts.read(stages_of):
+            if written := write_windows(func, summed_in_float32(stages), gpu):
+                return written
         sch = s_tir.Schedule(tvm.IRModule({"main": func}))
         found = sch.get_child_blocks(sch.get_sblock("root"))
         if "pad1" in [sch.get(block).name_hint for block in found]:
             sch.compute_inline(sch.get_sblock("pad1"))
-        stages = sch.get(sch.get_sblock("conv1")), sch.get(sch.get_sblock("layer1"))
+        blocks = sch.get(sch.get_sblock("conv1")), sch.get(sch.get_sblock("layer1"))
         threads = gpu.block_threads(THREADS)
-        return write_kernels(func, lambda: _write_kernel(func, *stages, threads))
+        return write_kernels(func, lambda: _write_kernel(func, *blocks, threads))
 
 
 def _write_kernel(
