@@ -161,8 +161,8 @@ def test_a_quantised_pair_is_one_kernel_on_tensor_cores(tmp_path):
     compiled = tvm_fusion.compile(model, "cuda -arch=sm_80", fuse="all")
     (text,) = cuda_texts(compiled._executable)
     kernels = [part for part in text.split('extern "C" __global__') if ") {" in part][1:]
-    products = [kernel for kernel in kernels if "row_col_s32_s8_u8_s32" in kernel]
-    pairs = [kernel for kernel in products if "row_col_s32_u8_s8_s32" in kernel]
+    products = [kernel for kernel in kernels if "row_col_s32_u8_s8_s32" in kernel]
+    pairs = [kernel for kernel in products if "row_col_s32_s8_u8_s32" in kernel]
     assert (len(products), len(pairs)) == (2, 1)
 
 
