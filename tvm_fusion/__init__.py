@@ -96,22 +96,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _import_tvm_ffi() -> None:
-    """Import tvm_ffi without PyTorch, which it would import: 500 MiB for what no model needs."""
-    if "torch" in sys.modules:
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        importlib.import_module("tvm_ffi")
-    finally:
-        del sys.modules["torch"]
-
-
 def _imported(name: str) -> ModuleType:
     """Import a module of this package; extensions crash where Ctrl-C ends their own import."""
     with interrupts_kept():
         if name in ("compiler.compile", "runtime.compiled_model"):
-            _import_tvm_ffi()
+            plugin.import_without_torch("tvm_ffi")
         return importlib.import_module(f".{name}", __name__)
 
 

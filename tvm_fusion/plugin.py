@@ -31,6 +31,17 @@ _LEVEL = 5
 """Priority of our stand-ins, below that of the functions that replace them."""
 
 
+def import_without_torch(name: str) -> None:
+    """Import ``tvm_ffi`` or ``tvm`` without PyTorch, which would take 500 MiB and seconds."""
+    if "torch" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module(name)
+    finally:
+        del sys.modules["torch"]
+
+
 class _Later(ModuleType):
     """Stand-in for a module, which is imported when one of its names is asked for."""
 

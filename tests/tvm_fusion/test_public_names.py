@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
+import onnx.parser
 import pytest
 from without_torch import WITHOUT_TORCH
 
@@ -15,6 +17,9 @@ import tvm_fusion
 from tests.selection import one_test
 from tvm_fusion import distributed
 
+MODEL = onnx.parser.parse_model(
+    '<ir_version: 8, opset_import: ["": 17]> g (float[2] x) => (float[2] y) { y = Relu(x) }'
+).SerializeToString()
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,10 +52,11 @@ def test_names_do_not_import_the_compiler() -> None:
 
 
 @pytest.mark.slow
-def test_loading_does_not_import_pytorch() -> None:
+def test_loading_and_compiling_do_not_import_pytorch() -> None:
     pytest.importorskip("torch")
     code = (
         "import sys, tvm_fusion; tvm_fusion.load; assert 'tvm_ffi' in sys.modules; "
+        f"tvm_fusion.compile({MODEL!r}, threads=1); assert 'tvm' in sys.modules; "
         "assert 'torch' not in sys.modules; import torch, tvm_ffi; "
         "assert tvm_ffi.from_dlpack(torch.zeros(3)).shape == (3,)"
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, TargetError
+from ..plugin import import_without_torch
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.thread_pool import choose_threads
 from .interrupts import interrupts_kept
@@ -214,6 +215,7 @@ def compile(
     compiled = None if entry is None else entry.load(count)
     if compiled is None:
         with interrupts_kept():  # extensions crash where Ctrl-C ends their own import
+            import_without_torch("tvm")
             from .compile_model import compile_model, external_files
         external = None if entry is None else entry.external(external_files(model))
         compiled = compile_model(model, target, shapes, threads, count, progress, **options)
