@@ -8,7 +8,8 @@ once, and serves all types of 16 bits; its report says which sizes of which type
 which GPU. ``models/KERNEL-far.npz`` beside it says how far off new GPUs may be, and where it has
 trees, predicts them. Times were taken launch by launch, so that none is below the host's share (the
 *harness*); the models predict such times, t = base * exp(trees) with base = max(harness, latency +
-law), where the law of a model without constants of its own is the roofline.
+law), where the law of a model without constants of its own is the roofline. Some trees
+correct the law alone.
 """
 
 from __future__ import annotations
