@@ -98,9 +98,7 @@ def __getattr__(name: str) -> Any:
 
 def _imported(name: str) -> ModuleType:
     """Import a module of this package; extensions crash where Ctrl-C ends their own import."""
-    with interrupts_kept():
-        if name in ("compiler.compile", "runtime.compiled_model"):
-            plugin.import_without_torch("tvm_ffi")
+    with interrupts_kept(), plugin.without_torch():
         return importlib.import_module(f".{name}", __name__)
 
 
@@ -116,7 +114,8 @@ def _torch() -> FrontEnd:
 
 
 def _ranks() -> RankCompiler:
-    from .distributed.network import compile_network
+    with plugin.without_torch():
+        from .distributed.network import compile_network
 
     return compile_network
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -31,15 +33,30 @@ _LEVEL = 5
 """Priority of our stand-ins, below that of the functions that replace them."""
 
 
-def import_without_torch(name: str) -> None:
-    """Import ``tvm_ffi`` or ``tvm`` without PyTorch, which would take 500 MiB and seconds."""
-    if "torch" in sys.modules:
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]
+class _NoTorch(MetaPathFinder):
+    """Finder by which one thread finds no PyTorch."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        """Refuse PyTorch to the thread, and leave all else to other finders."""
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("this import goes without PyTorch", name=name)
+        return None
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Keep imports of TVM in this thread from importing PyTorch: 500 MiB, and seconds."""
+    finder = _NoTorch()
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, finder)
     try:
-        importlib.import_module(name)
+        yield
     finally:
-        del sys.modules["torch"]
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
 
 
 class _Later(ModuleType):

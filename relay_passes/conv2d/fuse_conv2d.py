@@ -126,12 +126,13 @@ def check_fuse(fuse: str | Chooser, name: str) -> None:
 
 
 def asked_decision(
+    name: str,
     fuse: str | Chooser,
     workload: FusedConv2DWorkload,
     target: Target,
     predicted: Callable[[], Decision],
 ) -> Decision:
-    """The decision on a pair by the user's choice, or by a prediction that this asks for."""
+    """The decision on a pair by the user's choice, or by a prediction of the pass ``name``."""
     if fuse == "none":
         return Decision(False, "fusion is switched off")
     decision = predicted()
@@ -143,7 +144,7 @@ def asked_decision(
     if isinstance(answer, Decision):
         return answer
     if not isinstance(answer, bool):
-        raise OpError(f"FuseConv2D: the callable returned {answer!r}; expected bool or Decision")
+        raise OpError(f"{name}: the callable returned {answer!r}; expected bool or Decision")
     return Decision(answer, "the caller's choice", decision.gain)
 
 
@@ -297,7 +298,7 @@ class _Judge:
         def predicted() -> Decision:
             return decide(workload, self.target, allowed, self.tf32)
 
-        return asked_decision(self.fuse, workload, self.target, predicted)
+        return asked_decision("FuseConv2D", self.fuse, workload, self.target, predicted)
 
     def _allowed(self, pair: _Pair) -> tuple[bool, bool]:
         """Layers that, as separate kernels, may be computed by Winograd's algorithm."""

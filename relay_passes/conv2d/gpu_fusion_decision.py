@@ -57,12 +57,9 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False
     if gain >= LEAST_GAIN:
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
-    if choose_pair_tile(workload, gpu, tf32) and repacking_cycles(workload, gpu):
-        cause = "separate layers have their channels in blocks"
-        return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
     cause = "the first layer would be recomputed, or by too few blocks"
-    if choose_pair_tile(workload, gpu, tf32) and workload.layer2.is_pointwise:
-        cause = "too few blocks"
+    if choose_pair_tile(workload, gpu, tf32):
+        cause = "separate layers have their channels in blocks"
     return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
 
 

@@ -71,7 +71,8 @@ class PairInTiles:
 
         def ask(kernel: Conv2DKernel) -> Decision:
             return asked_decision(
-                self.fuse, workload_of(kernel), target, lambda: decide_pair(kernel, cpu)
+                *("PairInTiles", self.fuse, workload_of(kernel), target),
+                lambda: decide_pair(kernel, cpu),
             )
 
         result = mod.clone()

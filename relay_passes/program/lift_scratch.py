@@ -40,7 +40,8 @@ class LiftScratch:
     A captured graph keeps the addresses of its first call. TVM allocates such memory from a pool of
     the calling thread, which frees it when that thread ends; results are planned, and live as long
     as the program. Left alone: functions that allocate memory of unknown size, which graphs leave
-    alone, too, and those of the host. It runs on scheduled functions, before ``CallTIRRewrite``.
+    alone, too, and those of the host. It runs on scheduled functions, before ``CallTIRRewrite``,
+    where only ``call_tir`` calls them.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:

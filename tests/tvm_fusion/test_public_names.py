@@ -56,9 +56,25 @@ def test_loading_and_compiling_do_not_import_pytorch() -> None:
     pytest.importorskip("torch")
     code = (
         "import sys, tvm_fusion; tvm_fusion.load; assert 'tvm_ffi' in sys.modules; "
-        f"tvm_fusion.compile({MODEL!r}, threads=1); assert 'tvm' in sys.modules; "
+        f"tvm_fusion.compile({MODEL!r}, threads=1, check=True); assert 'tvm' in sys.modules; "
+        "[getattr(tvm_fusion, name) for name in [*tvm_fusion.__all__, 'pipeline']]; "
+        "tvm_fusion.compiler.registry.rank_compiler(); "
         "assert 'torch' not in sys.modules; import torch, tvm_ffi; "
         "assert tvm_ffi.from_dlpack(torch.zeros(3)).shape == (3,)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_other_threads_import_pytorch_meanwhile() -> None:
+    pytest.importorskip("torch")
+    code = (
+        "import sys, threading\nfrom tvm_fusion import plugin\n"
+        "other = threading.Thread(target=__import__, args=('torch',))\n"
+        "with plugin.without_torch():\n"
+        "    try:\n        import torch\n"
+        "    except ImportError:\n        other.start(), other.join()\n"
+        "assert hasattr(sys.modules['torch'], 'zeros')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, TargetError
-from ..plugin import import_without_torch
+from ..plugin import without_torch
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.thread_pool import choose_threads
 from .interrupts import interrupts_kept
@@ -214,8 +214,7 @@ def compile(
         entry = Entry.of(folder, model, asked)
     compiled = None if entry is None else entry.load(count)
     if compiled is None:
-        with interrupts_kept():  # extensions crash where Ctrl-C ends their own import
-            import_without_torch("tvm")
+        with interrupts_kept(), without_torch():  # extensions crash where Ctrl-C ends their import
             from .compile_model import compile_model, external_files
         external = None if entry is None else entry.external(external_files(model))
         compiled = compile_model(model, target, shapes, threads, count, progress, **options)
@@ -224,8 +223,9 @@ def compile(
     elif progress is not None:
         progress("done", 1, 1)
     if check:
-        from .check_numbers import check_numbers
-        from .options import chosen_precision
+        with interrupts_kept(), without_torch():
+            from .check_numbers import check_numbers
+            from .options import chosen_precision
 
         chosen = chosen_precision(precision, compiled.target)
         rounds = {"bf16": "bfloat16", "fp32": "float16" if fast_math else None}

@@ -98,9 +98,9 @@ def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, l
     has_halves = CPUInfo.from_target(target).halves_pay
     halves = has_halves or precision == "bf16"
     # The weights of a pair, and those of Winograd's algorithm, are floats.
-    small = options.weights == "int8"
+    small, winograd = options.weights == "int8", options.winograd
     fuse = "none" if small and options.fuse == "auto" else options.fuse
-    winograd = "never" if small and options.winograd == "auto" else options.winograd
+    choose = ChooseWinograd(winograd, target, options.records), KeepBytes(target, small)
     return {
         "simplify": [
             MultiplyNarrow(target),
@@ -117,8 +117,7 @@ def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, l
         ],
         "pack": [
             PackLayout(target=target),
-            ChooseWinograd(winograd, target, options.records),
-            KeepBytes(target, small),
+            *(reversed(choose) if small else choose),
             PadColumns(target),
             NameSizes(),
         ],

@@ -94,6 +94,8 @@ class _ONNXFrontEnd:
         if isinstance(model, str | os.PathLike):
             return digest_of_file(Path(model))
         if not isinstance(model, bytes | bytearray | memoryview):
+            if not hasattr(model, "SerializeToString"):
+                raise TypeError(f"{type(model).__name__} is no model")
             model = model.SerializeToString(deterministic=True)
         return sha256(model).hexdigest()
 

@@ -47,6 +47,7 @@ _LLVM_NAMES = {
     "sse4_2": "sse4.2",
     # AArch64
     "asimd": "neon",
+    "asimddp": "dotprod",
     "atomics": "lse",
     "crc32": "crc",
     "fp": "fp-armv8",

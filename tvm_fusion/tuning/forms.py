@@ -224,6 +224,8 @@ def find_forms(mod: tvm.IRModule, target: Target, options: pipeline.Options) -> 
     collects = replace(options, fuse=note if options.fuse == "auto" else options.fuse)
     plan = pipeline.phases(target, replace(collects, winograd="never", records=Records()))
     plan = {name: plan[name] for name in ("simplify", "fuse", "pack")}
+    if options.weights != "int8":  # else bytes are kept before forms are chosen
+        plan["pack"] = [one for one in plan["pack"] if one.info.name != "KeepBytes"]
     mod = pipeline.run_phases(mod, target, plan)
     tiles = options.winograd == "auto"
     layers = _layers(mod, target) if tiles else Counter()

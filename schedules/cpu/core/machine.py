@@ -260,7 +260,9 @@ class MeasuredCPU(CPUInfo):
 @lru_cache(maxsize=64)
 def _from_text(text: str) -> CPUInfo:
     target = Target(text)
-    features = codegen.llvm_get_cpu_features(target)
+    features = set(map(str, codegen.llvm_get_cpu_features(target)))
+    if not _is_aarch64(target):
+        features -= {"dotprod", "i8mm", "bf16"}  # of ARM with 32 bits, which has other intrinsics
     bits, registers, fma = _vector_unit(features, _is_aarch64(target))
     l1d, l2, l3 = _caches(target)
     family = str(target.attrs.get("mcpu", ""))

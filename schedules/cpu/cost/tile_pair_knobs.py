@@ -34,6 +34,7 @@ from .tile_conv2d_knobs import (
     default_tile_knobs,
     fits_tiles,
     load_rate,
+    takes_tiles,
     task_cycles,
     tile_cycles,
 )
@@ -161,7 +162,7 @@ def separate_cycles(kernel: Conv2DKernel, cpu: CPUInfo) -> tuple[float, float]:
     """Predict the clock cycles of both layers of a pair as two kernels."""
     first, second = kernel.apart()
     last = tile_cycles(second, default_tile_knobs(second, cpu), cpu)
-    if not first.layers[0].is_depthwise:
+    if takes_tiles(first, cpu):
         return tile_cycles(first, default_tile_knobs(first, cpu), cpu), last
     vectors = in_vectors(first, cpu)
     return estimate(vectors, default_conv2d_knobs(vectors, cpu), cpu).cycles, last

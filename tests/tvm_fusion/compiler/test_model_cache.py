@@ -18,7 +18,7 @@ from onnx_cases import normal, onnx_model
 from tvm_fusion import compile as compile_fresh
 from tvm_fusion.compiler import compile_model, model_cache
 from tvm_fusion.compiler.compile import compile
-from tvm_fusion.errors import InvalidInputError
+from tvm_fusion.errors import InvalidInputError, InvalidModelError
 
 X = normal(2, 300)
 
@@ -181,6 +181,11 @@ def test_what_is_no_folder(cache: Any) -> None:
         InvalidInputError, match=r"cache is .*; expected True, False, a folder or None"
     ):
         compile(scaled(2), cache=cache)
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelError, match="expected a path"):
+        compile(42, cache=tmp_path)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ CODEGEN_FEATURES = {
         "avx512vnni avx512vpopcntdq avxifma avxneconvert avxvnni avxvnniint8 avxvnniint16 "
         "amx-tile amx-int8 amx-bf16 avx10.1 avx10.2 egpr ndd ccmp nf zu cf ppx push2pop2".split()
     ),
-    "aarch64": frozenset("fp-armv8 neon crc lse sve sve2".split()),
+    "aarch64": frozenset("fp-armv8 neon crc lse dotprod i8mm bf16 sve sve2".split()),
 }
 """Features whose instructions LLVM may generate by itself. The other features of a CPU model
 (system instructions, ciphers, tuning hints) never occur in a kernel; on AArch64 these are also

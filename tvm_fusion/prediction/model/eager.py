@@ -71,7 +71,8 @@ class EagerRun:
     weight_bytes : float
         Parameters of a rank.
     held : tuple of float
-        Most bytes that inputs and results hold at once before the first operator, and at each.
+        Most bytes that inputs and results hold at once before the first operator, and at each; of
+        repeated layers only in the first and in the last of them.
     """
 
     ops: list[LoweredOp]

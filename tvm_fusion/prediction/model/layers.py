@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,10 @@ def find_layers(graph: onnx.GraphProto, shapes: Shapes) -> Layers | None:
     best, saved = None, _LEAST_NODES
     for period in range(1, len(nodes) // _LEAST_LAYERS + 1):
         same = kind[period:] == kind[:-period]
-        same &= (origin[period:] == origin[:-period]) | (name[period:] == name[:-period])
+        # What was made farther before is made by other nodes than layers in the model of a few.
+        is_near = origin[period:] <= (FEW - 2) * period
+        is_alike = (origin[period:] == origin[:-period]) & is_near
+        same &= is_alike | (name[period:] == name[:-period])
         start, length = _longest(same.all(axis=1))
         found = Layers(start, period, (length + period) // period)
         fewer = (found.count - FEW - 1) * period
@@ -233,8 +237,9 @@ def _factors(graph: onnx.GraphProto) -> set[str]:
     factors, others = set[str](), set[str]()
     for node in graph.node:
         free = _FACTORS.get(node.op_type, ())
-        if node.op_type == "Gather" and node.input[0] in floats and node.input[1] in inputs:
-            free = (0,)
+        if node.op_type == "Gather" and len(node.input) > 1:
+            is_table = node.input[0] in floats and node.input[1] in inputs
+            free = (0,) if is_table else ()
         for slot, name in enumerate(node.input):
             (factors if slot in free else others).add(name)
     return factors - others
@@ -248,18 +253,22 @@ def _content(tensor: onnx.TensorProto) -> Any:
     is_floats = value.dtype.kind not in "iub"
     if is_floats and value.ndim == 1 and value.size > 1 and (value != value[0]).any():
         return "vector"
-    return value.tobytes()
+    elements = np.ascontiguousarray(value).reshape(-1)
+    return sha256(elements.view(np.uint8).data).digest()
 
 
 def _is_apart(graph: onnx.GraphProto, run: Layers) -> bool:
-    """Return whether nothing behind the layers reads any but the last two of those to remove."""
+    """Return whether nothing behind the layers reads what is left out with those to remove.
+
+    That is what they make, but for the last two of them, and weights and inputs of their own.
+    """
     removed = run.removed(FEW)
-    early = {
-        name
-        for node in graph.node[removed.start : removed.stop - 2 * run.period]
-        for name in node.output
-    }
-    return not any(name in early for node in graph.node[removed.stop :] for name in node.input)
+    layers, behind = graph.node[removed.start : removed.stop], graph.node[removed.stop :]
+    left_out = {name for node in layers[: -2 * run.period] for name in node.output}
+    made = {name for node in graph.node for name in node.output}
+    before = {name for node in graph.node[: removed.start] for name in node.input} | made
+    left_out |= {name for node in layers for name in node.input if name} - before
+    return not any(name in left_out for node in behind for name in node.input)
 
 
 def shortened(
@@ -331,9 +340,10 @@ def continued(few: EagerRun, more: EagerRun, times: int) -> EagerRun | None:
     ops = [*few.ops[:at], *times * layer, *few.ops[at:]]
     weights = few.weight_bytes + times * (more.weight_bytes - few.weight_bytes)
     # What is held at an operator grows alike with each layer, and from layer to layer alike, so
-    # that it is most in one of the first or in one of the last.
-    behind = len(few.ops) - at + size
-    ends = [(few.held[: at + 1], more.held), (few.held[::-1][:behind], more.held[::-1])]
+    # that it is most in one of the first or in one of the last. The end may begin as a layer does:
+    # only places a layer away from where the runs part are those of the same operators.
+    behind = len(few.ops) - at + 2 * size
+    ends = [(few.held[: at + 1 - size], more.held), (few.held[::-1][:behind], more.held[::-1])]
     held = [one + times * (other - one) for pair in ends for one, other in zip(*pair, strict=False)]
     return EagerRun(ops, weights, tuple(held))
 

@@ -126,7 +126,9 @@ class MatmulTemplate(GPUTemplate[MatmulWorkload, Knobs]):
         """Read the JSON of a workload."""
         found = self.workload(**json.loads(text))
         extents = found.batches, found.m, found.n, found.k, found.vector
-        if found.dtype not in DTYPES or not all(type(e) is int and e > 0 for e in extents):
+        factors = getattr(found, "factors", None)
+        are_known = found.dtype in DTYPES and factors in (None, *MATRIX_TYPES)
+        if not are_known or not all(type(e) is int and e > 0 for e in extents):
             raise ValueError(f"{text:.100} describes no product")
         return found
 

@@ -91,6 +91,14 @@ def test_products_of_bytes_on_aarch64_come_from_the_features(cpu, dots, word):
     assert (info.byte_dots, info.word_channels, info.shifts_bytes) == (dots, word, dots == "sdot")
 
 
+@pytest.mark.parametrize("cpu", ["cortex-a76", "cortex-a710"])
+def test_arm_of_32_bits_has_no_products_of_words(cpu):
+    info = CPUInfo.from_target(
+        Target({"kind": "llvm", "mtriple": "armv8a-linux-gnueabihf", "mcpu": cpu})
+    )
+    assert (info.byte_dots, info.half_dots, info.word_channels) == ("", "", 0)
+
+
 def test_caches_of_another_cpu_are_defaults():
     cpu = CPUInfo.from_target(Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu"}))
     assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (32 * 1024, 512 * 1024, 8 * 1024**2)

@@ -68,6 +68,14 @@ def test_aarch64_can_be_compiled_for_anywhere(name: str) -> None:
     assert {"neon", "fp-armv8"} <= set(required_features(resolved))
 
 
+def test_aarch64_products_of_words_are_required() -> None:
+    dots = {
+        name: set(required_features(resolve(name))) & {"dotprod", "i8mm", "bf16"}
+        for name in ("cortex-a72", "neoverse-n1", "neoverse-v1")
+    }
+    assert list(dots.values()) == [set(), {"dotprod"}, {"dotprod", "i8mm", "bf16"}]
+
+
 EQUAL = [
     "llvm -mcpu=znver4 -mattr=-avx512f,+avxvnni -num-cores=4",
     "llvm --num-cores=4 --mattr=-avx512f,+avxvnni --mcpu=znver4",

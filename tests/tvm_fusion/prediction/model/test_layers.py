@@ -158,6 +158,87 @@ def test_all_layers_that_the_end_reads():
     assert_same(model, is_short=False)
 
 
+def graph_of(nodes, weights, *inputs):
+    """A model of float32 from nodes in the form ``(operator, *reads, result)``."""
+    made = [helper.make_node(kind, reads, [result]) for kind, *reads, result in nodes]
+    values = [helper.make_tensor_value_info(name, 1, shape) for name, shape in inputs]
+    end = helper.make_tensor_value_info(nodes[-1][-1], 1, None)
+    arrays = [numpy_helper.from_array(np.asarray(a, np.float32), n) for n, a in weights.items()]
+    graph = helper.make_graph(made, "g", values, [end], arrays)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_an_end_that_begins_as_a_layer():
+    random = np.random.default_rng(0)
+    weights = {"two": 2.0, "epsilon": 1e-5, "head": random.normal(size=(WIDTH, 64))}
+    nodes, x = [], "x"
+
+    def norm(at):
+        nodes.append(("Pow", x, "two", f"{at}.square"))
+        nodes.append(("ReduceMean", f"{at}.square", f"{at}.mean"))
+        nodes.append(("Add", f"{at}.mean", "epsilon", f"{at}.moved"))
+        nodes.append(("Sqrt", f"{at}.moved", f"{at}.root"))
+        nodes.append(("Div", x, f"{at}.root", f"{at}.norm"))
+
+    for at in range(20):
+        weights[f"{at}.up"] = random.normal(size=(WIDTH, 64))
+        weights[f"{at}.down"] = random.normal(size=(64, WIDTH))
+        norm(at)
+        nodes.append(("MatMul", f"{at}.norm", f"{at}.up", f"{at}.wide"))
+        nodes.append(("Relu", f"{at}.wide", f"{at}.active"))
+        nodes.append(("MatMul", f"{at}.active", f"{at}.down", f"{at}.narrow"))
+        nodes.append(("Add", x, f"{at}.narrow", f"{at}.out"))
+        x = f"{at}.out"
+    norm("end")
+    nodes.append(("MatMul", "end.norm", "head", "y"))
+    model = graph_of(nodes, weights, ("x", (6, WIDTH)))
+    short, whole = (StaticModel(model) for _ in range(2))
+    found, expected = short.lower("gpu", 1, []), lower_to_ranks(whole.whole.mod)
+    assert "whole" not in vars(short)
+    assert found.ops == expected.ops
+    assert found.activation_bytes == expected.activation_bytes
+
+
+def test_layers_that_read_what_was_made_far_before():
+    """The first layers read rows, all others whole matrices of layers before them."""
+    far, weights = 5, {}
+    nodes = [(kind, "row", f"before.{at}") for at, kind in enumerate(["Relu", "Tanh"] * 15)]
+    for at in range(30):
+        weights[f"w{at}"] = np.random.default_rng(at).normal(size=(WIDTH, WIDTH))
+        earlier = f"{at - far}.out" if at >= far else f"before.{6 * at + 4}"
+        nodes.append(("MatMul", f"{at - 1}.out" if at else "x", f"w{at}", f"{at}.product"))
+        nodes.append(("Mul", earlier, earlier, f"{at}.square"))
+        nodes.append(("Add", f"{at}.product", f"{at}.square", f"{at}.sum"))
+        for kind, name in (("Relu", "a"), ("Abs", "b")):
+            nodes.append((kind, nodes[-1][-1], f"{at}.{name}"))
+        nodes.append(("Tanh", nodes[-1][-1], f"{at}.out"))
+    model = graph_of(nodes, weights, ("x", (128, WIDTH)), ("row", (1, WIDTH)))
+    found = StaticModel(model).lower("gpu", 1, [])
+    expected = lower_to_ranks(StaticModel(model).whole.mod)
+    assert found.ops == expected.ops
+    assert found.activation_bytes == expected.activation_bytes
+
+
+def test_an_end_that_reads_a_weight_of_the_last_layer():
+    weights = {f"w{at}": np.random.default_rng(at).normal(size=(WIDTH, WIDTH)) for at in range(40)}
+    nodes = []
+    for at in range(40):
+        nodes.append(("MatMul", f"{at - 1}.out" if at else "x", f"w{at}", f"{at}.product"))
+        for kind, name in (("Relu", "a"), ("Abs", "b"), ("Tanh", "out")):
+            nodes.append((kind, nodes[-1][-1], f"{at}.{name}"))
+    nodes.append(("MatMul", "39.out", "w39", "y"))
+    model = graph_of(nodes, weights, ("x", (4, WIDTH)))
+    found = StaticModel(model).lower("gpu", 1, [])
+    assert found.weight_bytes == lower_to_ranks(StaticModel(model).whole.mod).weight_bytes
+
+
+def test_a_gather_without_inputs_is_refused():
+    model = stack(10)
+    model.graph.node.append(helper.make_node("Gather", [], ["nothing"]))
+    with pytest.raises(InvalidModelError, match="Gather"):
+        StaticModel(model, decode).lower("gpu", 1, [])
+
+
 def test_memory_of_the_first_or_of_the_last_layers():
     """What is held is most in the first layer of few, and in the last one of many."""
     ops = [LoweredOp(f"op{n}") for n in (0, 1, 1, 1, 2)]
