@@ -97,10 +97,8 @@ def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, l
     transform = relax.transform
     has_halves = CPUInfo.from_target(target).halves_pay
     halves = has_halves or precision == "bf16"
-    # The weights of a pair, and those of Winograd's algorithm, are floats.
-    small, winograd = options.weights == "int8", options.winograd
-    fuse = "none" if small and options.fuse == "auto" else options.fuse
-    choose = ChooseWinograd(winograd, target, options.records), KeepBytes(target, small)
+    # The weights of a pair are floats.
+    fuse = "none" if (options.weights, options.fuse) == ("int8", "auto") else options.fuse
     return {
         "simplify": [
             MultiplyNarrow(target),
@@ -112,12 +110,12 @@ def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, l
         "fuse": [
             MultiplyBytes(target),
             *(_halving(target, precision == "bf16") if halves else []),
-            FuseConv2D(fuse, target, winograd, options.records),
+            FuseConv2D(fuse, target, options.winograd, options.records),
             FuseEpilogue(halves=True),
         ],
         "pack": [
             PackLayout(target=target),
-            *(reversed(choose) if small else choose),
+            *_choosing(target, options),
             PadColumns(target),
             NameSizes(),
         ],
@@ -138,6 +136,14 @@ def _cpu_phases(target: Target, options: Options, precision: str) -> dict[str, l
         ],
         "schedule": [MarkConstants(), ApplyRules(*cpu.rules(options.records)), PackWeights()],
     }
+
+
+def _choosing(target: Target, options: Options) -> list[Pass]:
+    """Passes that choose layers for Winograd's algorithm, and layers whose weights stay bytes."""
+    choose = ChooseWinograd(options.winograd, target, options.records)
+    if options.weights == "int8":
+        return [KeepBytes(target, rounds=True), choose]
+    return [choose, KeepBytes(target)]
 
 
 def _halving(target: Target, rounds: bool) -> list[Pass]:
