@@ -117,10 +117,18 @@ class Sweep:
         return np.array([zlib.crc32(row.tobytes()) % 5 == 0 for row in np.ascontiguousarray(rows)])
 
 
+DATA = ("gpu_kernels", "gemm_fp16", "gpu_16bit", "collectives")
+"""Folders of measurements."""
+
+
 def data_folder() -> Path | None:
-    """Folder that ``PREDICT_DATA`` names, or None."""
+    """Folder that ``PREDICT_DATA`` names, or None; ends the program where it holds no data."""
     folder = os.environ.get("PREDICT_DATA")
-    return Path(folder) if folder else None
+    if not folder:
+        return None
+    if not any((Path(folder) / name).is_dir() for name in DATA):
+        raise SystemExit(f"PREDICT_DATA is {folder!r}; expected a folder with {', '.join(DATA)}")
+    return Path(folder)
 
 
 def read_columns(path: Path) -> Columns:
