@@ -45,6 +45,7 @@ from ..model.graph_edits import (
     default_opset,
     is_default_domain,
     replace_nodes,
+    set_attributes,
 )
 from ..model.tensor_facts import GraphFacts
 from .casts import widen, widen_sum
@@ -266,6 +267,12 @@ def _batch_norm_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
     return "it is in training mode, and its input's rank is not known" if is_training else None
 
 
+def widen_group_norm(expansion: Expansion) -> None:
+    """Compute in float32, or in float64 if the data is, whatever type ``stash_type`` names."""
+    set_attributes(expansion.node, dropped=["stash_type"])
+    widen_sum(expansion)
+
+
 def _lp_norm_defect(node: onnx.NodeProto) -> str | None:
     power = attribute(node, "p", 2)
     return None if power in (1, 2) else f"its p is {power}; ONNX has 1 and 2"
@@ -273,7 +280,8 @@ def _lp_norm_defect(node: onnx.NodeProto) -> str | None:
 
 OPERATORS = (
     Operator("BatchNormalization", outputs=1, widen=expand_batch_norm, check=_batch_norm_problem),
-    *operators("GroupNormalization InstanceNormalization", widen=widen_sum),
+    Operator("GroupNormalization", widen=widen_group_norm),
+    Operator("InstanceNormalization", widen=widen_sum),
     Operator("LayerNormalization", outputs=3, expand=expand_layer_norm),
     Operator("LpNormalization", defect=_lp_norm_defect, widen=widen_sum, expand=expand_lp_norm),
     Operator("LRN", widen=widen_sum, expand=expand_lrn),

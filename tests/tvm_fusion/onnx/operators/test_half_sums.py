@@ -74,6 +74,10 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "GlobalAveragePool of a line": ((LINE + 2000,), {}),
     "GridSample": ((HIGH, normal(1, 3, 3, 2, scale=0.3)), {}),
     "GroupNormalization": ((IMAGE, GAIN, GAIN), {"num_groups": 2}),
+    "GroupNormalization of sums of float64": (
+        (IMAGE, GAIN, GAIN),
+        {"num_groups": 2, "stash_type": TensorProto.DOUBLE},
+    ),
     "InstanceNormalization": ((IMAGE, GAIN, GAIN), {}),
     "LRN": ((IMAGE,), {"size": 3, "alpha": 0.01}),
     "LSTM": ((STEPS, GATES, BACK), {"hidden_size": 3}),
