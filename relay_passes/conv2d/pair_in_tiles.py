@@ -12,6 +12,7 @@ from tvm.target import Target
 from schedules.cost.decisions import compare
 from schedules.cost.kernel_call import KernelCall
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.tile_conv2d_knobs import takes_tiles
 from schedules.cpu.cost.tile_pair_knobs import (
     default_pair_knobs,
     separate_cycles,
@@ -130,8 +131,8 @@ def workload_of(kernel: Conv2DKernel) -> FusedConv2DWorkload:
 def decide_pair(kernel: Conv2DKernel, cpu: CPUInfo) -> Decision:
     """Predict whether one kernel in tile registers is faster than two."""
     knobs, workload = default_pair_knobs(kernel, cpu), workload_of(kernel)
-    in_vectors = kernel.layers[0].is_depthwise
-    ops = "cpu.conv2d" if in_vectors else "cpu.tile_conv2d", "cpu.tile_conv2d"
+    in_tiles = takes_tiles(kernel.apart()[0], cpu)
+    ops = "cpu.tile_conv2d" if in_tiles else "cpu.conv2d", "cpu.tile_conv2d"
     apart = list(map(_call, ops, separate_cycles(kernel, cpu)))
     found = compare(
         "fuse",

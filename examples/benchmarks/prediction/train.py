@@ -73,7 +73,7 @@ DOUBTED: dict[str, Any] = {"rounds": 150, "eta": 0.12}
 """The same of models for GPUs never measured, and of those that are trained to be doubted."""
 
 AVERAGED: dict[str, dict[str, Any]] = {"conv2d": {"rounds": 50, "seeds": 6}}
-"""What replaces them for GPUs never measured where the draw of rows decides much: the mean of the
+"""Replacements for GPUs never measured, where the draw of rows decides much: the mean of the
 trees of several draws."""
 
 SMALL = 1e5

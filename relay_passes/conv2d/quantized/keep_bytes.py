@@ -41,10 +41,11 @@ class KeepBytes:
 
     The kernel widens a vector of them in registers for all pixels of its tile, so they take a
     quarter of the file, of the memory and of the traffic, and some more time where arithmetic
-    decides. On CPUs, after ``ChooseWinograd``, which takes floats. Left alone: layers that are
-    predicted to take more than 1.02 times as long by bytes, and those whose sizes are open; small
-    weights; groups within a block of channels, first layers on images in NCHW, fused pairs; weights
-    that are not constants, or no multiples of integers.
+    decides. On CPUs, after ``ChooseWinograd``, which takes floats; before it where few bytes matter
+    more than time. Left alone: layers that are predicted to take more than 1.02 times as long by
+    bytes, and those whose sizes are open; small weights; groups within a block of channels, first
+    layers on images in NCHW, fused pairs; weights that are not constants, or no multiples of
+    integers.
 
     Parameters
     ----------
