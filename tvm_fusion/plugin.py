@@ -33,23 +33,23 @@ _LEVEL = 5
 """Priority of our stand-ins, below that of the functions that replace them."""
 
 
-class _NoTorch(MetaPathFinder):
-    """Finder by which one thread finds no PyTorch."""
+class NoTorch(MetaPathFinder):
+    """Finder by which a thread, or every one, finds no PyTorch."""
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
+    def __init__(self, thread: int | None = None) -> None:
+        self._thread = thread
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        """Refuse PyTorch to the thread, and leave all else to other finders."""
-        if name == "torch" and threading.get_ident() == self._thread:
-            raise ModuleNotFoundError("this import goes without PyTorch", name=name)
+        """Refuse PyTorch, and leave all else to other finders."""
+        if name == "torch" and self._thread in (None, threading.get_ident()):
+            raise ModuleNotFoundError("this does without PyTorch", name=name)
         return None
 
 
 @contextmanager
 def without_torch() -> Iterator[None]:
     """Keep imports of TVM in this thread from importing PyTorch: 500 MiB, and seconds."""
-    finder = _NoTorch()
+    finder = NoTorch(threading.get_ident())
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, finder)
     try:
