@@ -20,8 +20,8 @@ from schedules.cost.kernels.gpu_kernels import STORE
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.reduce.plan.chain_config import choose_chain
+from schedules.gpu.reduce.plan.configure import read_group
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
-from schedules.gpu.reduce.plan.read_group import read_group
 from schedules.tir.extents import constant
 from schedules.tir.index_math import ravel
 from schedules.workload.reduce import ReduceWorkload

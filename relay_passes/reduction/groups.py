@@ -18,11 +18,11 @@ computed from their results in this space. Groups are formed in six steps:
    outside joins the group, which writes its tensor, too.
 
 A group is a *chain* if it reduces or stores elements that use its results. It needs a whole row at
-once: :func:`schedules.gpu.reduce.plan.limits.chain_fits` decides where that pays off. Elsewhere a
-sum of exponentials and the maximum that it is relative to can still be a group, which then is
-*online* (:mod:`relay_passes.reduction.online_sums`). No call joins a group on which it depends
-through a call outside, which could run neither before nor after it, and no group has more than
-``MAX_TENSORS`` reductions, inputs or stored tensors of the size of the data.
+once: :func:`schedules.gpu.reduce.plan.chain_config.chain_fits` decides where that pays off.
+Elsewhere a sum of exponentials and the maximum that it is relative to can still be a group, which
+then is *online* (:mod:`relay_passes.reduction.online_sums`). No call joins a group on which it
+depends through a call outside, which could run neither before nor after it, and no group has more
+than ``MAX_TENSORS`` reductions, inputs or stored tensors of the size of the data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from functools import cached_property
 from tvm import relax
 
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.limits import chain_fits
+from schedules.gpu.reduce.plan.chain_config import chain_fits
 from schedules.tir.extents import constant
 
 from ..core.element_function import ElementFunction

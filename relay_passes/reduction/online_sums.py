@@ -3,7 +3,7 @@
 
 Such a sum uses the maximum, as ``sum(exp(x - max(x)))`` of a softmax does. Where no block can
 process a row, its kernel has a state of two fields instead
-(:mod:`schedules.gpu.reduce.plan.online_softmax`). The calls between the maximum and the sum are
+(:mod:`schedules.gpu.reduce.plan.group`). The calls between the maximum and the sum are
 then computed in this kernel only: other readers recompute them, so that their results are never
 stored.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from tvm import relax
 
-from schedules.gpu.reduce.plan.online_softmax import in_one_stage
-from schedules.gpu.reduce.plan.read_group import read_group
+from schedules.gpu.reduce.plan.configure import read_group
+from schedules.gpu.reduce.plan.group import in_one_stage
 
 from .call_group import CallGroup
 from .groups import ReductionGroup, ReductionGroups

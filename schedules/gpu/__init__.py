@@ -13,6 +13,7 @@ from typing import Any
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from schedules.gpu.reduce.coalesced_reduce import CHAIN, SISTERS
 from schedules.tuning.records import Records
 
 from .attention.attention import Attention
@@ -29,7 +30,6 @@ from .pointwise.elementwise import Elementwise
 from .pointwise.pooling import Pooling
 from .pointwise.transpose import Transpose
 from .reduce.coalesced_reduce import CoalescedReduce
-from .reduce.templates import CHAIN, SISTERS
 
 
 def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:

@@ -178,14 +178,14 @@ KERNELS = (
     ),
     Fault(
         "warps are combined before all have stored their states",
-        "schedules/gpu/reduce/kernel/block_combine.py",
+        "schedules/gpu/reduce/kernel/combine.py",
         "    sync()\n    if meeting is not None:\n        meeting.behind()",
         "    if meeting is not None:\n        meeting.behind()",
         ("tests/gpu/reduce/test_coalesced_reduce_cuda.py",),
     ),
     Fault(
         "neighbouring lanes of a warp are not combined",
-        "schedules/gpu/reduce/kernel/block_combine.py",
+        "schedules/gpu/reduce/kernel/combine.py",
         "    while width > 1:\n        width //= 2",
         "    while width > 2:\n        width //= 2",
         ("tests/gpu/reduce/test_reduce_chains.py",),
@@ -206,14 +206,14 @@ KERNELS = (
     ),
     Fault(
         "the last block of a cluster is left out",
-        "schedules/gpu/reduce/kernel/cluster_combine.py",
+        "schedules/gpu/reduce/kernel/combine.py",
         "for rank in range(1, ctx.config.cluster):",
         "for rank in range(1, ctx.config.cluster - 1):",
         ("tests/gpu/reduce/test_clusters.py",),
     ),
     Fault(
         "a vector behind the end of a kept row is visited",
-        "schedules/gpu/reduce/kernel/chain_body.py",
+        "schedules/gpu/reduce/kernel/group_kernel.py",
         "place < i64(reduced)",
         "place <= i64(reduced)",
         ("tests/gpu/reduce/test_reduce_chains.py",),

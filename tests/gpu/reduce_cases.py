@@ -14,9 +14,8 @@ from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.config import ReduceConfig, choose_sisters, tiles
-from schedules.gpu.reduce.plan.configure import configure, read_configured
+from schedules.gpu.reduce.plan.configure import configure, read_configured, read_group
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
-from schedules.gpu.reduce.plan.read_group import read_group
 from schedules.workload.reduce import FLOATS, INTEGERS, CanonicalLoops, ReduceWorkload
 from schedules.workload.workspace_layout import HEADER_WORDS, PLACES, first_word
 

@@ -25,7 +25,7 @@ from tvm.target import Target
 import tvm_fusion
 from relay_passes.op import coalesced_reduce
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.limits import chain_fits
+from schedules.gpu.reduce.plan.chain_config import chain_fits
 from schedules.workload.reduce import CanonicalLoops, ReduceWorkload
 from tests.selection import in_turns
 from tvm_fusion.codegen.host_code import AfterSplit

@@ -16,9 +16,9 @@ from tvm.target import Target
 
 from schedules import attributes
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.reduce.coalesced_reduce import CHAIN
+from schedules.gpu.reduce.plan.configure import read_group
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
-from schedules.gpu.reduce.plan.read_group import read_group
-from schedules.gpu.reduce.templates import CHAIN
 from schedules.tuning.records import canonical
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options, optimize, phases, run_phases

@@ -16,9 +16,8 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from schedules.gpu.reduce.plan.config import ReduceConfig
-from schedules.gpu.reduce.plan.group import ReduceGroup
-from schedules.gpu.reduce.plan.online_softmax import in_one_stage
-from schedules.gpu.reduce.plan.read_group import read_group
+from schedules.gpu.reduce.plan.configure import read_group
+from schedules.gpu.reduce.plan.group import ReduceGroup, in_one_stage
 
 op = relax.op
 _EPSILON = {"float64": 2.0**-52, "float16": 2.0**-10, "bfloat16": 2.0**-7}

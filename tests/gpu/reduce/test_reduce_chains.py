@@ -17,7 +17,7 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.reduce.plan.limits import chain_fits
+from schedules.gpu.reduce.plan.chain_config import chain_fits
 from tests.selection import in_turns
 
 op = relax.op

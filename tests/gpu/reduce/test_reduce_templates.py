@@ -27,10 +27,9 @@ from relay_passes import ConfigureReductions
 from schedules import attributes, gpu
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.errors import OpError
-from schedules.gpu.reduce.coalesced_reduce import CoalescedReduce
+from schedules.gpu.reduce.coalesced_reduce import CHAIN, SISTERS, CoalescedReduce, ReduceTemplate
 from schedules.gpu.reduce.plan.config import ReduceConfig
 from schedules.gpu.reduce.plan.configure import choose_config
-from schedules.gpu.reduce.templates import CHAIN, SISTERS, ReduceTemplate
 from schedules.schedule_rule import schedule_function
 from schedules.tuning.records import Key, Record, Records
 from schedules.workload.reduce import ReduceWorkload

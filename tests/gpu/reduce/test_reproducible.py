@@ -22,7 +22,7 @@ from tvm.target import Target
 import tvm_fusion
 from schedules.cost.decisions import recorded
 from schedules.gpu.core.machine import GPUInfo, reproducible_target
-from schedules.gpu.reduce.kernel.block_combine import TREE_ARITY
+from schedules.gpu.reduce.kernel.combine import TREE_ARITY
 from schedules.gpu.reduce.plan.config import ReduceConfig
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.errors import TargetError

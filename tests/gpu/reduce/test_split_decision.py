@@ -25,9 +25,7 @@ from schedules.gpu.reduce.plan.group_workload import (
     ReductionWorkload,
     StageWorkload,
 )
-from schedules.gpu.reduce.plan.sister_space import is_sister_setting
-from schedules.gpu.reduce.plan.split_decision import LEAST_GAIN
-from schedules.gpu.reduce.plan.streaming_call import streaming_call
+from schedules.gpu.reduce.plan.sister_space import LEAST_GAIN, is_sister_setting, streaming_call
 from schedules.workload.reduce import CanonicalLoops
 
 STORED: dict[str, Any] = json.loads(OUTPUT.read_text())

@@ -26,7 +26,7 @@ from schedules.gpu import CoalescedReduce
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.configure import read_configured
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
-from schedules.gpu.reduce.plan.streaming_call import streaming_call
+from schedules.gpu.reduce.plan.sister_space import streaming_call
 from schedules.tir.expression_walk import nodes
 from schedules.tuning.records import Records
 from schedules.tuning.tunable_rule import TunableRule

@@ -16,8 +16,8 @@ from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan import config as reduce_config
 from schedules.gpu.reduce.plan.config import ReduceConfig
+from schedules.gpu.reduce.plan.configure import read_group
 from schedules.gpu.reduce.plan.group_workload import GroupWorkload
-from schedules.gpu.reduce.plan.read_group import read_group
 from tvm_fusion.errors import EngineError
 
 from ..engine import Launcher, Sets

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic updates of an output by the partial result of a block.
+"""Atomic updates of an output by partial results, and the kernel that initialises it.
 
 An instruction without a return value (``red``) is used where the hardware has one: sums of float32,
 float64, and integers; extremes of integers, and of floats by the order of their bits. ``and`` and
@@ -13,17 +13,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+import ml_dtypes
+import numpy as np
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.gpu.core.intrinsics import native_atomic, vector_add, vector_add_width
+from schedules.gpu.core.kernel_function import unless_empty
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.subword_atomics import swap_until_kept, word_bits
-from schedules.tir.index_math import i64
+from schedules.tir.index_math import ceildiv, i64
 from schedules.workload.reduce import ReduceWorkload
-from schedules.workload.reduce_operator import SUMS, combine, finish
+from schedules.workload.reduce_operator import SUMS, combine, finish, identity
 
-from ..plan.group import Reduction
+from ..plan.config import ReduceConfig
+from ..plan.group import ReduceGroup, Reduction
 from .context import ReduceContext
 
 Update: TypeAlias = Callable[[ReduceContext, Reduction, tirx.Expr, list[tirx.Expr]], None]
@@ -124,3 +128,40 @@ def _swap(ctx: ReduceContext, reduction: Reduction, m: tirx.Expr, values: list[t
         return combine(reduction.workload, (wide,), (value,))[0]
 
     swap_until_kept(ctx.gpu, reduction.output, m, values, change)
+
+
+def initialise_output(group: ReduceGroup, config: ReduceConfig, gpu: GPUInfo) -> None:
+    """Emit the kernel, for the outputs of all reductions of the group."""
+    count = ceildiv(group.outputs, config.threads)
+    with unless_empty(count), T.launch_thread("blockIdx.x", count) as block:
+        with T.launch_thread("threadIdx.x", i64(config.threads)) as thread:
+            ctx = ReduceContext.open(group, config, gpu, block, i64(0), thread)
+            m = block * i64(config.threads) + thread
+            with T.If(m < i64(group.outputs)):
+                with T.Then():
+                    for reduction in group.reductions:
+                        _write_identity(ctx, reduction, m)
+
+
+def _write_identity(ctx: ReduceContext, reduction: Reduction, m: tirx.Expr) -> None:
+    workload = reduction.workload
+    if workload.out_dtype in ("float16", "bfloat16"):
+        _write_bits(ctx, reduction, m)
+    elif workload.out_dtype == "bool":
+        start = tirx.const(workload.operator in ("and", "min"), "bool")
+        ctx.write(reduction.output, m, start)
+    else:
+        wide = replace(workload, acc_dtype=workload.out_dtype)
+        ctx.write(reduction.output, m, identity(wide)[0])
+
+
+def _write_bits(ctx: ReduceContext, reduction: Reduction, m: tirx.Expr) -> None:
+    """Store the identity of a 16-bit float by its bits: TVM has infinities of wider types only."""
+    assert reduction.output is not None, "atomic is not chosen where there are epilogues"
+    operator, dtype = reduction.workload.operator, reduction.workload.out_dtype
+    number = {"prod": 1.0, "min": np.inf, "max": -np.inf}.get(operator, -0.0)
+    kind = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+    bits = int(np.array(number, kind).view(np.uint16))
+    outputs = i64(ctx.group.outputs)
+    view = T.decl_buffer((outputs,), "uint16", data=reduction.output.data)
+    T.buffer_store(view, tirx.const(bits, "uint16"), [m])

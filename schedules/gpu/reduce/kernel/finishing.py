@@ -23,15 +23,12 @@ from schedules.tir.index_math import ceil_power_of_two, i64
 from schedules.workload.reduce_operator import State, field_dtypes
 from schedules.workload.workspace_layout import first_word
 
-from ..plan.config import blocks_at_once, tiles
+from ..plan.config import blocks_at_once, state_words, tiles
 from ..plan.group import ReductionStage
-from ..plan.workspace import state_words
 from . import state_buffers
 from .atomic_update import atomic_update_vector
-from .block_combine import Meeting, combine_groups, combine_lanes, exchange
-from .cluster_combine import ClusterExchange
-from .context import ReduceContext
-from .results import Results
+from .combine import ClusterExchange, Meeting, combine_groups, combine_lanes, exchange
+from .context import ReduceContext, Results
 from .state_buffers import Buffers, States
 
 # Most words of a thread: for the one output of a tile in one word, and for others, where each

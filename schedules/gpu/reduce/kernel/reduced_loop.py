@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread's share of the reduced loop: vectors of elements, several loaded at once."""
+"""A thread's share of the reduced loop: vectors of elements, several loaded at once.
+
+In the form R-P-R, whose reduced axes are no neighbours, an address follows from the quotient and
+the remainder of the position and the inner extent. A thread divides once, where its share begins;
+then it adds its stride to the digits of the position, in 32 bits, with a carry.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,86 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
+from tvm.ir import Range
 from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
 
-from schedules.gpu.core.vector_loads import Narrow, Value, VectorLoads
+from schedules.gpu.core.vector_loads import Narrow, Value, VectorLoads, store_lanes
 from schedules.tir.branch import when
-from schedules.tir.extents import constant
-from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.extents import constant, size_of, unravel
+from schedules.tir.index_math import INT32_END, ceildiv, i64, narrowed, simplified
 from schedules.workload.reduce_operator import state_of_one
 
 from ..plan.group import ElementOutput, ReductionStage
 from . import state_buffers
 from .context import ReduceContext
 from .state_buffers import Buffers
-from .stepped_position import SteppedPosition
+
+
+class SteppedPosition:
+    """The digits of a thread's position, in vectors, the outermost first.
+
+    Parameters
+    ----------
+    extents : list[int]
+        Of the digits.
+    vector : int
+        Elements of a vector in the reduced loop.
+    """
+
+    def __init__(self, extents: list[int], vector: int):
+        self._extents = extents
+        self._vector = vector
+        self._digits = [T.alloc_buffer((1,), "int32", scope="local") for _ in extents]
+        self._analyzer = Analyzer()
+
+    @classmethod
+    def open(cls, ctx: ReduceContext) -> SteppedPosition | None:
+        """The digits of the group's reduced loop; None if nothing has to be divided."""
+        loops = ctx.group.reductions[0].loops
+        vector = 1 if ctx.is_y else ctx.config.vector
+        size = constant(size_of(loops.shape))
+        if size is None or size >= INT32_END:
+            return None
+        extents = [int(extent) for kind, extent in loops.runs if kind == "R"]
+        if len(extents) < 2 or extents[-1] % vector:
+            return None
+        return cls([*extents[:-1], extents[-1] // vector], vector)
+
+    def start(self, n: tirx.Expr) -> None:
+        """Divide the position of the first vector."""
+        for digit, index in zip(self._digits, self._split(n // i64(self._vector)), strict=True):
+            T.buffer_store(digit, index.astype("int32"), [0])
+
+    def bind(self) -> tirx.Expr:
+        """The position at this moment, whose subscripts need no division."""
+        position: tirx.Expr = i64(0)
+        for digit, extent in zip(self._digits, self._extents, strict=True):
+            index = T.bind(digit[0].astype("int64"))
+            self._analyzer.bind(index, Range.from_min_extent(i64(0), i64(extent)))
+            position = position * i64(extent) + index
+        return position * i64(self._vector)
+
+    def advance(self, stride: int) -> None:
+        """Add a stride, a multiple of the vector."""
+        steps = [int(step) for step in self._split(tirx.const(stride // self._vector, "int64"))]
+        carry = tirx.const(0, "int32")
+        for number in range(len(steps) - 1, 0, -1):
+            digit, step, extent = self._digits[number], steps[number], self._extents[number]
+            moved = T.bind(digit[0] + tirx.const(step, "int32") + carry)
+            end = tirx.const(extent, "int32")
+            T.buffer_store(digit, tirx.Select(moved >= end, moved - end, moved), [0])
+            carry = tirx.Select(moved >= end, tirx.const(1, "int32"), tirx.const(0, "int32"))
+        first = self._digits[0]
+        T.buffer_store(first, first[0] + tirx.const(steps[0], "int32") + carry, [0])
+
+    def narrow(self, index: tirx.Expr) -> tirx.Expr:
+        """An index that depends on the position, in 32 bits."""
+        return narrowed(self._analyzer.simplify(index), self._analyzer)
+
+    def _split(self, vectors: tirx.Expr) -> list[tirx.Expr]:
+        return [self._analyzer.simplify(index) for index in unravel(vectors, self._extents)]
+
 
 _PEELED = 2  # reductions of one pass, beyond which the registers of a turn before the loop spill
 
@@ -34,7 +106,7 @@ class LoadedVector:
     ----------
     n, stepped : tirx.Expr
         Position of lane 0 in the reduced loop; the same by the digits of a
-        :class:`~.stepped_position.SteppedPosition`, if there is one.
+        :class:`SteppedPosition`, if there is one.
     lane : Callable
         From a lane to its values.
     size : int
@@ -227,3 +299,63 @@ def _visit_all(
         loaded()
     for vector in vectors:
         visit(vector)
+
+
+def store_elements(
+    ctx: ReduceContext,
+    elements: Sequence[ElementOutput],
+    m: tirx.Expr,
+    put_into: PutInto = as_it_is,
+    condition: tirx.Expr | None = None,
+) -> Visit:
+    """Function that stores the elements of a vector, whose values are the last ones of each lane.
+
+    Parameters
+    ----------
+    ctx : ReduceContext
+        The thread.
+    elements : Sequence[ElementOutput]
+        What is stored.
+    m : tirx.Expr
+        The row of lane 0.
+    put_into : Callable
+        Function that puts known results into the value of a lane.
+    condition : tirx.Expr | None
+        When the thread stores anything; None for always.
+    """
+
+    def visit(vector: LoadedVector) -> None:
+        lanes = [vector.lane(k)[-len(elements) :] for k in range(vector.size)]
+        with when(condition):
+            for number, element in enumerate(elements):
+                values = [put_into(lane[number], k) for k, lane in enumerate(lanes)]
+                _store(ctx, element, m, vector, values)
+
+    return visit if elements else lambda _: None
+
+
+def visit_twice(first: Visit, second: Visit) -> Visit:
+    """Function that visits a vector twice."""
+
+    def visit(vector: LoadedVector) -> None:
+        first(vector)
+        second(vector)
+
+    return visit
+
+
+def _store(
+    ctx: ReduceContext,
+    element: ElementOutput,
+    m: tirx.Expr,
+    vector: LoadedVector,
+    values: Sequence[tirx.Expr],
+) -> None:
+    """Store a vector of elements."""
+    view, at = ctx.flat(element.output), (m, vector.stepped)
+    if view is not None:
+        store_lanes(values, view, element.place, at, ctx.is_y, vector.narrow)
+        return
+    for k, value in enumerate(values):
+        lane = (m + i64(k), at[1]) if ctx.is_y else (m, at[1] + i64(k))
+        ctx.write(element.output, element.place(*lane), value)

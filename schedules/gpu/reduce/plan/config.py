@@ -7,6 +7,10 @@ reduced loop. The reduced loop is split over blocks only where outputs alone lea
 idle: over those of one cluster where the device has clusters and one is enough. The thresholds are
 estimates from published figures (16-byte loads, 32 KiB in flight on each multiprocessor, latencies
 of memory and barriers); they have not been measured on a GPU.
+
+The workspace of a kernel whose last block combines the partial results of all begins with slots and
+tickets (:mod:`schedules.gpu.core.workspace_slot`). The partial results of a block follow those of
+the block before: the first word of each of its outputs, then the second one of each, and so on.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from schedules.tir.extents import constant
 from schedules.tir.index_math import ceil_power_of_two
 from schedules.workload.reduce import FLOATS, CanonicalLoops, Form, ReduceWorkload
 from schedules.workload.reduce_operator import field_dtypes
+from schedules.workload.workspace_layout import PLACES, first_word
 
 from .group_workload import GroupWorkload
 
@@ -58,7 +63,7 @@ class ReduceConfig:
         Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
         again for each stage.
     is_online : bool
-        Whether a chain is computed in one stage (:mod:`.online_softmax`).
+        Whether a chain is computed in one stage (:mod:`.group`).
     turns : int
         Outputs that a row of threads computes one after another.
     """
@@ -439,3 +444,17 @@ def _most_blocks(config: ReduceConfig, loops: CanonicalLoops) -> int:
 def _values(config: ReduceConfig) -> int:
     """Elements of one output that a thread combines in one step."""
     return 1 if config.form == "y" else config.vector
+
+
+def workspace_words(
+    config: ReduceConfig, loops: CanonicalLoops, workloads: Sequence[ReduceWorkload]
+) -> int:
+    """32-bit words of all, a multiple of two."""
+    blocks = PLACES * tiles(config, loops) * config.splits
+    tagged = blocks * config.tile_outputs * state_words(workloads)
+    return first_word(tiles(config, loops)) + 2 * tagged
+
+
+def state_words(workloads: Sequence[ReduceWorkload]) -> int:
+    """Words of the states of an output."""
+    return sum(map(word_count, fields_of(workloads)))

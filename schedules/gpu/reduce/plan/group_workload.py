@@ -27,8 +27,7 @@ from schedules.workload.reduce import (
     ReduceWorkload,
 )
 
-from .group import ReduceGroup, Reduction, ReductionStage
-from .online_softmax import in_one_stage
+from .group import ReduceGroup, Reduction, ReductionStage, in_one_stage
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class GroupWorkload:
     functions : int
         Calls of functions for an element, in all stages.
     one_stage : GroupWorkload | None
-        The same group computed in one stage (:mod:`.online_softmax`), if that is possible.
+        The same group computed in one stage (:mod:`.group`), if that is possible.
     columns, turns : int
         Number of sums of columns, and rows of each group of rows over which they go.
     """
