@@ -110,7 +110,7 @@ passes behind it and to the compiler."""
 # Blocks and loops, within one rule.
 
 TAIL = "tvm_fusion.tail"
-"""Outermost part of a split loop: see :mod:`schedules.cpu.nests.truncated_tails`."""
+"""Outermost part of a split loop: see :mod:`schedules.cpu.nests.tails`."""
 
 STREAM = "tvm_fusion.stream"
 """Vectors of a block bypass the caches: the bytes of a vector register, and of those that may be
@@ -118,7 +118,7 @@ prefetched into the second cache."""
 
 STEP = "tvm_fusion.step"
 """Loop over the rows of a step, around vectors: see
-:mod:`schedules.cpu.nests.stencils.conditional_rows`."""
+:mod:`schedules.cpu.nests.stencil_rows`."""
 
 MULTIPLY_ADD = "tvm_fusion.multiply_add"
 """Sums of products of a block are rounded once."""

@@ -14,8 +14,7 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.recurrent_cells import GATES, RecurrentCell, recurrent_cell
-from schedules.cpu.loops.recurrent_tile import LANES
+from schedules.cpu.loops.recurrent_cells import GATES, LANES, RecurrentCell, recurrent_cell
 from schedules.errors import OpError
 
 from .register import is_typed, register_op

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from schedules.cpu.loops.fallback import Elementwise
+from schedules.cpu.loops.pooling import POOLING, Pooling
+from schedules.cpu.loops.softmax import ROW_CHAIN, Softmax
+from schedules.cpu.reduce.coalesced_reduce import REDUCTIONS
 from schedules.tuning.records import AnySpace, Records
 
 from .conv2d.channel_norm import CHANNEL_NORM, ChannelNorm
@@ -21,14 +25,10 @@ from .conv2d.tile_conv2d import TILE_CONV2D, TileConv2D
 from .conv2d.tile_pair import TILE_PAIR, TilePair
 from .conv2d.winograd.winograd_conv2d import WINOGRAD, WinogradConv2D
 from .core.rule import CPUTemplate
-from .loops.elementwise import Elementwise
 from .loops.fallback import Fallback
 from .loops.layout_transform import LayoutTransform
 from .loops.matmul.dense import DENSE, Dense
-from .loops.pooling.pooling import POOLING, Pooling
-from .loops.softmax.softmax import ROW_CHAIN, Softmax
 from .reduce.coalesced_reduce import CoalescedReduce
-from .reduce.templates import REDUCTIONS
 
 
 def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:

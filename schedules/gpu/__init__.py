@@ -13,6 +13,7 @@ from typing import Any
 
 from tvm.s_tir.dlight import ScheduleRule
 
+from schedules.gpu.pointwise.elementwise import Pooling
 from schedules.gpu.reduce.coalesced_reduce import CHAIN, SISTERS
 from schedules.tuning.records import Records
 
@@ -27,7 +28,6 @@ from .core.rule import GPUTemplate
 from .gemm.matmul.matmul import Matmul
 from .gemm.matmul.templates import ROWS, TILES, WARPGROUPS
 from .pointwise.elementwise import Elementwise
-from .pointwise.pooling import Pooling
 from .pointwise.transpose import Transpose
 from .reduce.coalesced_reduce import CoalescedReduce
 

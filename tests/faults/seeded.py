@@ -164,7 +164,7 @@ KERNELS = (
     ),
     Fault(
         "the overlapping tile begins one element late",
-        "schedules/cpu/nests/overlapping_tails.py",
+        "schedules/cpu/nests/tails.py",
         "total - overlap.tile)) + inside",
         "total - overlap.tile + 1)) + inside",
         ("tests/schedules/cpu/nests/test_overlapping_tails.py",),

@@ -4,5 +4,5 @@
 Imports ``reduce``, ``nests`` and ``core``; ``cpu/__init__.py`` may import it, the storeys above
 its kernels that only CPUs have: ``recurrent_cells.py``, ``selections.py``, ``determinants.py``,
 ``trees.py`` and ``pairwise_coupling.py``.
-Start with ``elementwise.py``, the smallest rule.
+Start with ``fallback.py``, whose ``Elementwise`` is the smallest rule.
 """

@@ -10,6 +10,7 @@ from tvm import ir, s_tir, sym, tirx
 from tvm.s_tir.schedule import LoopRV
 
 from schedules import attributes
+from schedules.cpu.nests.tails import Overlap
 from schedules.schedule_rule import KernelFacts
 from schedules.tir.cut_points import cut_points
 from schedules.tir.expression_walk import substitute
@@ -27,7 +28,6 @@ from ..nests.loop_transforms import (
     parallel_outer,
     worth_threads,
 )
-from ..nests.overlapping_tails import Overlap
 
 _CACHE_LINE = 64
 _BLOCKS = (4, 8, 16, 32, 64)

@@ -38,13 +38,105 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.prefetch import line_elements, prefetch
 from schedules.errors import OpError
 from schedules.tir.vector_math import vectorize_math
 
-from ..core.machine import CPUInfo
-from ..core.prefetch import line_elements, prefetch
-from .recurrent_activations import ACTIVATIONS, like
-from .recurrent_tile import LANES, product_tile, vectors_of
+LANES = 16
+"""Hidden units of a block."""
+
+_FREE_REGISTERS = 4
+"""Registers that hold no sums: one in this many, for weights and the state."""
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """Sums that a loop over the state holds in registers.
+
+    Parameters
+    ----------
+    rows : int
+        Of the batch.
+    gates : int
+        Vectors of ``LANES`` units in each row.
+    """
+
+    rows: int
+    gates: int
+
+
+def vectors_of(dtype: str, cpu: CPUInfo) -> int:
+    """Registers of ``LANES`` units."""
+    return max(1, LANES // cpu.lanes(dtype))
+
+
+def product_tile(batch: int, gates: int, dtype: str, cpu: CPUInfo) -> ProductTile:
+    """The tile of the product of a state and its weights.
+
+    As many rows as fit, because all tiles of a batch read the same weights: with R rows,
+    a core with two multiply-adds a cycle needs two vectors of weights in R cycles. A row has two
+    vectors at least, so that the state is loaded less often than it is multiplied.
+
+    Parameters
+    ----------
+    batch, gates : int
+        Rows, and vectors of ``LANES`` units in each.
+    dtype : str
+        Type of the elements.
+    cpu : CPUInfo
+        The CPU.
+
+    Returns
+    -------
+    ProductTile
+        At most ``batch`` rows and ``gates`` gates; the last of each may be less.
+    """
+    vectors = vectors_of(dtype, cpu)
+    sums = cpu.num_vector_registers - cpu.num_vector_registers // _FREE_REGISTERS
+    most = max(1, sums // max(2, vectors))
+    rows = -(-batch // -(-batch // most))
+    passes = -(-gates // max(1, sums // (rows * vectors)))
+    return ProductTile(rows, -(-gates // passes))
+
+
+Activation = Callable[[tirx.Expr, float, float], tirx.Expr]
+
+
+def like(x: tirx.Expr, value: float) -> tirx.Expr:
+    """A number in all lanes of a vector's type."""
+    return T.broadcast(tirx.const(value, str(x.ty.dtype).partition("x")[0]), LANES)
+
+
+def _hard_sigmoid(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
+    return tirx.max(like(x, 0), tirx.min(like(x, 1), x * like(x, alpha) + like(x, beta)))
+
+
+def _elu(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
+    below = like(x, alpha) * (tirx.exp(tirx.min(x, like(x, 0))) - like(x, 1))
+    return tirx.Select(x > like(x, 0), x, below)
+
+
+def _softplus(x: tirx.Expr, alpha: float, beta: float) -> tirx.Expr:
+    size = tirx.max(x, like(x, 0) - x)
+    return tirx.max(x, like(x, 0)) + tirx.log(like(x, 1) + tirx.exp(like(x, 0) - size))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "Affine": lambda x, a, b: x * like(x, a) + like(x, b),
+    "Elu": _elu,
+    "HardSigmoid": _hard_sigmoid,
+    "LeakyRelu": lambda x, a, b: tirx.Select(x < like(x, 0), x * like(x, a), x),
+    "Relu": lambda x, a, b: tirx.max(x, like(x, 0)),
+    "ScaledTanh": lambda x, a, b: like(x, a) * tirx.tanh(x * like(x, b)),
+    "Sigmoid": lambda x, a, b: tirx.sigmoid(x),
+    "Softplus": _softplus,
+    "Softsign": lambda x, a, b: x / (like(x, 1) + tirx.max(x, like(x, 0) - x)),
+    "Tanh": lambda x, a, b: tirx.tanh(x),
+    "ThresholdedRelu": lambda x, a, b: tirx.Select(x >= like(x, a), x, like(x, 0)),
+}
+"""Functions of a vector and the two parameters that ONNX calls alpha and beta."""
+
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Gates of each cell, in ONNX's order: i o f c, z r h, and the only one."""

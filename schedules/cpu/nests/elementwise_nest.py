@@ -13,11 +13,11 @@ from schedules import attributes
 from schedules.tir.cut_points import cut_points
 
 from .blocks import BlockFacts, Kernel, block_facts, item_bytes
-from .interleaved_loads import is_interleaved
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads
-from .overlapping_tails import Overlap
-from .stencils.shared_rows import is_filter, rows_of_step, shared_rows
-from .stencils.streaming_stores import worth_streaming
+from .stencil_rows import is_filter, rows_of_step, shared_rows
+from .streaming_stores import worth_streaming
+from .tails import Overlap
+from .vector_loads import is_interleaved
 
 
 def schedule_spatial(

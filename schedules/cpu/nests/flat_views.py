@@ -23,9 +23,9 @@ from schedules.tir.extents import size_of
 from schedules.tir.index_math import as_type
 
 from .blocks import BlockFacts, Domain, Kernel, open_blocks
-from .interleaved_loads import is_interleaved
 from .loop_transforms import merge_groups, state_init
-from .stencils.streaming_stores import worth_streaming
+from .streaming_stores import worth_streaming
+from .vector_loads import is_interleaved
 
 Facts = Sequence[BlockFacts | None]
 

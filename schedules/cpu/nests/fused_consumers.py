@@ -16,7 +16,7 @@ from schedules.tir.extents import constant, is_one
 
 from .blocks import Access, BlockFacts, Kernel, block_facts, realize_of
 from .loop_transforms import attempt, fuse_group, static_extent
-from .overlapping_tails import overlap_of
+from .tails import overlap_of
 
 Tiled = Sequence[tuple[LoopRV, int]]
 """Loops over tiles, and the number of iterations in each tile."""

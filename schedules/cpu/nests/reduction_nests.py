@@ -1,28 +1,295 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loop nests of one reduction and its consumers: in columns or in rows."""
+"""Loop nests of one reduction and its consumers: in columns, in rows, or in the lanes of vectors.
+
+A contiguous axis is reduced in lanes::
+
+    for k in range(31):                                  # first stage: lanes
+        for part in T.unroll(4):
+            for lane in T.vectorized(8):
+                acc[part, lane] += data[k * 32 + part * 8 + lane]
+    for part in T.unroll(4):                             # second stage: parts, if several
+        for lane in T.vectorized(8):
+            sums[lane] += acc[part, lane]
+    for lane in T.unroll(8):                             # last stage
+        out += sums[lane]
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tvm import s_tir, tirx
+import tvm_ffi
+from tvm import ir, s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
-from schedules.tir.expression_walk import loads, nodes
+from schedules import attributes
+from schedules.tir.expression_walk import loads, nodes, uses
 
-from .blocks import BlockFacts, Kernel
-from .cached_input import copy_of_input, reads_columns_in_order, vectorize_copy
+from .blocks import BlockFacts, Kernel, realize_of
 from .fused_consumers import follow, follow_or_copy, vectorize_under
-from .lane_reduction import arrange_lanes, split_into_lanes
 from .loop_transforms import (
     open_reduction,
     parallel_outer,
     static_extent,
+    tile_size,
     unroll,
     worth_threads,
 )
-from .overlapping_tails import Overlap, Tails
+from .tails import Overlap, Tails
+
+
+def copy_of_input(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> SBlockRV:
+    """Let a block read a copy of one of its inputs, with the block's columns innermost.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule.
+    facts : BlockFacts
+        Of the block; its columns are its last spatial variable.
+    index : int
+        Index among the block's reads.
+
+    Returns
+    -------
+    SBlockRV
+        The block that copies.
+    """
+    buffer = sch.get(facts.block).reads[index].source
+    rank, place = len(buffer.shape), column_axis(facts, buffer)
+    copy = sch.cache_read(facts.block, index, "global")
+    if place != rank - 1:
+        order = [d for d in range(rank) if d != place] + [place]
+        sch.transform_layout(copy, ("write", 0), _permutation(order))
+    return copy
+
+
+def reads_columns_in_order(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> bool:
+    """Return whether column ``n`` of a block reads column ``n`` of an input: no steps, no offset.
+
+    Parameters are those of :func:`copy_of_input`.
+    """
+    buffer = sch.get(facts.block).reads[index].source
+    column = facts.vars[facts.positions("S")[-1]]
+    load = next(load for load in facts.loads if load.buffer.same_as(buffer))
+    return load.indices[column_axis(facts, buffer)].same_as(column)
+
+
+def column_axis(facts: BlockFacts, buffer: tirx.Buffer) -> int:
+    """Return the axis of an input along which the columns of a block run."""
+    column = facts.vars[facts.positions("S")[-1]]
+    load = next(load for load in facts.loads if load.buffer.same_as(buffer))
+    return next(axis for axis, expr in enumerate(load.indices) if uses(expr, column))
+
+
+def lay_out_matrix(func: tirx.PrimFunc, place: int, axis: int, lanes: int) -> tirx.PrimFunc:
+    """Let a function read one of its matrices in the layout [columns / lanes, depth, lanes].
+
+    Parameters
+    ----------
+    func : PrimFunc
+        A scheduled function, which only reads the matrix.
+    place : int
+        Position of the matrix among the parameters.
+    axis : int
+        Axis of the columns.
+    lanes : int
+        Lanes of a vector; they divide the columns.
+
+    Returns
+    -------
+    PrimFunc
+        The function with another parameter, and the attribute ``LAID_OUT``.
+    """
+    plain = func.params[place]
+    shape = [plain.shape[axis] // lanes, plain.shape[1 - axis], lanes]
+    matrix = tirx.decl_buffer(shape, str(plain.dtype), plain.name)
+
+    def load(node: ir.TensorLoad) -> ir.TensorLoad:
+        if not node.source.same_as(plain):
+            return node
+        column, depth = node.indices[axis], node.indices[1 - axis]
+        return matrix[tirx.floordiv(column, lanes), depth, tirx.floormod(column, lanes)]
+
+    def region(node: ir.TensorRegion) -> ir.TensorRegion:
+        if not node.source.same_as(plain):
+            return node
+        return tirx.BufferRegion(matrix, [ir.Range(0, extent) for extent in matrix.shape])
+
+    body = tvm_ffi.structural_map(func.body, [(ir.TensorLoad, load), (ir.TensorRegion, region)])
+    params = [matrix if k == place else param for k, param in enumerate(func.params)]
+    result = tirx.PrimFunc(params, body, func.ret_type, func.attrs)
+    return result.with_attr(attributes.LAID_OUT, [place, axis, lanes])
+
+
+def _permutation(order: list[int]):  # noqa: ANN202 - an index map is any callable
+    return lambda *indices: [indices[d] for d in order]
+
+
+def vectorize_copy(sch: s_tir.Schedule, copy: SBlockRV, columns: LoopRV, lanes: int) -> None:
+    """Vectorise a copy along the columns of its tile.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule.
+    copy : SBlockRV
+        What :func:`copy_of_input` returned, computed at ``columns``.
+    columns : LoopRV
+        The loop over tiles of columns.
+    lanes : int
+        Lanes of a vector; they divide the tile.
+    """
+    realize = realize_of(sch, copy)
+    written = realize.block.body.indices[-1]
+    axis = next(k for k, i in enumerate(realize.block.iter_vars) if uses(written, i.var))
+    shared = sch.get(columns).loop_var
+    loops = sch.get_loops(copy)
+    depth = [sch.get(loop).loop_var.same_as(shared) for loop in loops].index(True) + 1
+    last = [
+        k
+        for k, loop in enumerate(loops)
+        if k >= depth and uses(realize.iter_values[axis], sch.get(loop).loop_var)
+    ]
+    if not last:
+        return
+    rest = [loop for k, loop in enumerate(loops) if k >= depth and k not in last]
+    extent = static_extent(sch, loops[last[0]]) or 1
+    vector, lane = sch.split(loops[last[0]], [None, min(lanes, extent)])
+    sch.reorder(*rest, vector, lane)
+    sch.vectorize(lane)
+
+
+_PARTS = 4
+
+
+@dataclass(frozen=True)
+class LaneReduction:
+    """A reduction that was cut into stages.
+
+    Parameters
+    ----------
+    stages : list[SBlockRV]
+        The block that reduces in lanes, the one that adds the parts (if any), the original block.
+    parts, lanes : int
+        Independent accumulators and their lanes.
+    extent : int
+        Length of the reduced axis.
+    """
+
+    stages: list[SBlockRV]
+    parts: int
+    lanes: int
+    extent: int
+
+
+def split_into_lanes(
+    sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, lanes: int, most_parts: int = _PARTS
+) -> LaneReduction:
+    """Cut a reduction into stages; the new blocks are at the outermost level.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule.
+    block : SBlockRV
+        The reduction; its loop nest holds no other block.
+    loop : LoopRV
+        Its innermost loop, reduced.
+    lanes : int
+        Lanes of a vector; fewer are used for a shorter loop.
+    most_parts : int
+        Upper bound of the number of accumulators.
+
+    Returns
+    -------
+    Lanes
+        The stages.
+    """
+    extent = static_extent(sch, loop) or 1
+    lanes = min(extent, lanes)
+    parts = tile_size(extent // lanes, most_parts)
+    # No guard: `arrange_lanes` gives the rest a separate loop.
+    _, lane = sch.split(loop, [None, parts * lanes], disable_predication=True)
+    stages = [sch.rfactor(lane, -1), block]
+    if parts > 1:
+        _, lane = sch.split(sch.get_loops(block)[-1], [parts, lanes])
+        stages.insert(1, sch.rfactor(lane, -1))
+    return LaneReduction(stages, parts, lanes, extent)
+
+
+def arrange_lanes(
+    sch: s_tir.Schedule, split: LaneReduction, depth: int, rows: Sequence[LoopRV] = ()
+) -> LoopRV:
+    """Vectorise and unroll the stages.
+
+    Parameters
+    ----------
+    sch : Schedule
+        The schedule.
+    split : LaneReduction
+        The stages, already at their final places.
+    depth : int
+        Number of outer loops that they share.
+    rows : Sequence[LoopRV]
+        Loops of the first stage over outputs that are reduced at once.
+
+    Returns
+    -------
+    LoopRV
+        The first stage's outermost reduced loop, at which to decompose it at the end.
+    """
+    outermost = _arrange_first(sch, split, depth, rows)
+    for stage in split.stages[1:]:
+        loops = sch.get_loops(stage)[depth:]
+        if stage is not split.stages[-1]:
+            lane = _pop_lane(sch, stage, loops, split.lanes)
+            sch.reorder(*loops, lane)
+            sch.vectorize(lane)
+        unroll(sch, loops)
+    return outermost
+
+
+def _arrange_first(
+    sch: s_tir.Schedule, split: LaneReduction, depth: int, rows: Sequence[LoopRV]
+) -> LoopRV:
+    """Vectorise the stage that reads the input; return its outermost reduced loop."""
+    first = split.stages[0]
+    inner = sch.get_loops(first)[depth:]
+    reduced = [loop for loop in inner if is_reduced(sch, first, loop)]
+    row_vars = [sch.get(row).loop_var for row in rows]
+    lane = next(
+        loop
+        for loop in reversed(inner)
+        if not is_reduced(sch, first, loop)
+        and not any(sch.get(loop).loop_var.same_as(var) for var in row_vars)
+    )
+    part, lane = sch.split(lane, [split.parts, split.lanes])
+    sch.reorder(*reduced, part, lane, *rows)
+    sch.vectorize(lane)
+    unroll(sch, [part, *rows])
+    if split.extent % (split.parts * split.lanes):
+        sch.annotate(reduced[-1], attributes.TAIL, [3, split.extent])
+    return reduced[0]
+
+
+def _pop_lane(sch: s_tir.Schedule, block: SBlockRV, loops: list[LoopRV], lanes: int) -> LoopRV:
+    """Remove the innermost loop over lanes from ``loops``."""
+    for k in reversed(range(len(loops))):
+        if static_extent(sch, loops[k]) == lanes and not is_reduced(sch, block, loops[k]):
+            return loops.pop(k)
+    raise AssertionError("a stage before the last one keeps its lanes")
+
+
+def is_reduced(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV) -> bool:
+    """Return whether ``loop`` runs over a reduced axis of ``block``."""
+    realize, var = realize_of(sch, block), sch.get(loop).loop_var
+    return any(
+        uses(value, var) and int(axis.iter_type) == int(tirx.IterVar.CommReduce)
+        for axis, value in zip(realize.block.iter_vars, realize.iter_values, strict=True)
+    )
+
 
 Result = tuple[list[Overlap], list[SBlockRV]]
 """Overlapping tiles, and the consumers that could not be computed with the reduction."""
@@ -45,7 +312,7 @@ class Columns:
         over rows is then inside of the one over columns.
     laid_out : bool
         Whether that input is not copied, because the caller gives it a layout in which vectors of
-        columns are contiguous (:func:`.cached_input.lay_out_matrix`).
+        columns are contiguous (:func:`lay_out_matrix`).
     """
 
     vectors: int

@@ -22,9 +22,8 @@ from tvm import ir, s_tir, tirx
 from schedules.tir.expression_walk import extern_name, nodes, op_name, substitute
 from schedules.tir.extents import constant
 
-from .imported_functions import IMPORT
-from .interleaved_loads import opencl_planes
-from .stencils.streaming_stores import buffer_bytes, is_fence, opencl_store
+from .streaming_stores import buffer_bytes, is_fence, opencl_store
+from .vector_loads import IMPORT, opencl_planes
 
 _LENGTHS = (16, 8, 4, 2)
 _PRIVATE_BYTES = 32 * 1024

@@ -2,5 +2,5 @@
 """Reductions on CPUs: the op ``coalesced_reduce``, and reductions for other rules.
 
 Imports ``nests`` and ``core``; ``loops`` and ``cpu/__init__.py`` may import it.
-Start with ``coalesced_reduce.py``, the rule, and ``templates.py``, its nests.
+Start with ``coalesced_reduce.py``, the rule and its templates.
 """

@@ -29,8 +29,7 @@ from schedules.tir.index_math import i64
 
 from ..core.tiles import Index
 from .source import ReduceSource
-from .tasks import ReductionNest, Split, places, width
-from .vector_states import States, count, unrolled, vector
+from .tasks import ReductionNest, Split, States, count, places, unrolled, vector, width
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU rule for attention."""
+"""GPU rule for attention, and its gain by being one kernel.
+
+A block visits all keys, one tile after the other, so that few blocks with many keys leave most of
+the device idle. Separate products divide the keys among blocks, and pay with launches and with
+scores in memory. The figures are estimates of :mod:`schedules.gpu.core.machine_costs`.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +14,53 @@ from contextlib import AbstractContextManager, nullcontext
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.core.kernel_function import resident_blocks, unless_empty, write_kernels
+from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.machine_costs import COSTS
+from schedules.gpu.core.rule import GPURule
+from schedules.gpu.gemm.matmul.matmul_tile_sizes import assumed_size
+from schedules.gpu.gemm.matmul.skinny_matmul import MOST_ROWS
+from schedules.gpu.gemm.matmul.tensor_core_tile import factor_dtype
+from schedules.gpu.pointwise.point_kernel import Views
 from schedules.schedule_rule import KernelFacts
 from schedules.tir.block_expressions import read_stages, stages_of
 from schedules.tir.extents import constant
 from schedules.tir.index_math import ceildiv, i64, simplified
 
-from ..core.kernel_function import resident_blocks, unless_empty, write_kernels
-from ..core.machine import GPUInfo
-from ..core.machine_costs import COSTS
-from ..core.rule import GPURule
-from ..gemm.matmul.skinny_matmul import MOST_ROWS
-from ..gemm.matmul.tensor_core_tile import factor_dtype
-from ..pointwise.point_kernel import Views
-from .attention_cost import gains
 from .attention_pattern import AttentionFunction, read_attention
-from .attention_tile import choose_attention_tile
 from .decode_attention import write_decode
 from .decode_tile import choose_decode_tile
-from .tensor_core_attention import choose_tensor_attention, write_tensor_attention
-from .tiled_attention import write_attention
+from .tensor_core_attention import (
+    TensorAttentionTile,
+    choose_tensor_attention,
+    write_tensor_attention,
+)
+from .tiled_attention import AttentionTile, choose_attention_tile, write_attention
 from .warpgroup_attention import choose_warpgroup_attention, write_warpgroup_attention
+
+_LANES = 128  # products that a multiprocessor adds in a cycle, of float32
+_TENSOR_LANES = 1024  # and of float16 on tensor cores
+_PASSES = 4  # over the scores: product, softmax in and out, product
+_KERNELS = 3
+_CLEAR = 2  # an estimate must be off by more to mislead
+
+
+def gains(
+    attention: AttentionFunction, tile: AttentionTile | TensorAttentionTile, gpu: GPUInfo
+) -> bool:
+    """Return whether one kernel is not clearly slower than separate products and a softmax."""
+    sizes = (attention.batches, attention.m, attention.n, attention.depth, attention.columns)
+    batches, m, n, depth, columns = map(assumed_size, sizes)
+    is_tensor = isinstance(tile, TensorAttentionTile)
+    lanes, itemsize = (_TENSOR_LANES, 2) if is_tensor else (_LANES, 4)
+    blocks = batches * -(-m // tile.rows)
+    work = tile.rows * tile.keys * (tile.depth + tile.columns) / lanes
+    steps = -(-n // tile.keys)
+    fused = -(-blocks // gpu.multiprocessors) * steps * (work + COSTS.step_latency)
+    scores = batches * m * n
+    traffic = _PASSES * itemsize * scores / COSTS.l2_bytes
+    apart = (traffic + scores * (depth + columns) / lanes) / gpu.multiprocessors
+    return fused <= _CLEAR * (apart + _KERNELS * COSTS.launch)
 
 
 def is_taken(func: tirx.PrimFunc, gpu: GPUInfo) -> bool:

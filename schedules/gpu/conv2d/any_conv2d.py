@@ -15,6 +15,7 @@ from tvm import ir, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
+from schedules.gpu.pointwise.elementwise import write_windows
 from schedules.schedule_rule import KernelFacts
 from schedules.tir.block_expressions import stages_of
 from schedules.tir.branch import when
@@ -29,7 +30,6 @@ from ..core.rule import GPURule
 from ..gemm.matmul.matmul_pattern import ACCUMULATOR, read_matmul
 from ..gemm.matmul.tensor_core_matmul import tensor_core_function
 from ..gemm.warpgroup_conv2d import warpgroup_conv2d_function
-from ..pointwise.pooling import write_windows
 from .tensor_core_pair_pattern import summed_in_float32
 
 THREADS = 128

@@ -10,6 +10,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from schedules.gpu.pointwise.elementwise import slid_tensor
 from schedules.schedule_rule import KernelFacts
 from schedules.tir.block_expressions import Stage, stages_of
 from schedules.tir.branch import when
@@ -24,7 +25,6 @@ from ..pointwise.coalescing import classify
 from ..pointwise.element_program import ElementProgram, Read
 from ..pointwise.iteration_domain import IterationSpace, Store
 from ..pointwise.point_kernel import PointWriter, Views
-from ..pointwise.pooling import slid_tensor
 
 THREADS = 128
 

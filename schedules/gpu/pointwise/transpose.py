@@ -19,8 +19,7 @@ from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
 from ..core.rule import GPURule
-from .axis_order import best_lanes, injective_spaces
-from .coalescing import classify, is_scattered
+from .coalescing import best_lanes, classify, injective_spaces, is_scattered
 from .element_program import Read
 from .iteration_domain import IterationSpace, merge_axes
 from .point_kernel import Names, PointWriter, Views

@@ -18,7 +18,7 @@ from tvm.target import Target
 
 from relay_passes import ApplyRules, FuseAttention
 from schedules.gpu import RULES
-from schedules.gpu.attention import attention_tile, tensor_core_attention
+from schedules.gpu.attention import tensor_core_attention, tiled_attention
 from tests.selection import in_turns
 
 F32 = "float32"
@@ -101,11 +101,11 @@ def test_numbers(m: int, n: int, depth: int, columns: int, rng: np.random.Genera
 
 
 @pytest.mark.quick_cases("(16, 32, 2, 2)")
-@pytest.mark.parametrize("sizes", in_turns(attention_tile._TILES), ids=str)
+@pytest.mark.parametrize("sizes", in_turns(tiled_attention._TILES), ids=str)
 def test_numbers_of_each_tile(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    monkeypatch.setattr(attention_tile, "_TILES", (sizes,))
+    monkeypatch.setattr(tiled_attention, "_TILES", (sizes,))
     query, key, value = heads(rng, (1, 70, 40), (1, 69, 40), (1, 69, 36))
     exact = attend(query, key, value, lambda scores: scores * 0.125)
     np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-5, 1e-5)

@@ -12,8 +12,13 @@ from tvm.target import Target
 
 from relay_passes.op import recurrence
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.recurrent_cells import RecurrentCell, recurrent_cell
-from schedules.cpu.loops.recurrent_tile import LANES, ProductTile, product_tile
+from schedules.cpu.loops.recurrent_cells import (
+    LANES,
+    ProductTile,
+    RecurrentCell,
+    product_tile,
+    recurrent_cell,
+)
 from schedules.errors import OpError
 
 TANH = ("Tanh", 0.0, 0.0)

@@ -8,7 +8,7 @@ import pytest
 from cpu.rule_cases import AVX2, assembly, function, run, schedule, tensor
 from tvm import topi
 
-from schedules.cpu.loops.elementwise import Elementwise
+from schedules.cpu.loops.fallback import Elementwise
 from schedules.tir.keep_nan import keep_nan
 
 X = np.array([np.nan, -2, -0.0, 0.5, 3, np.inf, -np.inf, np.nan], "float32")

@@ -12,7 +12,7 @@ from cpu.rule_cases import AVX2, HOST, assembly, draw, function, run, schedule, 
 from tvm import ir, s_tir, te, tirx
 from tvm.script import tirx as T
 
-from schedules.cpu.loops.elementwise import Elementwise
+from schedules.cpu.loops.fallback import Elementwise
 from schedules.tir.let_bindings import share_values
 
 

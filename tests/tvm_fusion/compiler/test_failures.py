@@ -14,7 +14,7 @@ from onnx_cases import normal, onnx_model
 from tvm import relax
 
 import tvm_fusion
-from schedules.cpu.loops.softmax.softmax import Softmax
+from schedules.cpu.loops.softmax import Softmax
 from schedules.errors import reason
 from schedules.schedule_rule import STRICT
 from tvm_fusion.compiler import build_kernels, failures

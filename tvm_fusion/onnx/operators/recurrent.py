@@ -21,9 +21,7 @@ from onnx import TensorProto
 from tvm import relax
 
 from relay_passes.op import recurrence
-from schedules.cpu.loops.recurrent_activations import ACTIVATIONS
-from schedules.cpu.loops.recurrent_cells import GATES, RecurrentCell
-from schedules.cpu.loops.recurrent_tile import LANES
+from schedules.cpu.loops.recurrent_cells import ACTIVATIONS, GATES, LANES, RecurrentCell
 
 from ..model.expansion import Expansion
 from ..model.graph_edits import attribute

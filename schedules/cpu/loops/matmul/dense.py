@@ -12,6 +12,7 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules import attributes
+from schedules.cpu.nests.reduction_nests import column_axis, lay_out_matrix
 from schedules.schedule_rule import KernelFacts
 from schedules.tuning.template import Template
 
@@ -19,7 +20,6 @@ from ...core.kernel_builder import STACK_BYTES
 from ...core.machine import CPUInfo
 from ...core.rule import TunableCPURule
 from ...nests.blocks import BlockFacts, Kernel, block_facts
-from ...nests.cached_input import column_axis, lay_out_matrix
 from ...nests.elementwise_nest import schedule_spatial
 from ...nests.loop_transforms import (
     facts_of_inlined,

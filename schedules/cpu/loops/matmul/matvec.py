@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from tvm import s_tir
 from tvm.s_tir.schedule import SBlockRV
 
+from schedules.cpu.nests.tails import Overlap, Tails
+
 from ...nests.blocks import BlockFacts, Kernel
 from ...nests.fused_consumers import follow_or_copy, vectorize_under
 from ...nests.loop_transforms import (
@@ -19,7 +21,6 @@ from ...nests.loop_transforms import (
     static_extent,
     unroll,
 )
-from ...nests.overlapping_tails import Overlap, Tails
 
 _MOST_STEPS = 8
 

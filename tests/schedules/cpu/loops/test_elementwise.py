@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from tvm import te, tirx, topi
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.elementwise import Elementwise
+from schedules.cpu.loops.fallback import Elementwise
 
 LANES = CPUInfo.from_target(HOST).lanes("float32")
 SHAPES = st.lists(st.sampled_from(EXTENTS), min_size=1, max_size=4)

@@ -9,7 +9,7 @@ from cpu.rule_cases import AVX2, Array, close, draw, function, run, schedule, sc
 from tvm import s_tir, te, tirx, topi
 
 from schedules.cpu.loops.matmul.dense import Dense
-from schedules.cpu.loops.pooling.pooling import Pooling
+from schedules.cpu.loops.pooling import Pooling
 from schedules.cpu.nests.fused_consumers import follow
 
 # Extents, the element of a vector of 20 that is read, and whether that is a tile's own.

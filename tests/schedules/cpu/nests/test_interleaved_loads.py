@@ -11,9 +11,9 @@ from cpu.rule_cases import HOST, draw, function, run, schedule, tensor
 from tvm import te, tirx
 
 from examples.stencils import STENCILS
-from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.nests.interleaved_loads import opencl_planes
-from schedules.cpu.nests.stencils import streaming_stores
+from schedules.cpu.loops.fallback import Elementwise
+from schedules.cpu.nests import streaming_stores
+from schedules.cpu.nests.vector_loads import opencl_planes
 from tests.selection import in_turns
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
-from schedules.cpu.nests.overlapping_tails import Overlap, Tails, overlap_of, overlap_tails
+from schedules.cpu.nests.tails import Overlap, Tails, overlap_of, overlap_tails
 
 
 @T.prim_func(private=True, s_tir=True)

@@ -12,7 +12,7 @@ from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
 from schedules import attributes
-from schedules.cpu.nests.truncated_tails import truncate_tails
+from schedules.cpu.nests.tails import truncate_tails
 
 
 @T.prim_func(private=True, s_tir=True)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import te, tirx
 
-from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.nests.value_ranges import Range, drop_limits, range_of
+from schedules.cpu.loops.fallback import Elementwise
+from schedules.cpu.nests.loop_transforms import Range, drop_limits, range_of
 from schedules.tir.expression_walk import nodes
 
 

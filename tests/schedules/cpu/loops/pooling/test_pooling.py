@@ -36,8 +36,7 @@ from hypothesis import strategies as st
 from tvm import ir, te, tirx, topi
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.pooling.pool_nests import tile_cuts
-from schedules.cpu.loops.pooling.pooling import Pooling
+from schedules.cpu.loops.pooling import Pooling, tile_cuts
 from schedules.tir.expression_walk import uses
 
 

@@ -31,7 +31,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx, topi
 
-from schedules.cpu.loops.softmax.softmax import Softmax
+from schedules.cpu.loops.softmax import Softmax
 
 
 def softmax(shape: tuple, axis: int, log: bool = False) -> tirx.PrimFunc:

@@ -12,10 +12,9 @@ from tvm.script import tirx as T
 from tvm.target import Target
 
 from examples.stencils import STENCILS
-from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.nests import elementwise_nest
-from schedules.cpu.nests.stencils import streaming_stores
-from schedules.cpu.nests.stencils.shared_rows import ROWS
+from schedules.cpu.loops.fallback import Elementwise
+from schedules.cpu.nests import elementwise_nest, streaming_stores
+from schedules.cpu.nests.stencil_rows import ROWS
 from schedules.distribute.distribute import distribute
 from schedules.distribute.localize import localize
 from tests.selection import in_turns

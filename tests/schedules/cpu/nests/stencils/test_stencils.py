@@ -13,9 +13,9 @@ from tvm.target import Target
 
 from examples.stencils import STENCILS, image
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.nests.stencils import streaming_stores
-from schedules.cpu.nests.stencils.shared_rows import ROWS
+from schedules.cpu.loops.fallback import Elementwise
+from schedules.cpu.nests import streaming_stores
+from schedules.cpu.nests.stencil_rows import ROWS
 from schedules.distribute.distribute import distribute
 from schedules.distribute.localize import localize
 from tests.selection import in_turns

@@ -10,10 +10,10 @@ from cpu.rule_cases import draw, function, run, schedule, tensor
 from tvm import ir, te, tirx
 
 from examples.stencils import STENCILS
-from schedules.cpu.loops.elementwise import Elementwise
-from schedules.cpu.nests.stencils import streaming_stores
-from schedules.cpu.nests.stencils.shared_rows import ROWS
-from schedules.cpu.nests.stencils.stream_prefetch import PREFETCH
+from schedules.cpu.loops.fallback import Elementwise
+from schedules.cpu.nests import streaming_stores
+from schedules.cpu.nests.stencil_rows import ROWS
+from schedules.cpu.nests.streaming_stores import PREFETCH
 from schedules.cpu.nests.work_groups import work_groups
 from schedules.tir.expression_walk import extern_name, nodes
 from schedules.tir.index_math import simplified

@@ -3,26 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
-from tvm import s_tir, tirx
+from tvm import ir, s_tir, tirx
 from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
 
 from schedules import attributes
-from schedules.schedule_rule import KernelFacts
-from schedules.tir.vector_math import is_expensive
-from schedules.tuning.template import Template
-
-from ...core.machine import CPUInfo
-from ...core.rule import TunableCPURule
-from ...nests.blocks import Kernel, open_kernel
-from ...nests.elementwise_nest import schedule_spatial
-from ...nests.fused_consumers import vectorize_under
-from ...nests.lane_reduction import arrange_lanes, split_into_lanes
-from ...nests.loop_transforms import (
+from schedules.cpu.core.machine import CPUInfo, vector_sizes
+from schedules.cpu.core.rule import TunableCPURule
+from schedules.cpu.nests.blocks import Access, BlockFacts, Kernel, block_facts, open_kernel
+from schedules.cpu.nests.elementwise_nest import schedule_spatial
+from schedules.cpu.nests.fused_consumers import vectorize_under
+from schedules.cpu.nests.loop_transforms import (
+    SERIAL_ELEMENTS,
     attempt,
     finish,
     fuse_group,
@@ -30,16 +29,244 @@ from ...nests.loop_transforms import (
     merge_groups,
     parallel_outer,
 )
-from ...nests.overlapping_tails import Overlap, Tails
-from ...nests.reduction_nests import in_any_order, reducible, runs_in_columns
-from .row_chain import RowStage, find_stages
-from .row_chain_knobs import (
-    RowChain,
-    RowChainKnobs,
-    all_row_chains,
-    default_row_chain,
-    row_chain_cycles,
+from schedules.cpu.nests.reduction_nests import (
+    arrange_lanes,
+    in_any_order,
+    reducible,
+    runs_in_columns,
+    split_into_lanes,
 )
+from schedules.cpu.nests.tails import Overlap, Tails
+from schedules.schedule_rule import KernelFacts
+from schedules.tir.expression_walk import nodes
+from schedules.tir.vector_math import is_expensive
+from schedules.tuning.template import Template
+
+
+@dataclass
+class RowStage:
+    """One block of the chain with its loops over the rows.
+
+    Parameters
+    ----------
+    info : SBlockInfo
+        The block.
+    facts : BlockFacts
+        Its facts.
+    rows : list[int]
+        Positions of the iteration variables that number the rows.
+    """
+
+    info: SBlockInfo
+    facts: BlockFacts
+    rows: list[int]
+
+
+def find_stages(kernel: Kernel, blocks: list[SBlockInfo]) -> list[RowStage] | None:
+    """Find the rows in each block; None if a block depends on more than its row.
+
+    A reduction's rows are its spatial variables; an element-wise block has the rows of the
+    reductions that it reads. Every access to a temporary must lead to the row itself.
+    """
+    stages: list[RowStage] = []
+    written: dict[ir.Var, tuple[int | None, ...]] = {}
+    for info in blocks:
+        facts = block_facts(kernel.sch, info.block_rv)
+        if facts is None or set(facts.kinds) - set("SR"):
+            return None
+        if info.is_injective():
+            rows = _rows_read(facts, written)
+        else:
+            rows = facts.positions("S")
+        if rows is None or not _same_rows(stages, facts, rows):
+            return None
+        if any(extent is None for k, extent in enumerate(facts.extents) if k not in rows):
+            return None
+        for load in facts.loads:
+            if load.buffer in written and _row_dims(facts, load, rows) != written[load.buffer]:
+                return None
+        written[facts.store.buffer] = _row_dims(facts, facts.store, rows)
+        stages.append(RowStage(info, facts, rows))
+    return stages
+
+
+def _same_rows(stages: list[RowStage], facts: BlockFacts, rows: list[int]) -> bool:
+    """Return whether there are as many rows as in the first stage."""
+    if not stages:
+        return True
+    first = stages[0]
+    return [facts.extents[k] for k in rows] == [first.facts.extents[k] for k in first.rows]
+
+
+def _row_dims(facts: BlockFacts, access: Access, rows: list[int]) -> tuple[int | None, ...]:
+    """Dimension of the buffer that each row variable indexes."""
+    return tuple(
+        next((d for d, index in enumerate(access.indices) if index.same_as(facts.vars[k])), None)
+        for k in rows
+    )
+
+
+def _rows_read(
+    facts: BlockFacts, written: dict[ir.Var, tuple[int | None, ...]]
+) -> list[int] | None:
+    """The row variables of a block that reads a temporary, from its accesses."""
+    for load in facts.loads:
+        dims = written.get(load.buffer)
+        if dims is None or None in dims:
+            continue
+        rows = [
+            next((k for k, var in enumerate(facts.vars) if load.indices[d].same_as(var)), None)
+            for d in dims
+            if d is not None
+        ]
+        return None if None in rows else [k for k in rows if k is not None]
+    return None
+
+
+_VECTORS = 4
+_ALL_VECTORS = (1, 2, 3, 4, 6, 8)
+_TEMPORARY_BYTES = 16 * 1024
+_SYMBOLIC = 64  # rows that a symbolic extent stands for
+_FUNCTION = 12.0  # cycles of an elementary function of a vector
+_COMBINE = 4.0  # cycles until a sum can be used again
+_OPERATORS = {tirx.Add: "sum", tirx.Mul: "prod", tirx.Max: "max", tirx.Min: "min"}
+MAP = "map"
+
+
+@dataclass(frozen=True)
+class RowChain:
+    """A chain of reductions and element-wise steps, row by row.
+
+    Parameters
+    ----------
+    rows : tuple[int | None, ...]
+        Extents of the loops over rows; None where symbolic.
+    stages : tuple[tuple[str, int, bool], ...]
+        For each block its operator, ``map`` if it reduces nothing; the elements of a row that it
+        computes or reduces; and whether each takes an elementary function.
+    item_bytes : int
+        Of the widest element.
+    side_by_side : bool
+        Whether neighbouring rows are adjacent in memory, not the elements of a row.
+    """
+
+    rows: tuple[int | None, ...]
+    stages: tuple[tuple[str, int, bool], ...]
+    item_bytes: int
+    side_by_side: bool = False
+
+    @classmethod
+    def of(cls, kernel: Kernel, stages: Sequence[RowStage], side_by_side: bool) -> RowChain:
+        """The chain of some blocks."""
+        first = stages[0]
+        return cls(
+            rows=tuple(first.facts.extents[k] for k in first.rows),
+            stages=tuple(_described(kernel, stage) for stage in stages),
+            item_bytes=first.facts.itemsize,
+            side_by_side=side_by_side,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> RowChain:
+        """Read the JSON of a workload.
+
+        Raises
+        ------
+        ValueError
+            If it is anything else, or the number of rows is symbolic.
+        """
+        values = json.loads(text)
+        stages = tuple((str(name), int(size), bool(more)) for name, size, more in values["stages"])
+        found = cls(**{**values, "rows": tuple(values["rows"]), "stages": stages})
+        extents = (*found.rows, *(size for _, size, _ in stages), found.item_bytes)
+        if not stages or not all(type(extent) is int and extent > 0 for extent in extents):
+            raise ValueError(f"{text:.100} describes no chain of reductions")
+        return found
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether the number of rows is known."""
+        return None not in self.rows
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows; a symbolic extent counts as a few."""
+        return math.prod(_SYMBOLIC if extent is None else extent for extent in self.rows)
+
+    def lanes(self, vector_bits: int) -> int:
+        """Elements of a vector."""
+        return max(1, vector_bits // 8 // self.item_bytes)
+
+
+@dataclass(frozen=True)
+class RowChainKnobs:
+    """Knobs of a chain.
+
+    Parameters
+    ----------
+    vector_bits : int
+        Of a vector.
+    vectors : int
+        Vectors of sums of one row; of rows that are side by side, vectors of rows of a tile.
+    threads : bool
+        Whether threads share the rows.
+    """
+
+    vector_bits: int
+    vectors: int
+    threads: bool
+
+
+def default_row_chain(chain: RowChain, cpu: CPUInfo) -> RowChainKnobs:
+    """Sums enough to hide their latency, or as many rows as keep a temporary in the L1 cache."""
+    elements = chain.row_count * chain.stages[0][1]
+    threads = bool(chain.rows) and elements >= SERIAL_ELEMENTS // 4
+    if not chain.side_by_side:
+        return RowChainKnobs(cpu.vector_bits, _VECTORS, threads)
+    extent = chain.rows[-1] or 1
+    lanes = min(extent, chain.lanes(cpu.vector_bits))
+    row = chain.stages[0][1] * lanes * chain.item_bytes
+    vectors = max(1, min(_VECTORS, extent // lanes, _TEMPORARY_BYTES // max(1, row)))
+    return RowChainKnobs(cpu.vector_bits, vectors, threads)
+
+
+def all_row_chains(chain: RowChain, cpu: CPUInfo) -> Iterator[RowChainKnobs]:
+    """Whole or half vectors, several sums, with threads or without."""
+    threads = (False, True) if chain.rows and cpu.num_cores > 1 else (False,)
+    for vector_bits, vectors, shared in product(vector_sizes(cpu), _ALL_VECTORS, threads):
+        lanes = chain.lanes(vector_bits)
+        extent = int(chain.rows[-1] or 1) if chain.side_by_side else chain.stages[0][1]
+        if vectors == 1 or vectors * lanes <= extent:
+            yield RowChainKnobs(vector_bits, vectors, shared)
+
+
+def row_chain_cycles(chain: RowChain, knobs: RowChainKnobs, cpu: CPUInfo) -> float:
+    """Cycles of the busiest thread: steps of all stages, and adding up the lanes of each sum."""
+    lanes, rows = chain.lanes(knobs.vector_bits), chain.row_count
+    at_once = lanes * knobs.vectors if chain.side_by_side else 1
+    per_row = 0.0
+    for operator, elements, functions in chain.stages:
+        steps = elements if chain.side_by_side else -(-elements // lanes)
+        cycles = 2 / cpu.costs.loads_per_cycle + _FUNCTION * functions
+        if operator != MAP:
+            cycles = max(cycles, _COMBINE / knobs.vectors)
+            folds = math.log2(knobs.vectors) + (0 if chain.side_by_side else lanes)
+            per_row += _COMBINE * folds / (at_once if chain.side_by_side else 1)
+        per_row += steps * cycles / (lanes if chain.side_by_side else 1)
+    tiles = -(-rows // at_once)
+    cores = cpu.num_cores if knobs.threads else 1
+    share = -(-tiles // cores) / tiles
+    return tiles * at_once * per_row * share + (cpu.costs.fork if knobs.threads else 0.0)
+
+
+def _described(kernel: Kernel, stage: RowStage) -> tuple[str, int, bool]:
+    block: s_tir.SBlock = kernel.sch.get(stage.info.block_rv)
+    others = [k for k in range(len(stage.facts.extents)) if k not in stage.rows]
+    operator = MAP
+    if "R" in stage.facts.kinds:
+        kind = type(nodes(block.body, tirx.BufferStore)[0].value)
+        operator = _OPERATORS.get(kind, kind.__name__)
+    return operator, stage.facts.volume(others), is_expensive(block.body)
 
 
 class RowChainTemplate(Template[RowChain, RowChainKnobs, CPUInfo]):

@@ -7,6 +7,9 @@ here they are loaded together, and LLVM shuffles them::
     before: o[v] = a[3 * v] + a[3 * v + 1] + a[3 * v + 2]
     after:  tvm_fusion_planes_3_16_8(T.address_of(a[0]), T.address_of(planes[0, 0]))
             o[v] = planes[0, v] + planes[1, v] + planes[2, v]
+
+Functions in LLVM IR, which a kernel brings with it, are linked and inlined; buffers through which
+they take and give vectors stay in registers.
 """
 
 from __future__ import annotations
@@ -24,8 +27,37 @@ from schedules.tir.extents import constant
 from schedules.tir.index_math import factor_of, ravel
 
 from .blocks import BlockFacts
-from .imported_functions import axis_along, with_functions
-from .truncated_tails import fresh
+from .tails import fresh
+
+IMPORT = "pragma_import_llvm"
+"""Attribute around what calls the functions: their text."""
+
+
+def with_functions(
+    func: tirx.PrimFunc, buffers: Sequence[ir.Var], text: str, end: tirx.Stmt | None = None
+) -> tirx.PrimFunc:
+    """The function with more buffers, imported functions, and a statement at its end."""
+    root = func.body
+    body = root.block.body if end is None else tirx.SeqStmt([root.block.body, end])
+    block = s_tir.SBlock(
+        root.block.iter_vars,
+        root.block.reads,
+        root.block.writes,
+        root.block.name_hint,
+        tirx.AttrStmt(tirx.IntImm("int32", 0), IMPORT, ir.StringImm(text), body),
+        root.block.init,
+        [*root.block.alloc_buffers, *buffers],
+        root.block.match_buffers,
+        root.block.annotations,
+    )
+    return func.with_body(s_tir.SBlockRealize([], root.predicate, block))
+
+
+def axis_along(loop: tirx.For) -> tirx.IterVar:
+    """A new iteration variable of a block for a loop."""
+    zero = tirx.const(0, str(loop.loop_var.ty.dtype))
+    return tirx.IterVar(ir.Range(zero, loop.extent), tirx.Var("at", loop.loop_var.ty), 0)
+
 
 _MOST_PERIOD = 4
 _NAME = re.compile(r"tvm_fusion_planes_(\d+)_(\d+)_(\d+)")
