@@ -100,7 +100,7 @@ def test_numbers(m: int, n: int, depth: int, columns: int, rng: np.random.Genera
     np.testing.assert_allclose(run(plain, query, key, value), exact, 1e-5, 1e-5)
 
 
-@pytest.mark.quick_cases("(16, 32, 2, 2)")
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", in_turns(tiled_attention._TILES), ids=str)
 def test_numbers_of_each_tile(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
@@ -210,6 +210,7 @@ def test_masked_rows_and_nan_are_as_in_onnx_runtime(rng: np.random.Generator) ->
     np.testing.assert_allclose(found, expected, 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_queries_of_several_heads_share_a_key(rng: np.random.Generator) -> None:
     """Grouped queries: keys and values are repeated for the heads of a group."""
     query, key, value = heads(rng, (2, 4, 19, 16), (2, 2, 23, 16), (2, 2, 23, 16))

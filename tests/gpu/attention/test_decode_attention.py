@@ -80,7 +80,7 @@ def grouped(dtype: str) -> Build:
     return build
 
 
-@pytest.mark.quick_cases("8-130-160-128-3", "1-5-8-8-4")
+@pytest.mark.quick_cases("1-5-8-8-4")
 @pytest.mark.parametrize(
     ("m", "n", "depth", "columns", "splits"),
     [(1, 1000, 64, 64, 7), (3, 45, 20, 36, 1), (8, 130, 160, 128, 3), (1, 5, 8, 8, 4)],
@@ -95,7 +95,7 @@ def test_numbers(
     np.testing.assert_allclose(found, exact, 1e-5, 1e-5)
 
 
-@pytest.mark.quick_cases("bfloat16-4-3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "groups", "m"), [("float16", 7, 1), ("bfloat16", 4, 3), (F32, 2, 2)]
 )

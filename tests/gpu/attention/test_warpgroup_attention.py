@@ -75,6 +75,7 @@ def test_numbers_of_a_causal_mask(m: int, n: int, emulated: None) -> None:
     np.testing.assert_allclose(found, exact, 0, 3e-3)
 
 
+@pytest.mark.slow
 def test_masked_rows_and_nan(emulated: None) -> None:
     """Rows of -inf and of NaN become NaN; other rows may begin or end with whole tiles of -inf."""
     query, key, value = values((1, 70, 40), (1, 261, 40), (1, 261, 24))

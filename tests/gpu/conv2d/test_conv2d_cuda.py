@@ -158,7 +158,7 @@ def test_tvm_adds_no_barriers_to_a_product(tile: ConvTile) -> None:
     assert cuda_source(func).count("__syncthreads();") == str(func).count("storage_sync") > 0
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [depthwise(64), dense(64, 64, 3)], ids=str)
 def test_tvm_adds_no_barriers_to_a_pair(first: ConvLayer) -> None:
     case = case_of(first, dense(64, 64, 3), height=16)

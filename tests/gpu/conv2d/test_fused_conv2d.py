@@ -68,6 +68,7 @@ def test_symbolic_batch(rng: np.random.Generator) -> None:
     check(case, FusedConv2D().apply(func, OPENCL, False).mod["main"], rng)
 
 
+@pytest.mark.slow
 def test_padding_of_the_second_layer_is_zero(rng: np.random.Generator) -> None:
     """And not what the first layer would have there, its activated bias."""
     case = case_of(dense(4, 4, activation="sigmoid"), dense(4, 4, 3), height=3, width=3)

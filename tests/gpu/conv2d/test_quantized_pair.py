@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases("1x1", "one_in_blocks")
+@pytest.mark.quick_cases("one_in_blocks")
 @pytest.mark.parametrize("name", slow_where(["halo_of_windows"], CASES))
 def test_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes are those of two kernels, but for some that are rounded the other way."""

@@ -188,6 +188,7 @@ def test_numbers(
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * terms + 1e-5)
 
 
+@pytest.mark.quick_cases("packed")
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 def test_numbers_of_tf32(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors are rounded to the nearest number of TF32; nothing else is."""
@@ -311,6 +312,7 @@ def test_short_loops_are_not_unrolled(layer: ConvLayer, size: tuple[int, int, in
     assert count(names, "BAR") == 1
 
 
+@pytest.mark.slow
 def test_groups_stay_on_the_ordinary_cores() -> None:
     func = scheduled(layer_of(32, 32, 3, groups=4), (1, 14, 14), "float16", CUDA)
     assert "mma.sync" not in cuda_source(func)

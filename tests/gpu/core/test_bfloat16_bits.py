@@ -80,7 +80,7 @@ def test_numbers_of_what_is_computed_before_a_reduction(
     np.testing.assert_allclose(largest.astype("float64"), wanted, rtol=2.0**-7)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("producer",), in_turns(PRODUCERS))
 def test_what_is_computed_before_a_reduction(producer: str) -> None:
     _check(_sisters(producer, OLD).func)

@@ -192,7 +192,7 @@ def test_a_setting_spills_nothing(name: str) -> None:
     check_resources(name, 1)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tile",
     [

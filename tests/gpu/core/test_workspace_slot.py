@@ -237,6 +237,7 @@ def test_the_host_asks_for_the_stream() -> None:
         assert ("runtime.get_cuda_stream" in case.func.script()) == (finish == "last_block")
 
 
+@pytest.mark.slow
 def test_waiting_has_an_end() -> None:
     """The registers are none more, and nothing goes to the stack."""
     case = Case("sum", "float16", (64, 1 << 16), [1], "last_block", CUDA)
@@ -299,6 +300,7 @@ def test_maximum_and_sum_of_exponentials(rng: np.random.Generator) -> None:
         calls.check()
 
 
+@pytest.mark.slow
 def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generator) -> None:
     need_two_threads()
     calls = calls_of_one("x", 2, rng, BLOCK_BY_BLOCK)
@@ -315,6 +317,7 @@ def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generato
     calls.check()
 
 
+@pytest.mark.slow
 def test_a_call_without_a_place_waits_for_one(rng: np.random.Generator) -> None:
     """Its block waits on one thread of the device, while another one runs the other blocks."""
     need_two_threads()

@@ -160,7 +160,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("3x3_stride")
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code(name: str) -> None:
     """Four products of a warpgroup a step, which nothing but the next step's waits for."""
@@ -201,6 +201,7 @@ def test_only_sm_90a_has_them() -> None:
         assert rule_of(layer, target=target) == "AnyConv2D"
 
 
+@pytest.mark.slow
 def test_others_stay_where_they_were() -> None:
     wide = layer_of(256, 256, (3, 3), 1)
     others = [

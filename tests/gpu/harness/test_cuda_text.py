@@ -71,7 +71,7 @@ def shared_sum(a: T.handle, b: T.handle):
                 B[i] = B[i] + A[i, r]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lanes", "dtype", "wide", "narrow"),
     [
@@ -128,6 +128,7 @@ def test_text_that_does_not_compile() -> None:
         ptxas('extern "C" __global__ void f(float* a) { a[0] = nonsense; }')
 
 
+@pytest.mark.slow
 def test_other_architectures() -> None:
     source = cuda_source(column_sums(4), arch="sm_80")
     [code] = sass(source, arch="sm_80").values()

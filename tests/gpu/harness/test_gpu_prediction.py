@@ -173,6 +173,7 @@ def test_results_that_nobody_uses_yet_may_be_left_out() -> None:
     assert (waiting, going_on) == (504, 4)
 
 
+@pytest.mark.slow
 def test_a_kernel_of_a_case() -> None:
     """One wave, whose first loads are under way while the slot is sought; all bytes once."""
     [case] = reduction_cases.select(only=["sweep/float32 2^24"])

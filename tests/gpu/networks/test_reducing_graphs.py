@@ -35,6 +35,7 @@ def counts() -> list[Count]:
     return [Count.of(build(seed), CUDA) for seed in range(len(KINDS))]
 
 
+@pytest.mark.slow
 def test_most_are_one_kernel_that_moves_little_more_than_it_must() -> None:
     share = np.mean([count.kernels == 1 for count in counts()])
     assert share >= 0.85

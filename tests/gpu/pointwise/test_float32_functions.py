@@ -54,7 +54,7 @@ def source(name: str) -> str:
     return cuda_source(func)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_machine_code_has_no_approximate_function(name: str) -> None:
     text = source(name)

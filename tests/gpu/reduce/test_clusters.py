@@ -358,6 +358,7 @@ def test_other_blocks_are_read_between_barriers(source: str) -> None:
         assert count(names, "LDL") == count(names, "STL") == 0, name
 
 
+@pytest.mark.slow
 def test_protocol(source: str) -> None:
     """A barrier before each exchange, and one before the end."""
     exchanges = {"three_stages": 4, "residual_layer_norm": 1, "rms_norm": 1}

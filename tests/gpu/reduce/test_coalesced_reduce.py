@@ -243,6 +243,7 @@ def test_last_block_gives_the_same_bits_every_time(
     check_workspace(case.config, case.loops, np.array(session.read()[0]))
 
 
+@pytest.mark.slow
 def test_calls_in_several_queues_do_not_disturb_each_other(rng: np.random.Generator) -> None:
     """They share one workspace; calls in one queue follow each other."""
     case = Case("sum", "float64", (40_000, 2), [0], "last_block")

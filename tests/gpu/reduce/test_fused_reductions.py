@@ -113,6 +113,7 @@ def test_half_precision(rng):
     assert_near(results, [normalized_of(x.astype("float64"))], rtol=5e-3)
 
 
+@pytest.mark.slow
 def test_softmax_of_long_rows(rng):
     x = normal(rng, 3, 40001)
     results, launches = build_and_run(lambda e, x: [softmax(e, x)], [data(3, 40001)], [x])

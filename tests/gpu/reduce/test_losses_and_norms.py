@@ -107,7 +107,7 @@ def of_torch() -> torch.export.ExportedProgram:
     return torch.export.export(Loss(), given)
 
 
-@pytest.mark.quick_cases("sm_90")
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_rows_of_logits_are_read_once(arch: str) -> None:
     """They are kept, on sm_90 by a cluster, or maximum and sum come from one pass."""

@@ -129,7 +129,7 @@ def test_infinities_and_nan(shape: tuple, axes: list[int], rng: np.random.Genera
         run(change)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_rows_in_order(order: int) -> None:
     """Every element is the largest one so far, or none is."""

@@ -293,7 +293,7 @@ def test_nothing_spills(name: str, dtype: str) -> None:
         assert spilled == (0, 0, 0), kernel
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("softmax", "rms_norm") else SLOW) for name in CHAINS],

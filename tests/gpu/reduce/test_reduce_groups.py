@@ -39,7 +39,7 @@ def sisters(operators: list[str], axes: list[int], finish: str = "auto"):
     return build
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "finish"), in_turns(SHAPES, ["one_block", "last_block"], every=4))
 def test_any_mixture_of_operators(form: str, finish: str, rng: np.random.Generator) -> None:
     shape, axes = SHAPES[form]

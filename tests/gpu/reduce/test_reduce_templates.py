@@ -246,7 +246,7 @@ def test_a_chain_that_can_be_one_stage_has_both_templates() -> None:
             np.testing.assert_allclose(got, wanted, rtol=2e-5, err_msg=str(config))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [CUDA, LARGE])
 def test_the_default_is_what_is_chosen_without_records(target: Target) -> None:
     functions = [reduction(*case) for case in REDUCTIONS]
@@ -271,7 +271,7 @@ def test_kernels_of_a_space_keep_the_limits_of_the_device() -> None:
                     assert config.form == workload.form
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [CUDA, LARGE])
 def test_a_space_contains_its_settings_and_no_others(target: Target) -> None:
     """Settings are changed at random; those that are listed, and no others, are contained."""

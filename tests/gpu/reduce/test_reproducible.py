@@ -50,6 +50,7 @@ def kernel(case: tuple[str, tuple[int, ...], list[int]], target: Target) -> tirx
     return Case(operator, "float32", shape, axes, target=target).func.without_attr("target")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", SHAPES)
 def test_one_kernel_for_all_gpus(case: tuple[str, tuple[int, ...], list[int]]) -> None:
     """What is equal but for the bound on registers adds in the same order."""
@@ -68,6 +69,7 @@ def test_atomic_updates_of_floats_are_refused() -> None:
         assert case.config.finish == finish
 
 
+@pytest.mark.slow
 def test_machine_code_adds_and_contracts_alike() -> None:
     """A product and a sum are one instruction, with one rounding, on all GPUs."""
     found: set[tuple[float, ...]] = set()
@@ -146,6 +148,7 @@ def test_bits_are_those_of_the_order(size: int, seed: int) -> None:
     assert found == {np.float32(added(case.config, data)).tobytes()}
 
 
+@pytest.mark.slow
 def test_a_model_for_all_gpus_and_its_cost() -> None:
     graph = helper.make_graph(
         [

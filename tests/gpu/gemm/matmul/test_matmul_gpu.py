@@ -168,7 +168,7 @@ def test_every_tile(
     _check(got, x.astype("float64") @ w, 44)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, pytest.param(31, marks=pytest.mark.slow), 200])
 def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     x, w, b = (_random(rng, shape, F32) for shape in ((1, rows, 36), (36, 50), (50,)))

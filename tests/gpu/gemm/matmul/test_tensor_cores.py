@@ -77,7 +77,7 @@ def test_numbers(left: str, right: str) -> None:
 LARGE = TensorTile(128, 128, 64, 64)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", in_turns([*tensor_core_tile.TILES, LARGE]), ids=str)
 def test_numbers_of_each_tile(tile: TensorTile, emulated: pytest.MonkeyPatch) -> None:
     emulated.setattr(tensor_core_tile, "TILES", (tile,))
@@ -286,6 +286,7 @@ def test_machine_code_of_other_types(name: str, target: Target) -> None:
         assert count(names, copies) and not count(names, "STS")
 
 
+@pytest.mark.slow
 def test_float32_is_rounded_only_on_request() -> None:
     [func] = scheduled(op.matmul, *[((512, 512), F32)] * 2, target=CUDA).values()
     assert "mma.sync" not in cuda_source(func)
@@ -331,7 +332,7 @@ def test_warps_are_small_where_a_factor_is_gathered() -> None:
     assert "__launch_bounds__(256, 2)" in cuda_source(func)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "types"),
     [

@@ -73,6 +73,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("left", "right", "tile"),
     [
@@ -98,7 +99,7 @@ def test_numbers(left: str, right: str, tile: WarpgroupTile, emulated: pytest.Mo
     assert_close(found, factors[0].astype("float64") @ factors[1].astype("float64"), k)
 
 
-@pytest.mark.quick_cases("both")
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", ["left", "both"])
 def test_numbers_of_an_epilogue_and_a_batch(batched: str, emulated: pytest.MonkeyPatch) -> None:
     """An odd number of rows, and a right factor for all or one for each of the batch."""
@@ -156,6 +157,7 @@ def test_machine_code(name: str) -> None:
     assert count(names, "STG.E") == count(names, "STG.E.128") > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tile", [WarpgroupTile(64), WarpgroupTile(128, 2)], ids=str)
 def test_each_side_waits_for_the_other(
     tile: WarpgroupTile, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +201,7 @@ def test_others_stay_where_they_were(types: list[tuple[tuple[int, ...], str]]) -
     assert rule_of(op.matmul, *types) == rule_of(op.matmul, *types, target=CUDA) == "Matmul"
 
 
+@pytest.mark.slow
 def test_a_factor_that_is_computed_stays_with_single_warps() -> None:
     types = [((2048, 2048), F32), ((2048, 2048), F16)]
     build = lambda x, w: op.matmul(op.astype(x, F16), w)  # noqa: E731
