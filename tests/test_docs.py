@@ -115,9 +115,7 @@ def test_python_names_what_exists(page: Path) -> None:
             )
 
 
-@pytest.mark.quick_cases(
-    *("index", "passes", "operators", "distributed", "devices", "traces", "prediction", "targets")
-)
+@pytest.mark.quick_cases(*("index", "operators", "devices", "traces", "prediction", "targets"))
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.stem == "pytorch":
@@ -146,7 +144,7 @@ def test_commands_exist(page: Path, folder: Path) -> None:
             assert program == "git" and arguments[0] == "clone"
 
 
-@pytest.mark.quick_cases("index", "traces", "prediction")
+@pytest.mark.quick_cases("index", "traces")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_run(page: Path, folder: Path, capfd: Any) -> None:
     for program, *arguments in filter(None, commands(page.read_text())):

@@ -40,7 +40,7 @@ def needed(name: str) -> str | None:
     return None if name in OURS else PACKAGES.get(family)
 
 
-@pytest.mark.quick_cases("dlrm")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in TORCH_ZOO],

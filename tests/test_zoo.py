@@ -159,7 +159,7 @@ def test_small_version_decomposed(name: str) -> None:
     assert_same(results, run_onnx(model, feed), limit=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NEW if name != "unet"])  # Resize has none
 def test_symbolic_batch(name: str) -> None:
     model = small(name, "rows")
@@ -210,7 +210,7 @@ def test_attention_of_bert_sees_no_masked_tokens() -> None:
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", NEW)
 def test_seed_decides_the_weights(name: str) -> None:
     assert small(name, seed=1).SerializeToString() == small(name, seed=1).SerializeToString()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -41,6 +42,14 @@ class Outcome:
         """The lines of ours on standard error."""
         found = self.stderr.splitlines()
         return [line for line in found if line.startswith("tvm-fusion:")]
+
+
+IN_TURN = Path(__file__).with_name("programs_in_turn.py")
+
+
+def run_in_turn(ranks: int, *commands: tuple[Path | str, ...]) -> Outcome:
+    """Run several files, each with its arguments, one after the other in the same processes."""
+    return run_ranks(ranks, IN_TURN, json.dumps([list(map(str, each)) for each in commands]))
 
 
 def run_ranks(ranks: int, program: Path | str, *arguments: str) -> Outcome:

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
+import tvm_fusion
 from examples.models import CLASSES, GraphBuilder
+from examples.onnx_builder import random_inputs
 from schedules.distribute.exchange import Exchange, LocalBuffer
+from tvm_fusion import distributed
 from tvm_fusion.distributed.world.local_world import LocalWorld
 
 HEIGHT, WIDTH = 42, 13
@@ -40,6 +45,22 @@ def two_results() -> onnx.ModelProto:
     second = net.conv(net.activation(first, "relu"), 16, 3)
     shape = [1, 16, 9, 8]
     return net.model({"first": (first, shape), "second": (second, shape)})
+
+
+@functools.cache
+def network_case() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Inputs of the network, and what one rank makes of them."""
+    feed = random_inputs(network(), 3)
+    return feed, tvm_fusion.compile(network(), threads=1)(**feed)
+
+
+def saved_network(ranks: int, folder: Path) -> tuple[str, str]:
+    """Files of the network for some ranks, and of its inputs and outputs."""
+    feed, expected = network_case()
+    model, arrays = folder / "model.so", folder / "arrays.npz"
+    distributed.compile_network(network(), ranks, threads=1, exchange="always").save(model)
+    np.savez(arrays, expected=expected, **feed)
+    return str(model), str(arrays)
 
 
 class Poisoned:

@@ -70,6 +70,7 @@ FORMS = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_that_become_one_kernel(form, target):
     inputs = "float[2,10,64] x" + (", float[10] mask" if form == "masked" else "")
@@ -95,6 +96,7 @@ def test_forms_that_are_left_alone(form, target):
     assert not attentions(model, target)
 
 
+@pytest.mark.slow
 def test_bert_has_one_kernel_a_layer_and_no_copies_around_it(target):
     model = bert_base(layers=1, width=128, heads=4, vocabulary=50, sequence=40)
     mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))

@@ -258,6 +258,7 @@ def test_numbers_do_not_change(run_module):
     np.testing.assert_allclose(run_module(fused, x), run_module(Block, x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(layers(), st.data(), st.booleans(), st.integers(0, 99))
 def test_numbers_of_any_pair(reference, run_module, first, data, residual, seed):

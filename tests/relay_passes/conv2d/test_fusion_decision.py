@@ -170,6 +170,7 @@ def test_other_kinds_of_targets():
     assert decision.reason == "no fused convolution kernel for target kind 'metal'"
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     layers(),

@@ -349,6 +349,7 @@ def test_rows_of_infinities() -> None:
     check(lambda x: relax.op.nn.softmax(x, 1), lambda x: _softmax(x, 1), [x])
 
 
+@pytest.mark.slow
 def test_symbolic_batch() -> None:
     n = tirx.Var("n", "int64")
     x = tensor(n, 6, 5)

@@ -49,6 +49,7 @@ def allocations(func: tirx.PrimFunc) -> list[tirx.Buffer]:
     return [buffer for buffer in found if buffer.scope() == "global"]
 
 
+@pytest.mark.slow
 def test_calls_of_a_graph_give_the_same_bits() -> None:
     """Each of the calls, whatever the ones before left in the memory that they share."""
     machine = RelaxOnOpenCL(LiftScratch()(pipeline.optimize(decoder_step(), OPENCL)), OPENCL)

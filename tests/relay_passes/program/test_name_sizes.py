@@ -55,7 +55,7 @@ def test_each_size_is_computed_from_the_last_one(residual: bool) -> None:
     assert len(names) == 3  # one for each stride; height and width, and both ways, are alike
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("residual", [False, True])
 def test_same_numbers(residual: bool) -> None:
     machines = [

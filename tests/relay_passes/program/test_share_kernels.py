@@ -95,6 +95,7 @@ def test_kernels_of_other_depths_are_one_and_give_the_same_bits() -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_sums_in_parts_of_the_blocks() -> None:
     """Half of 4, 6 and 10 blocks: the number of blocks has steps of 2, and its half of 1."""
     mod = program(*(scheduled(blocks, parts=2) for blocks in (4, 6, 10)))

@@ -257,6 +257,7 @@ def test_products_of_two_tensors_are_no_squares():
     assert ops(coalesce(Products)) == ["multiply", "[sum]"]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("shape", "target", "expected"),
     [

@@ -219,7 +219,7 @@ def test_a_change_changes_the_hash() -> None:
     assert prints[0] != prints[1]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_default_comes_first_and_each_setting_once(name: str) -> None:
     template, workload = TEMPLATES[name], workload_of(name)
@@ -344,7 +344,7 @@ def rule_of(name: str, func: tirx.PrimFunc) -> TunableRule:
     return next(rule for rule in rules if rule.workload(func, target_of(name)) is not None)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_closed_with_the_defaults_decisions_an_open_function_is_the_default(name: str) -> None:
     template, func = TEMPLATES[name], function(name)

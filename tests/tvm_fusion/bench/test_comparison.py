@@ -43,6 +43,7 @@ def network() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
+@pytest.mark.slow
 def test_errors_of_outputs_and_layers() -> None:
     found = tvm_fusion.compare(network(), weights="int4", layers=True, runs=2, threads=1)
     (output,) = found.outputs

@@ -90,6 +90,7 @@ def test_a_fused_pair_is_one_kernel() -> None:
     )
 
 
+@pytest.mark.slow
 def test_winograd_counts_the_multiplications_that_it_does() -> None:
     found = profile(
         dense_model(size=10), threads=1, runs=1, fuse="none", winograd="always", limits=LIMITS
@@ -220,6 +221,7 @@ def test_gpus_are_not_profiled() -> None:
         profile(small_model(), "opencl")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("numbers", ["uint8", "bfloat16"])
 def test_the_peak_may_be_that_of_tile_registers(numbers: str) -> None:
     """By loops: each sum adds 64 or 32 products of ones a round to what it begins with."""

@@ -74,7 +74,7 @@ def pooled(seed: int = 3) -> onnx.ModelProto:
     )
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -150,7 +150,7 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
 
 
-@pytest.mark.quick_cases("depthwise")
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4, 48], ids=["depthwise", "groups of four", "wide groups"])
 def test_blocks_of_tensors_around_groups_by_loops_in_place_of_tile_registers(width: int) -> None:
     random = np.random.default_rng(8)
@@ -395,6 +395,7 @@ def stored_in(kind: int) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.slow
 def test_stored_halves_are_packed_and_fused_as_float32() -> None:
     """The kernels of models in 16 bits are those of the same model in float32."""
     uses = {}

@@ -81,6 +81,7 @@ def test_groups_are_built_at_once_and_give_the_numbers(monkeypatch: pytest.Monke
     assert not left_over()
 
 
+@pytest.mark.slow
 def test_code_does_not_depend_on_the_threads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

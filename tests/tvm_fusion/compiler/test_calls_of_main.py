@@ -87,6 +87,7 @@ def test_all_is_packed_up_to_the_classifier(optimized: tvm.IRModule) -> None:
     assert (row, scores) == ((1, 1280), (1, 1000))
 
 
+@pytest.mark.slow
 def test_main_calls_kernels_and_copies_nothing(optimized: tvm.IRModule) -> None:
     target = resolve("native", cores=2)
     with target:

@@ -123,6 +123,7 @@ def test_height_and_width_stay_open_through_many_pools() -> None:
         assert_close(compiled(x), run_onnx(model, {"x0": x})[0])
 
 
+@pytest.mark.slow
 def test_the_code_is_made_for_as_many_cores_as_threads() -> None:
     for threads in {1, host.usable_processors()}:
         compiled = tvm_fusion.compile(small_model(), threads=np.int64(threads))

@@ -72,7 +72,7 @@ def test_models_give_the_numbers_of_the_reference(name: str) -> None:
     assert len(run.launches) == sum(use.launches for use in kernel_uses(mod))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kernel_becomes_machine_code(name: str) -> None:
     target = resolve(CUDA)

@@ -265,6 +265,7 @@ def test_weights_that_are_built_apart_give_the_same_numbers() -> None:
     np.testing.assert_array_equal(apart, wanted)
 
 
+@pytest.mark.slow
 def test_a_module_without_weights_is_built_apart_too() -> None:
     target = resolve("native")
     executable, weights, *_ = pipeline.build_apart(pipeline.optimize(Pair, target), target)

@@ -103,6 +103,7 @@ def test_numbers(make: Callable[..., onnx.ModelProto], monkeypatch: pytest.Monke
     assert 1e-6 < relative_error(actual, expected) < 1e-2
 
 
+@pytest.mark.slow
 def test_products_of_a_model_are_tf32(bert: tvm.IRModule) -> None:
     """Those of more than eight rows; nothing is converted."""
     target, found = resolve("cuda -arch=sm_80"), {}
@@ -149,6 +150,7 @@ def test_numbers_of_convolutions_on_tensor_cores(
     assert 1e-6 < relative_error(actual, expected) < 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", ["auto", "all"])
 def test_networks_with_groups_are_packed(fuse: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By emulation; each layer but those of pairs has its channels in blocks."""

@@ -97,7 +97,7 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     assert ("rounding=" in bytes_) == (make is small_model)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "groups", "kind"), [(24, 2, QuantType.QUInt8), (32, 4, QuantType.QInt8)], ids=str
 )
@@ -118,6 +118,7 @@ def test_layers_with_groups_multiply_bytes(width, groups, kind, tmp_path):
         assert len(found) == 3 and all('"uint8"' in each for each in found)
 
 
+@pytest.mark.slow
 def test_winograds_algorithm_gives_the_same_bits(tmp_path):
     model = quantized(dense_block(1, 15, 32), tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
     x = next(iter(Images(model).get_next().values()))
@@ -284,6 +285,7 @@ def test_groups_by_loops_in_place_of_tile_registers(own, tmp_path):
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
+@pytest.mark.quick_cases("sdot")
 @pytest.mark.parametrize("dots", ["sdot", "usdot"])
 def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(dots, tmp_path, monkeypatch):
     """Dense, first and grouped layers, and a residual; unsigned bytes are multiplied signed."""

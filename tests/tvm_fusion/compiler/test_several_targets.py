@@ -123,6 +123,7 @@ def test_tile_registers_are_used_where_linux_allows_them(
     assert tiled.missing() == "tile registers (AMX), which Linux does not let this process use"
 
 
+@pytest.mark.slow
 def test_a_machine_that_has_none_of_them_is_told_all(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,6 +169,7 @@ def test_explain_shows_what_is_left_to_the_fallback(monkeypatch: pytest.MonkeyPa
     assert "no other rule takes it" in text_of(explain_table(report))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lenient")
 def test_explain_for_gpus_shows_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = next(rule for rule in gpu.RULES if isinstance(rule, gpu.Conv2D))

@@ -99,6 +99,7 @@ def test_command(tmp_path: Path) -> None:
         assert curve.kind in outcome.stdout
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_one_rank(tmp_path: Path) -> None:
     file = tmp_path / "collectives.json"

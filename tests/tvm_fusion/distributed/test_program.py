@@ -92,7 +92,7 @@ def fields_of_one_rank(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.n
     return arrays, run_all(compile(func, 1, loop="i"), arrays)
 
 
-@pytest.mark.quick_cases("positions-4", "levels-4", "gradients-7", "turned-7")
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "ranks"), in_turns(SEVERAL, [2, 3, 4, 7]))
 def test_several_outputs(name: str, ranks: int) -> None:
     arrays, expected = fields_of_one_rank(name)
@@ -123,6 +123,7 @@ def test_steps_of_several_fields(ranks: int, deep: int) -> None:
         np.testing.assert_array_equal(found, expected[output])
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from(sorted(CASES)), data=st.data())
 @settings(max_examples=settings.default.max_examples // 4)
 def test_same_bits_for_any_sizes(name: str, data: st.DataObject) -> None:
@@ -420,7 +421,7 @@ def test_first_of_equal_values_in_rows(loop: str) -> None:
     np.testing.assert_array_equal(most, whole.max(1))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4, 9])
 def test_extremes_of_topi(ranks: int) -> None:
     """They copy the position; the second of two reduced loops is in it, too."""
@@ -524,6 +525,7 @@ def on_gpu(schedule: s_tir.Schedule) -> None:
     schedule.bind(schedule.get_loops("by")[0], "threadIdx.x")
 
 
+@pytest.mark.slow
 def test_overlap_by_the_model() -> None:
     slow = Network(latency=1e-3, progress=1.0)
     idle = Processor(rate=1e6, bandwidth=1e9)

@@ -16,12 +16,9 @@ from tvm_fusion.errors import OpError, TargetError
 PROGRAM = Path(__file__).with_name("reduce_program.py")
 
 
+@pytest.mark.slow  # two ranks have them in test_processes.py
 @needs_mpi
-@pytest.mark.parametrize(
-    ("ranks", "cases"),
-    [(2, "few")]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "all"), (5, "few"))],
-)
+@pytest.mark.parametrize(("ranks", "cases"), [(3, "all"), (5, "few")])
 def test_reductions(ranks: int, cases: str) -> None:
     outcome = run_ranks(ranks, PROGRAM, cases)
     assert outcome.code == 0, outcome.stderr
@@ -43,6 +40,7 @@ def test_threads_of_one_process(operator: str, dtype: str, columns: int) -> None
         np.testing.assert_array_equal(each, combine(whole, axis=0))
 
 
+@pytest.mark.slow
 def test_threads_share_out_many_outputs() -> None:
     """Also one kernel, whose inputs of all threads are copied, since none begins at 64 bytes."""
 

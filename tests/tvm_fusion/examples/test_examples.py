@@ -289,6 +289,7 @@ def test_relay_pipeline_shows_every_pass(capsys: pytest.CaptureFixture[str]) -> 
     assert "tvm_fusion.pack" in lines[4]
 
 
+@pytest.mark.slow
 def test_coalesced_reduction_prints_its_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert coalesced_reduction.main() == 0
     out = capsys.readouterr().out
@@ -499,6 +500,7 @@ def test_stencils_in_array_notation(stencil: str, dtype: str) -> None:
         stencil_peers.check(stencil, sizes, a, 0, found)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("stencil", stencil_peers.HEAT)
 def test_heat_in_array_notation(stencil: str) -> None:
     sizes = stencil_peers.Sizes(30, 20, 3)

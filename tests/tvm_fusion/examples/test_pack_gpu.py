@@ -105,7 +105,7 @@ def test_cases_are_those_of_the_goals() -> None:
     assert "warpgroups" in kinds
 
 
-@pytest.mark.quick_cases(12)
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)
 def test_graph_and_expression_agree(case: KernelCase) -> None:
     """Both compute the same, and the judgement notices an error of a few tolerances."""
@@ -168,6 +168,7 @@ def test_a_pack_holds_no_compiler(packed: Path) -> None:
     assert all(index["small/attention"]["predicted"][name] > 0 for name in ("h100", "h200"))
 
 
+@pytest.mark.slow
 def test_a_second_call_compiles_what_is_missing(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_second_call_compiles_what_is_missing(
     assert pack(tmp_path / "again", PACKED[0]) == 1 and compiled[1:] == [PACKED[0]]
 
 
+@pytest.mark.slow
 def test_no_case_and_too_large_a_folder(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -240,6 +242,7 @@ def test_a_run_on_a_driver_that_computes_nothing(packed: Path, tmp_path: Path) -
     assert device_run.new_folder(tmp_path / "h100").name == "run-2"
 
 
+@pytest.mark.slow
 def test_what_a_run_needs(packed: Path, tmp_path: Path, capsys: Any) -> None:
     assert device_run.main([str(packed), str(tmp_path), "60", "coffee"]) == 2
     assert "unknown stage 'coffee'; expected one of device, check" in capsys.readouterr().out

@@ -233,6 +233,7 @@ def test_wrong_absent_and_failing_engines_have_no_time(clock: FakeClock) -> None
     assert any(line.startswith("absent: EngineError") for line in report.problems([result]))
 
 
+@pytest.mark.slow
 def test_results_survive_the_file_and_are_drawn(clock: FakeClock, tmp_path: Path) -> None:
     cases = [replace(some_case(size), name=f"test/{size}") for size in (100, 120, 400)]
     engines = [FakeEngine(clock, "ours", 1e-6), FakeEngine(clock, "theirs", 1e-6, value=2.0)]

@@ -129,6 +129,7 @@ def test_layers_of_winograd_are_decided_before() -> None:
     tvm.ir.assert_structural_equal(ChooseWinograd("always", TARGET)(kept), kept)
 
 
+@pytest.mark.slow
 def test_bytes_stay_by_default_where_no_time_is_lost() -> None:
     """Weights are read from memory for a single pixel, and arithmetic decides with many."""
     layer = ConvLayer(2048, 2048, (1, 1))

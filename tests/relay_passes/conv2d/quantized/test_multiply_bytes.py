@@ -249,6 +249,7 @@ def grouped(own: int, largest: int = 127, outputs: int = 2) -> Step:
     return convolved((integers / 64).astype("float32"), groups=2, padding=1)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("target", "own", "largest", "in_bytes"),
     [(VNNI, 4, 127, True), (VNNI, 12, 127, True), (VNNI, 6, 127, False), (AVX2, 8, 127, True),
@@ -264,6 +265,7 @@ def test_groups_are_read_in_words(run_module, target, own, largest, in_bytes):
     np.testing.assert_array_equal(run_module(found, x), run_module(before, x))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(5, 48), (2, 3, 48)])
 def test_products_with_matrices(run_module, shape):
     matrix = (RNG.integers(-127, 128, (48, 32)) / 512).astype("float32")

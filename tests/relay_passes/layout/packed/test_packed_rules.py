@@ -328,6 +328,7 @@ def test_packs_only_what_pays(middle, last, packs, unpacks):
     check_numbers({"middle": before}, 8)
 
 
+@pytest.mark.slow
 def test_parameters_of_any_rank_join():
     channels = 13
     names = {"bias": (channels, 1, 1), "scale": (1, channels, 1, 1), "shift": (7,), "one": ()}

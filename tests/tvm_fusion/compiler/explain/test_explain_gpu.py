@@ -21,6 +21,7 @@ def text_of(table: object) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_launches_are_those_of_the_functions_and_fewer_than_without_us() -> None:
     report = explain_kernels(convolutions(), "opencl")
     functions = report["functions"]

@@ -122,6 +122,7 @@ def test_all_is_enqueued_before_the_cpu_computes(
     assert [len(queue._events) for queue in opened[0].queues] == [0, 0, 0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("split", [[0, 13], [13, 0], [12, 1]])
 def test_one_side_may_have_nothing(split: list[int], opened: list[WatchedDriver]) -> None:
     program = compile(blur(), devices=["opencl"], split=split)
@@ -201,6 +202,7 @@ def test_the_split_of_the_model(opened: list[WatchedDriver]) -> None:
     assert compile(blur(400, 64), devices=[slow]).shares.devices == ((),)
 
 
+@pytest.mark.slow
 def test_one_rank_whose_devices_are_here_is_measured(
     opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +234,7 @@ def test_devices_that_are_not_here_are_predicted(monkeypatch: pytest.MonkeyPatch
     assert found[0].shares.cpu == found[1].shares.cpu
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("split", "busy"), [([6, 6], 2), ([12, 0], 1), ([0, 12], 1), ("model", 2), ({0: [6, 6]}, 2)]
 )
@@ -248,7 +250,7 @@ def test_a_device_on_the_cpu_shares_its_memory(
     assert compile(blur(12, 6), devices=["cuda -arch=sm_90"], split=[6, 6], processor=processor)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("together", "device_rows"),
     [([0.7, 0.8, 0.9, 0.9], 48), ([0.9, 0.8, 0.7, 0.6], 36), ([1.3, 1.2, 1.3, 1.4], 0)],

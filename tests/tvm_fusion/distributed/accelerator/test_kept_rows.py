@@ -267,6 +267,7 @@ def test_chunks_pass_through_the_device(opened: list[WatchedDriver]) -> None:
     assert program.shares.devices[0][0].sequence.kept is None
 
 
+@pytest.mark.slow
 def test_the_split_of_the_model() -> None:
     """Copies of all rows take longer than their computation; those of halos do not."""
     figures = Accelerator(rate=3e9, bandwidth=1e12, link=1e8, latency=1e-9)

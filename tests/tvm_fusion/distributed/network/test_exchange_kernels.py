@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 import tvm
 from mpi_ranks import Outcome, needs_mpi, run_ranks
-from rank_networks import network
+from rank_networks import network, network_case, saved_network
 
-import tvm_fusion
 from examples.models import GraphBuilder
 from examples.onnx_builder import random_inputs
 from tvm_fusion import distributed
@@ -22,23 +20,13 @@ from tvm_fusion.distributed.network import compile_network
 PROGRAM = Path(__file__).with_name("network_program.py")
 
 
-@functools.cache
-def case() -> tuple[dict[str, np.ndarray], np.ndarray]:
-    feed = random_inputs(network(), 3)
-    return feed, tvm_fusion.compile(network(), threads=1)(**feed)
-
-
 def run(ranks: int, mode: str, folder: Path) -> Outcome:
-    feed, expected = case()
-    model = distributed.compile_network(network(), ranks, threads=1, exchange="always")
-    model.save(folder / "model.so")
-    np.savez(folder / "arrays.npz", expected=expected, **feed)
-    return run_ranks(ranks, PROGRAM, mode, str(folder / "model.so"), str(folder / "arrays.npz"))
+    return run_ranks(ranks, PROGRAM, mode, *saved_network(ranks, folder))
 
 
-@pytest.mark.quick_cases("2")
+@pytest.mark.slow
 @needs_mpi
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
     """Also with more ranks than processors."""
     outcome = run(ranks, "run", tmp_path)
@@ -72,7 +60,7 @@ def test_failures_are_told_with_rank_exchange_and_peer(
 @pytest.mark.slow
 def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_network, "CompileExchanges", lambda _: tvm.transform.Sequential([]))
-    feed, expected = case()
+    feed, expected = network_case()
     model = distributed.compile_network(network(), 2, threads=1, exchange="always")
     assert not model.plan.takes_table
     result, _ = distributed.run_ranks(2, lambda world: model.on(world)(**feed))

@@ -76,7 +76,7 @@ def test_two_processes(folder: Path) -> None:
     np.testing.assert_array_equal(found, np.load(folder / "y.npy"))
 
 
-@pytest.mark.quick_cases("2-r2.so-extra2-no input is called 'other'")
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
     ("ranks", "model", "extra", "message"),
@@ -174,6 +174,7 @@ def test_simulate(run: Any, folder: Path) -> None:
     assert "weak scaling, predicted" in drawing.read_text()
 
 
+@pytest.mark.slow
 def test_simulate_takes_the_threads_of_a_rank_from_the_option_or_the_machine(run: Any) -> None:
     def seconds(*options: Any) -> float:
         out = run("simulate", "m.onnx", "--ranks", "1", "--target", "znver3", *options, "--json")[1]

@@ -17,9 +17,9 @@ from tvm_fusion.errors import DistributedError
 PROGRAM = Path(__file__).with_name("exchange_program.py")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow  # two ranks have them in test_processes.py
 @needs_mpi
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("ranks", [1, 3, 4, 7])
 def test_exchanges(ranks: int) -> None:
     outcome = run_ranks(ranks, PROGRAM)
     assert outcome.code == 0, outcome.stderr

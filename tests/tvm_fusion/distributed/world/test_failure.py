@@ -42,7 +42,7 @@ LIKE_OTHERS = ("exit", "crash", "long message", "late start")
 """Those that differ from another one in the text or the signal alone."""
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
     "mode",

@@ -135,7 +135,7 @@ def test_ranks_choose_as_the_file_of_the_first_one_tells(tmp_path: Path) -> None
     assert "".join(outcome.stdout.split()) == "packed" * 2  # lines may be joined
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.parametrize(
     ("text", "reason"),
