@@ -7,10 +7,16 @@ import os
 import random
 from collections import defaultdict
 
+import numpy as np
 import pytest
-from node_suite import outcome, tensor_cases
+import tvm
+from node_suite import difference, outcome, tensor_cases, variants
+from tvm import relax
 
 from operator_cases import Case
+from tests.targets import PLAIN
+from tvm_fusion.errors import TVMFusionError
+from tvm_fusion.onnx.frontend import import_onnx
 
 PER_OPERATOR = int(os.environ.get("NODE_CASES", "2"))
 """Cases that are drawn of each operator; all of them take some minutes."""
@@ -19,7 +25,7 @@ LONG = ("test_gridsample_reflection_padding",)
 """Cases that take a minute to compile."""
 
 
-def sample() -> list[Case]:
+def sample(count: int = PER_OPERATOR) -> list[Case]:
     """Some cases of each operator, the same ones each time."""
     by_operator: dict[str, list[Case]] = defaultdict(list)
     for case in tensor_cases():
@@ -29,8 +35,53 @@ def sample() -> list[Case]:
     return [
         case
         for group in by_operator.values()
-        for case in generator.sample(group, min(PER_OPERATOR, len(group)))
+        for case in generator.sample(group, min(count, len(group)))
     ]
+
+
+class Batch:
+    """Cases as functions of one module, which TVM's own pipeline compiles at once."""
+
+    def __init__(self) -> None:
+        self.mod = tvm.IRModule()
+        self.cases: dict[str, tuple[Case, dict[str, np.ndarray]]] = {}
+
+    def add(self, case: Case) -> None:
+        """Add the first variant of a case that is not refused, if there is one."""
+        for model, feeds, _ in variants(case):
+            try:
+                functions = dict(import_onnx(model).mod.functions_items())
+            except TVMFusionError:
+                continue
+            [main] = [name for name in functions if name.name_hint == "main"]
+            func = functions.pop(main)
+            taken = {name.name_hint for name in self.mod.get_global_vars()}
+            if taken.isdisjoint(name.name_hint for name in functions):
+                self.cases[case.name] = case, feeds
+                self.mod.update(tvm.IRModule(functions))
+                self.mod[case.name] = func.with_attr("global_symbol", case.name)
+            return
+
+    def wrong(self) -> list[str]:
+        """Compile and run; what is not as ONNX expects."""
+        machine = relax.VirtualMachine(tvm.compile(self.mod, PLAIN), tvm.cpu())
+        found = []
+        for name, (case, feeds) in self.cases.items():
+            arrays = [np.array(array, order="C") for array in feeds.values()]
+            result = machine[name](*map(tvm.runtime.tensor, arrays))
+            results = [result] if hasattr(result, "numpy") else result
+            for output, wanted in zip(results, case.outputs, strict=False):
+                if text := difference(output.numpy(), wanted):
+                    found.append(f"{name}: {text}")
+        return found
+
+
+def test_one_case_of_each_operator() -> None:
+    batch = Batch()
+    for case in sample(1):
+        batch.add(case)
+    assert len(batch.cases) > 160
+    assert "\n".join(batch.wrong()) == ""
 
 
 @pytest.mark.slow
