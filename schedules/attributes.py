@@ -104,7 +104,7 @@ REDUCTION_REPORT = "tvm_fusion.reduction_report"
 """Decisions of the passes for reductions as JSON, for ``explain``."""
 
 RANK_PLAN = "tvm_fusion.rank_plan"
-"""The :class:`schedules.distribute.rows.rank_plan.RankPlan` as JSON, from ``DistributeRows`` to the
+"""The :class:`schedules.distribute.rows.row_plan.RankPlan` as JSON, from ``DistributeRows`` to the
 passes behind it and to the compiler."""
 
 # Blocks and loops, within one rule.

@@ -45,20 +45,19 @@ from examples.benchmarks.prediction.data import (  # noqa: E402
 )
 from examples.benchmarks.prediction.fit_links import check as check_links  # noqa: E402
 from examples.benchmarks.prediction.whole_models import session_spread  # noqa: E402
-from schedules.cost.features import limits  # noqa: E402
+from schedules.cost.decisions import predict  # noqa: E402
+from schedules.cost.elementwise import LAYER_NORM, SOFTMAX  # noqa: E402
+from schedules.cost.gemm import CONV2D, GEMM  # noqa: E402
 from schedules.cost.kernel_call import KernelCall, element_bytes  # noqa: E402
-from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
-from schedules.cost.kernels.gemm import GEMM  # noqa: E402
-from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
 from schedules.cost.learned import (  # noqa: E402
     FOLDER,
     find_joint,
     find_model,
+    limits,
     load_model,
     seconds,
 )
 from schedules.cost.machine import load_machine  # noqa: E402
-from schedules.cost.registry import predict  # noqa: E402
 from tvm_fusion.prediction.cluster import Cluster  # noqa: E402
 from tvm_fusion.prediction.training import GPTTraining, predict_training  # noqa: E402
 from tvm_fusion.written_aside import written_aside  # noqa: E402

@@ -4,7 +4,7 @@
     python examples/benchmarks/predict_gpu.py [--machine h100 h200] [--only 'paper*']
 
 Compiles each case for the architecture of each machine, and predicts the time of its kernel by
-``schedules/cost/kernels/gpu_kernels.py``: from its grid, its registers, and the instructions
+``schedules/cost/gpu_kernels.py``: from its grid, its registers, and the instructions
 before, in and after its main loop. **Nothing here is measured.** The share is that of the bandwidth
 that long reads reach on the machine. Writes results/reductions_gpu_predicted.json.
 """
@@ -35,12 +35,7 @@ from examples.benchmarks.gpu.warp_paths import block_cycles  # noqa: E402
 from examples.benchmarks.gpu.with_tvm import command_line  # noqa: E402
 from examples.benchmarks.gpu.with_tvm.relax_build import our_passes, our_reduce, relax_module  # noqa: E402
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
-from schedules.cost.kernels.gpu_kernels import (  # noqa: E402
-    WARP,
-    StreamingKernel,
-    StreamingTime,
-    predict_streaming,
-)
+from schedules.cost.gpu_kernels import WARP, StreamingKernel, StreamingTime, predict_streaming
 from schedules.cost.machine import Machine, load_machine  # noqa: E402
 from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.codegen.nvrtc import Resources, compile_cuda, resources  # noqa: E402

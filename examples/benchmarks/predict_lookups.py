@@ -39,16 +39,16 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.campaign import CPU_FOLDER, output_file, save  # noqa: E402
 from examples.benchmarks.prediction.data import errors  # noqa: E402
-from schedules.cost.kernels.embedding import (  # noqa: E402
+from schedules.cost.embedding import (  # noqa: E402
     RANGES,
+    TableLookups,
     base_seconds,
     features,
     size_features,
     sizes_of,
 )
-from schedules.cost.learned import find_model
+from schedules.cost.learned import find_model  # noqa: E402
 from schedules.cost.machine import Figure, Machine, load_machine  # noqa: E402
-from schedules.cost.table_lookups import TableLookups  # noqa: E402
 from tvm_fusion.bench.exchange_probe import exchange_seconds  # noqa: E402
 from tvm_fusion.machine.host import host_cpu  # noqa: E402
 from tvm_fusion.machine.host_info import host_info  # noqa: E402

@@ -11,9 +11,9 @@ from tvm import IRModule, relax, tirx
 from tvm.ir import GenericConst, GlobalVar
 from tvm.target import Target
 
+from schedules.cost.cpu_kernels import CYCLES
 from schedules.cost.decisions import compare
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import CYCLES
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.tile_attention import AttentionShape, tile_attention
 

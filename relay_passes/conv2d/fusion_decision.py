@@ -27,9 +27,9 @@ from math import ceil, inf, prod
 
 from tvm.target import Target
 
+from schedules.cost.cpu_kernels import CYCLES
 from schedules.cost.decisions import by_record, compare
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import CYCLES
 from schedules.cpu.conv2d.forms import FORMS, pair_workload, recorded_form
 from schedules.cpu.conv2d.fused_conv2d import FusedConv2DKnobs
 from schedules.cpu.core.machine import CPUInfo

@@ -14,7 +14,7 @@ from schedules import attributes
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.rows.exchange_kernel import exchange_kernel
 from schedules.distribute.rows.exchange_table import table_width
-from schedules.distribute.rows.rank_plan import plan_from_json
+from schedules.distribute.rows.row_plan import plan_from_json
 
 from .rank_function import is_exchange
 

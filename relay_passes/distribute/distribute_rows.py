@@ -17,9 +17,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules import attributes
 from schedules.distribute.cost import Network, Processor
-from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost, segments
-from schedules.distribute.rows.row_plan import RowPlacement
+from schedules.distribute.rows.row_plan import RankPart, RankPlan, RowExchange, RowPlacement
 from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.expressions import op_name

@@ -12,7 +12,7 @@ from tvm import IRModule, relax, tirx
 from tvm.ir import GlobalVar
 
 from schedules import attributes
-from schedules.distribute.rows.rank_plan import EXCHANGE, RankPlan, plan_from_json
+from schedules.distribute.rows.row_plan import EXCHANGE, RankPlan, plan_from_json
 from schedules.tir.expression_walk import nodes
 from schedules.tir.index_math import simplified
 from schedules.tir.parameter_windows import Window, with_window

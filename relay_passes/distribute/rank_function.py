@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax
 
-from schedules.distribute.rows.rank_plan import EXCHANGE
-from schedules.distribute.rows.row_plan import ROOT, RowPlacement, rows_needed
+from schedules.distribute.rows.row_plan import EXCHANGE, ROOT, RowPlacement, rows_needed
 
 from ..core.expressions import op_name, operands, substitute
 from .row_rules import AXIS, image_shape, tensors

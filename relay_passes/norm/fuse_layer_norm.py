@@ -9,7 +9,7 @@ import tvm
 from tvm import IRModule, relax
 from tvm.target import Target
 
-from schedules.compute.row_moments import SEGMENT
+from schedules.compute.norms import SEGMENT
 from schedules.gpu.core.machine import GPUInfo, gpu_target
 from schedules.gpu.gemm.matmul.statistics_cost import (
     moments_cycles,

@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import GenericConst
 
-from schedules.compute.row_moments import row_mean, row_scale, segment_squares, segment_sums
+from schedules.compute.norms import row_mean, row_scale, segment_squares, segment_sums
 from schedules.gpu.gemm.matmul.matmul_pattern import MatmulFunction, read_matmul
 
 from ..core.constants import array_of, tensor_constant

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tvm import relax
 from tvm.ir import GenericConst
 
-from schedules.compute.row_moments import SEGMENT
+from schedules.compute.norms import SEGMENT
 from schedules.tir.extents import constant
 
 from ..core.expressions import Value, op_name, operands

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tvm import relax, te, tirx
 
 from schedules import attributes
-from schedules.compute import channel_norm as compute
+from schedules.compute import norms as compute
 from schedules.compute.pack import channel_blocks, packed_channels
 from schedules.errors import OpError
 

@@ -15,8 +15,8 @@ from tvm import relax, te
 
 from schedules.compute.coalesced_reduce import coalesced_reduce, column_sums
 from schedules.cost.decisions import compare
+from schedules.cost.gpu_kernels import STORE
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.gpu_kernels import STORE
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.reduce.plan.chain_config import choose_chain

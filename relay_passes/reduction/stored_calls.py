@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from tvm import relax
 
 from schedules.cost.decisions import compare
+from schedules.cost.gpu_kernels import STORE
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.gpu_kernels import STORE
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 

@@ -34,7 +34,8 @@ import math
 
 from tvm import DataType, te, tirx
 
-from ..tir.bfloat16 import round_to_bits
+from schedules.tir.float_bits import round_to_bits
+
 from ..workload.conv2d import Activation, ByteAddition, ConvLayer
 
 WORDS_RANK = 7

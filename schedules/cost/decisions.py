@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions between alternatives by their times: fusion, Winograd, splits and finishes ask here.
+"""Times of kernels by the models of their operators, and decisions between alternatives by times.
 
 An alternative is the calls of kernels, each with the ``cycles`` of its cost model, or with cycles
 given beside them. Without a machine these cycles decide, at a nominal clock. Within
-``deciding_for(machine)`` the kernel models of :func:`.registry.predict` do, with the clock,
+``deciding_for(machine)`` the kernel models of :func:`predict` do, with the clock,
 bandwidths, overheads and ratios of measured to predicted times that ``tvm-fusion calibrate`` found.
 A choice by a tuning record, whose times were measured, is only noted (:func:`note`).
 
@@ -14,14 +14,65 @@ are read from it in more than 70 places, each of which would need the machine be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from .kernel_call import KernelCall
+from .attention import predict_attention
+from .cpu_kernels import predict_cpu_kernel, predict_cpu_library
+from .elementwise import BY_BYTES, STREAMING, predict_layer_norm, predict_softmax, predict_streaming
+from .embedding import predict_embedding_bag, predict_gather
+from .gemm import predict_bmm, predict_conv2d, predict_gemm
+from .gpu_kernels import predict_gpu_kernel
+from .kernel_call import KernelCall, Prediction, roofline
 from .machine import Machine
-from .registry import predict
+
+__all__ = ["MODELS", "KernelModel", "Prediction", "predict"]
+
+KernelModel = Callable[[KernelCall, Machine], Prediction | None]
+"""Model of some operators: a prediction, or None where it has none for the call or the machine."""
+
+MODELS: dict[str, KernelModel] = {
+    **dict.fromkeys(sorted(STREAMING | BY_BYTES), predict_streaming),
+    "gemm": predict_gemm,
+    "bmm": predict_bmm,
+    "attention": predict_attention,
+    "conv2d": predict_conv2d,
+    "softmax": predict_softmax,
+    "layer_norm": predict_layer_norm,
+    "embedding_bag": predict_embedding_bag,
+    "embedding_bag_backward": predict_embedding_bag,
+    "gather": predict_gather,
+}
+"""Kernel models by operator."""
+
+_OURS: dict[str, KernelModel] = {"cpu.": predict_cpu_kernel, "gpu.": predict_gpu_kernel}
+
+
+def predict(call: KernelCall, machine: Machine) -> Prediction:
+    """Predict the time of one launch, by the operator's model, else by the roofline.
+
+    Raises
+    ------
+    PredictionError
+        If the machine lacks a figure that the roofline needs, or the call a size of its model.
+    """
+    model = _OURS.get(call.op[:4], MODELS.get(call.op))
+    prediction = None if model is None else model(call, machine)
+    if machine.kind == "cpu" and (prediction is None or not prediction.in_range):
+        prediction = predict_cpu_library(call, machine) or prediction
+    return prediction or _by_roofline(call, machine)
+
+
+def _by_roofline(call: KernelCall, machine: Machine) -> Prediction:
+    seconds, bound = roofline(call, machine)
+    floor = machine.launch_floor
+    if floor > seconds:
+        bound = "latency"
+    least = max(seconds, floor)
+    return Prediction(least, least, 4 * least, bound, seconds, "roofline", False)
+
 
 MODEL = "model"
 NOMINAL_CLOCK = 3.0e9  # scales what is shown; no choice depends on it

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch of one kernel as the models of its time see it: an operator, sizes and a dtype.
+"""Launch of one kernel as the models of its time see it, the answer of a model, and the roofline.
 
 Operators and the names of their sizes; those in brackets may be left out and are 1 then, ``full``
 0:
@@ -17,7 +17,7 @@ element-wise (see below)   none; the bytes and ``flops`` of the call say all
                            [rows_per_block]
 ``embedding_bag_backward`` the same
 ``gather``                 E, L, D: L rows of width D read from a table of E
-``gpu.reduce``             our reductions on a GPU: those of :mod:`.kernels.gpu_kernels`
+``gpu.reduce``             our reductions on a GPU: those of :mod:`.gpu_kernels`
 ========================== ===============================================================
 
 Element-wise operators are ``add``, ``sub``, ``mul``, ``div``, ``pow`` of two tensors, of one and
@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from schedules.errors import PredictionError
+
+from .machine import Machine
 
 FLOPS_PER_ELEMENT = {
     "sigmoid": 4,
@@ -99,3 +101,63 @@ class KernelCall:
     def moved_bytes(self) -> float:
         """Bytes that are read or written."""
         return self.read_bytes + self.written_bytes
+
+
+_SHARE = 0.4  # of the roofline, of kernels too short to be seen behind the harness: a typical one
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Time of one launch."""
+
+    seconds: float  # Most likely time, as the model's data were timed.
+    low: float
+    high: float
+    """``low`` and ``high``: interval that holds four of five measured times, in seconds."""
+    bound: str  # ``compute``, ``memory`` or ``latency``.
+    roofline_seconds: float  # Least time by the machine's peak and bandwidth.
+    model: str  # Model that said so: ``roofline``, or the name of a kernel model and its origin.
+    in_range: bool
+    """Whether the sizes lie in the range that the model was fitted to, on this machine."""
+    harness: float = 0.0
+    latency: float = 0.0
+    """``harness`` and ``latency``: where launches were timed one by one, no time is below the
+    host's ``harness``, and longer ones hold ``latency`` seconds that are not the kernel's. Zero for
+    times of kernels alone."""
+    extrapolated: tuple[str, ...] = ()
+    """Those of ``machine``, ``type``, ``size`` and ``mask`` that the model was not fitted to."""
+
+    @property
+    def roofline_share(self) -> float:
+        """Share of the roofline that is reached."""
+        return self.roofline_seconds / self.seconds
+
+    @property
+    def device_seconds(self) -> float:
+        """Seconds of the kernel alone, as a profiler shows them in a run of many launches.
+
+        A kernel that was hidden behind the harness is taken for a typical share of its roofline.
+        """
+        if not self.harness:
+            return self.seconds
+        kernel = max(self.seconds - self.latency, self.roofline_seconds)
+        hidden = min(kernel, self.roofline_seconds / _SHARE)
+        seen = min(max(4 * (self.seconds / self.harness - 1), 0.0), 1.0)
+        return seen * kernel + (1 - seen) * hidden
+
+
+def roofline(call: KernelCall, machine: Machine) -> tuple[float, str]:
+    """Return the least seconds of a launch, and its bound, ``compute`` or ``memory``.
+
+    Its arithmetic at the peak, or its bytes at the bandwidth.
+
+    (Dissertation, section 4.3.2.1.2.)
+
+    Raises
+    ------
+    PredictionError
+        If the machine has no peak for the dtype, or no bandwidth of its memory.
+    """
+    arithmetic = call.flops / machine.peak_flops(call.dtype) if call.flops else 0.0
+    traffic = call.moved_bytes / machine["bandwidth.memory"]
+    return max(arithmetic, traffic), "compute" if arithmetic > traffic else "memory"

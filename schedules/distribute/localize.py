@@ -26,15 +26,15 @@ from tvm import ir, s_tir, sym, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from schedules.tir.float_bits import nan_by_bits
+
 from ..errors import OpError
 from ..tir.block_expressions import Stage
 from ..tir.expression_walk import substitute
 from ..tir.index_math import as_type, simplified
-from ..tir.keep_nan import nan_by_bits
 from .exchange import Region, intersection, region_size
-from .index_values import Domain
 from .loop_nest import LoopNest, Read, read_loop_nest, shape_of
-from .regions import domain_of, regions_computed
+from .regions import Domain, domain_of, regions_computed
 
 _INT32_END = 1 << 31
 

@@ -15,7 +15,7 @@ from tvm import IRModule, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..tir.store_fence import STORE_FENCE_LLVM, store_fence
+from schedules.tir.statements import STORE_FENCE_LLVM, store_fence
 
 UNIT = 16
 """Bytes of which a piece, and the address to which it goes, are multiples."""

@@ -32,9 +32,8 @@ from ..tir.index_math import simplified
 from .cost import Processor, Work, work_of
 from .distribute import Distribution
 from .exchange import Region, region_size
-from .index_values import index_values
 from .loop_nest import LoopNest
-from .regions import domain_of
+from .regions import domain_of, index_values
 
 _MOST_ROWS = 32  # of a block
 _LEAST_ROWS = 8

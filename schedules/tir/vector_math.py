@@ -19,7 +19,7 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from .expression_walk import nodes, op_name
-from .keep_nan import isnan_by_bits
+from .float_bits import isnan_by_bits
 from .let_bindings import share_values
 from .math_expressions import (
     EXP_POLYNOMIAL,

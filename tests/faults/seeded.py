@@ -92,7 +92,7 @@ KERNELS = (
     ),
     Fault(
         "the mean over channels counts the lanes past the last one",
-        "schedules/compute/channel_norm.py",
+        "schedules/compute/norms.py",
         "share = tirx.const(1 / channels, dtype)",
         "share = tirx.const(1 / (int(blocks) * int(lanes)), dtype)",
         (

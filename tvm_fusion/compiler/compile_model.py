@@ -17,7 +17,7 @@ from tvm import relax
 from schedules import attributes
 from schedules.cost.machine import load_machine
 from schedules.cpu.core.machine import TILE_PRODUCTS, CPUInfo
-from schedules.distribute.rows.rank_plan import RankPlan
+from schedules.distribute.rows.row_plan import RankPlan
 
 from ..codegen.library_bin import compile_kernels
 from ..errors import InvalidInputError, TargetError

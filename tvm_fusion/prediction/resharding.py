@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from schedules.cost.kernels.embedding import predict_lookups
+from schedules.cost.embedding import predict_lookups
 from schedules.cost.machine import Machine
 
 from ..errors import PredictionError

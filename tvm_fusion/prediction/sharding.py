@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from schedules.cost.kernels.embedding import predict_lookups
+from schedules.cost.embedding import TableLookups, predict_lookups
 from schedules.cost.machine import Machine, read_json
-from schedules.cost.table_lookups import TableLookups
 from schedules.cost.trees import read_arrays
 
 from ..errors import PredictionError

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from schedules.cost.decisions import predict
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.registry import predict
 
 from ..errors import PredictionError
 from .cluster import Cluster

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from schedules.cost.decisions import predict
+from schedules.cost.elementwise import STREAMING
+from schedules.cost.embedding import predict_lookups, tables_of
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.elementwise import STREAMING
-from schedules.cost.kernels.embedding import predict_lookups, tables_of
 from schedules.cost.machine import Machine, known_machines, load_machine
-from schedules.cost.registry import predict
 
 from ..errors import PredictionError
 from .collectives import Collectives, load_collectives

@@ -73,7 +73,7 @@ from .tvm_runtime import version as tvm_version
 from .weights import fit_into, map_weights, places_from, stored_bytes, write_weights
 
 if TYPE_CHECKING:  # loading a model for one process needs neither
-    from schedules.distribute.rows.rank_plan import RankPlan
+    from schedules.distribute.rows.row_plan import RankPlan
 
     from ..codegen.linker import SharedLinker
 
@@ -484,7 +484,7 @@ def _parse(data: Any, room: int) -> Description:
 def _ranks(data: Any) -> RankPlan | None:
     if data is None:
         return None
-    from schedules.distribute.rows.rank_plan import plan_from_json
+    from schedules.distribute.rows.row_plan import plan_from_json
 
     return plan_from_json(data)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from schedules.cost.kernels.gemm import HARNESSES
+from schedules.cost.gemm import HARNESSES
 
 MACHINES = {
     "NVIDIA A100-PCIE-40GB": "a100-40",

@@ -10,7 +10,7 @@ from scipy.optimize import least_squares
 
 from examples.benchmarks.prediction.data import NEUSIGHT, OPS, Sweep, row_sweeps
 from examples.benchmarks.prediction.machine_files import write_figures
-from schedules.cost.kernels.elementwise import SHARPNESS
+from schedules.cost.elementwise import SHARPNESS
 from schedules.cost.machine import Figure, load_machine
 
 ORIGIN = f"fitted: {NEUSIGHT}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from examples.benchmarks.campaign import CPU_FOLDER
 from examples.benchmarks.prediction.machine_files import write_figures
-from schedules.cost.kernels.cpu_kernels import CONVOLUTIONS, RESOLUTION
+from schedules.cost.cpu_kernels import CONVOLUTIONS, RESOLUTION
 from schedules.cost.machine import Figure, load_machine
 
 LEAST_NETWORKS = 3  # of an operator with an interval of its own

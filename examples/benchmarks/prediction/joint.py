@@ -25,11 +25,10 @@ from examples.benchmarks.prediction.data import (
     joint_gemm_sweeps,
 )
 from examples.benchmarks.prediction.machine_files import write_figures
-from schedules.cost.features import Limits, limits
+from schedules.cost.attention import ATTENTION
+from schedules.cost.gemm import JOINT
 from schedules.cost.kernel_call import element_bytes
-from schedules.cost.kernels.attention import ATTENTION
-from schedules.cost.kernels.gemm import JOINT
-from schedules.cost.learned import APART, FARTHER, LearnedKernel
+from schedules.cost.learned import APART, FARTHER, LearnedKernel, Limits, limits
 from schedules.cost.machine import Figure, load_machine
 
 KERNELS: dict[str, tuple[LearnedKernel, Callable[[Path], list[Sweep]]]] = {

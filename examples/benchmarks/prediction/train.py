@@ -41,9 +41,8 @@ from examples.benchmarks.prediction.joint import (  # noqa: E402
     machine_limits,
     train_joint,
 )
-from schedules.cost.kernels.conv2d import CONV2D  # noqa: E402
-from schedules.cost.kernels.gemm import GEMM, HARNESSES  # noqa: E402
-from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX  # noqa: E402
+from schedules.cost.elementwise import LAYER_NORM, SOFTMAX  # noqa: E402
+from schedules.cost.gemm import CONV2D, GEMM, HARNESSES  # noqa: E402
 from schedules.cost.learned import (  # noqa: E402
     FOLDER,
     KINDS,

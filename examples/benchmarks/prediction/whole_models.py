@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from examples.benchmarks.prediction.data import MACHINES, OPS, read_columns
+from schedules.cost.decisions import predict
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import load_machine
-from schedules.cost.registry import predict
 
 MICRO_BATCHES = {"pp4_1": 1, "pp4_4": 4}
 RANKS = 4

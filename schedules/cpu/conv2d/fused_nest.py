@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
+from schedules.tir.statements import when
 from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel
 
 from ..core.kernel_builder import KernelBuilder

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.compute.conv2d import activate_to_bytes
-from schedules.tir.bfloat16 import widen_bits
+from schedules.tir.float_bits import widen_bits
 from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 
 from ..core.micro_kernel import FeatureMap, Index, LayerOperands, loop

@@ -19,8 +19,8 @@ from pathlib import Path
 from tvm import DataType
 from tvm.target import Target, codegen
 
+from schedules.cost.cpu_kernels import FORK, weights_level
 from schedules.cost.decisions import machine_in_use
-from schedules.cost.kernels.cpu_kernels import FORK, weights_level
 from schedules.cost.machine import Machine
 from schedules.errors import TargetError
 from schedules.workload.conv2d import WORDS

@@ -36,7 +36,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
 
 from schedules.compute.conv2d import add_bytes, finished
-from schedules.tir.bfloat16 import widen_bits
+from schedules.tir.float_bits import widen_bits
 from schedules.workload.conv2d import (
     WORD_BYTES,
     Activation,

@@ -12,9 +12,8 @@ from tvm.s_tir.schedule import LoopRV
 from schedules import attributes
 from schedules.cpu.nests.tails import Overlap
 from schedules.schedule_rule import KernelFacts
-from schedules.tir.cut_points import cut_points
 from schedules.tir.expression_walk import substitute
-from schedules.tir.index_math import factor_of
+from schedules.tir.index_math import cut_points, factor_of
 
 from ..core.rule import CPURule
 from ..nests.blocks import Access, BlockFacts, Kernel

@@ -32,8 +32,8 @@ from schedules.cpu.nests.loop_transforms import (
 )
 from schedules.cpu.nests.tails import Tails
 from schedules.schedule_rule import KernelFacts
-from schedules.tir.cut_points import cut_points
 from schedules.tir.expression_walk import uses
+from schedules.tir.index_math import cut_points
 from schedules.tuning.template import Template
 
 _UNROLLED = 16

@@ -10,7 +10,7 @@ from tvm import s_tir
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules import attributes
-from schedules.tir.cut_points import cut_points
+from schedules.tir.index_math import cut_points
 
 from .blocks import BlockFacts, Kernel, block_facts, item_bytes
 from .loop_transforms import chunk_count, feeds, fuse_group, merge_groups, worth_threads

@@ -21,9 +21,8 @@ from tvm.s_tir.dlight.analysis import SBlockInfo
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules.schedule_rule import KernelFacts
-from schedules.tir.bfloat16 import keep_roundings
 from schedules.tir.extents import constant
-from schedules.tir.keep_nan import keep_nan
+from schedules.tir.float_bits import keep_nan, keep_roundings
 from schedules.tir.vector_math import vectorize_math
 
 from .blocks import BlockFacts, Kernel, block_facts, open_kernel, realize_of

@@ -35,7 +35,7 @@ from schedules import attributes
 from schedules.tir.expression_walk import extern_name, loads, substitute, uses
 from schedules.tir.extents import constant
 from schedules.tir.index_math import factor_of, ravel
-from schedules.tir.store_fence import STORE_FENCE, STORE_FENCE_LLVM, store_fence
+from schedules.tir.statements import STORE_FENCE, STORE_FENCE_LLVM, store_fence
 
 from .blocks import BlockFacts, Kernel, item_bytes
 from .tails import fresh

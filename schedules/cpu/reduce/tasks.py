@@ -23,8 +23,8 @@ from schedules.cpu.core.kernel_builder import KernelBuilder
 from schedules.cpu.core.tiles import Index, Span
 from schedules.cpu.nests.loop_transforms import SERIAL_ELEMENTS
 from schedules.tir.extents import Extent, constant, unravel
+from schedules.tir.float_bits import nan_by_bits
 from schedules.tir.index_math import i64
-from schedules.tir.keep_nan import nan_by_bits
 from schedules.workload.reduce import ReduceWorkload
 from schedules.workload.reduce_operator import State, combine, field_dtypes, identity
 

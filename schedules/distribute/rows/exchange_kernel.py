@@ -15,10 +15,11 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ...tir.store_fence import store_fence
+from schedules.tir.statements import store_fence
+
 from .. import streamed_copy as streamed
 from . import exchange_table as table
-from .rank_plan import EXCHANGE, EXCHANGE_WAIT
+from .row_plan import EXCHANGE, EXCHANGE_WAIT
 
 _TEXT = """
 define i64 @tvm_fusion_address(ptr %memory) alwaysinline {{

@@ -18,8 +18,17 @@ import numpy as np
 
 from ...errors import OpError
 from ..cost import CALL_SECONDS, Network, Processor
-from .rank_plan import Segment
-from .row_plan import ROOT, Needs, NetworkStage, RowPlacement, Rows, key_of, place, rows_needed
+from .row_plan import (
+    ROOT,
+    Needs,
+    NetworkStage,
+    RowPlacement,
+    Rows,
+    Segment,
+    key_of,
+    place,
+    rows_needed,
+)
 
 CHOICES = ("auto", "always", "once")
 KERNEL_SECONDS, PYTHON_SECONDS = 1e-5, 3e-5

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.extents import Extent, unravel
 from schedules.tir.index_math import ceildiv, i64, ravel, simplified, volume
+from schedules.tir.statements import when
 
 from ..core.intrinsics import shuffle_xor, sync
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels

@@ -10,8 +10,8 @@ from typing import Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from ..core.machine_costs import COSTS
 from ..gemm.matmul.matmul_pattern import divides

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.extents import constant
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from ..core.intrinsics import sync
 from ..core.machine import GPUInfo

@@ -35,9 +35,9 @@ from schedules.gpu.gemm.matmul.matmul_pattern import divides
 from schedules.gpu.gemm.matmul.matmul_tile_sizes import assumed_size
 from schedules.gpu.gemm.matmul.tiled_matmul import epilogue_lanes, store_results
 from schedules.gpu.pointwise.point_kernel import Views
-from schedules.tir.branch import when
 from schedules.tir.extents import constant
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from .attention_pattern import AttentionFunction
 from .score_registers import fill, logit_lanes, registers, row_that_exists, store_logits

@@ -18,10 +18,10 @@ from schedules import attributes
 from schedules.gpu.pointwise.elementwise import write_windows
 from schedules.schedule_rule import KernelFacts
 from schedules.tir.block_expressions import stages_of
-from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import unravel
 from schedules.tir.index_math import ceildiv, i64, volume
+from schedules.tir.statements import when
 from schedules.workload.conv2d import from_json
 
 from ..core.kernel_function import unless_empty, write_kernels

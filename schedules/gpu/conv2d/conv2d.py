@@ -19,8 +19,8 @@ from schedules import attributes
 from schedules.compute.conv2d import WORDS_RANK
 from schedules.errors import OpError
 from schedules.schedule_rule import KernelFacts
-from schedules.tir.branch import when
 from schedules.tir.extents import extent_of
+from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer, describe, from_json, to_json
 
 from ..core.kernel_function import resident_blocks, unless_empty, write_kernels

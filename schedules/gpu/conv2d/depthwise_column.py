@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
+from schedules.tir.statements import when
 
 from ..gemm.float4 import at_once, copy4, zero4
 from ..gemm.implicit_gemm import LANES, ConvShape, Index, inside

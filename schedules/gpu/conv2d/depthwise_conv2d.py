@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.schedule_rule import KernelFacts
-from schedules.tir.branch import when
+from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.kernel_function import unless_empty, write_kernels

@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.compute.conv2d import activate
-from schedules.tir.branch import when
+from schedules.tir.statements import when
 
 from ..core.intrinsics import sync
 from ..gemm.float4 import copy4, zero4

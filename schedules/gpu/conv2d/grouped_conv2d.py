@@ -13,10 +13,10 @@ from tvm.script.ir_builder import tirx as T
 from schedules.gpu.pointwise.elementwise import slid_tensor
 from schedules.schedule_rule import KernelFacts
 from schedules.tir.block_expressions import Stage, stages_of
-from schedules.tir.branch import when
 from schedules.tir.expression_walk import loads
 from schedules.tir.extents import extent_of, unravel
 from schedules.tir.index_math import ceildiv, i64, volume
+from schedules.tir.statements import when
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo

@@ -31,9 +31,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
-from schedules.tir.branch import when
 from schedules.tir.extents import unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload, from_json
 
 from ..core.intrinsics import sync

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from .machine import GPUInfo
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 from tvm import sym, tirx
 from tvm.ir import Range
 
-from schedules.tir.cut_points import COMPARISONS
 from schedules.tir.expression_walk import nodes, uses
 from schedules.tir.extents import constant
-from schedules.tir.index_math import i64, is_multiple
+from schedules.tir.index_math import COMPARISONS, i64, is_multiple
 
 _FAR = 1 << 40  # stands for an unknown extent
 

@@ -12,7 +12,7 @@ from tvm.target import Target
 
 from schedules import attributes
 from schedules.schedule_rule import KernelFacts, Rule
-from schedules.tir.keep_nan import keep_nan
+from schedules.tir.float_bits import keep_nan
 from schedules.tuning.records import Key
 from schedules.tuning.template import Template
 from schedules.tuning.tunable_rule import TunableRule

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from .intrinsics import differences, read_now, store_tagged
 from .machine import GPUInfo

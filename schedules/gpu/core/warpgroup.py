@@ -20,8 +20,8 @@ from typing import TypeAlias
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from . import cluster_intrinsics
 from .intrinsics import sync

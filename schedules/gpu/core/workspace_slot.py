@@ -41,8 +41,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 from schedules.workload.workspace_layout import (
     FAILED,
     FINISHED,

@@ -17,9 +17,9 @@ from typing import Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.extents import Extent, constant
 from schedules.tir.index_math import i64, simplified
+from schedules.tir.statements import when
 
 from ..core.intrinsics import sync
 from .float4 import at_once, copy4, zero4

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import Extent, constant, unravel
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from ..core.vector_loads import FlatViews, hold, load_vector, store_vector
 from .coalescing import Lanes, classify

@@ -10,10 +10,10 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.schedule_rule import KernelFacts
-from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute, variables
 from schedules.tir.extents import Extent, constant, unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.statements import when
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import unless_empty, write_kernels

@@ -11,7 +11,7 @@ import pytest
 from examples.benchmarks import predict_gpu, reduction_cases
 from examples.benchmarks.gpu import sass
 from examples.benchmarks.gpu.warp_paths import block_cycles, warp_path
-from schedules.cost.kernels.gpu_kernels import StreamingKernel, predict_streaming
+from schedules.cost.gpu_kernels import StreamingKernel, predict_streaming
 from schedules.cost.machine import load_machine, machine_from_json
 from schedules.errors import PredictionError
 

@@ -14,9 +14,8 @@ from tvm.target import Target
 
 from examples.benchmarks.predict_gpu import MACHINES, OUTPUT
 from examples.benchmarks.reduction_cases import BYTES, Case, all_cases
-from schedules.cost.decisions import deciding_for, recorded
+from schedules.cost.decisions import deciding_for, predict, recorded
 from schedules.cost.machine import Figure, Machine, load_machine
-from schedules.cost.registry import predict
 from schedules.errors import PredictionError
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.configure import choose_config

@@ -11,7 +11,7 @@ from tvm.target import Target
 
 from relay_passes import CompileExchanges, ExchangeInPlace
 from schedules import attributes
-from schedules.distribute.rows.rank_plan import plan_from_json
+from schedules.distribute.rows.row_plan import plan_from_json
 
 TARGET = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver4"})
 

@@ -18,7 +18,7 @@ from relay_passes.distribute.row_stages import read_row_stages
 from relay_passes.op.pack import pack, unpack
 from schedules import attributes
 from schedules.distribute.cost import Network, Processor
-from schedules.distribute.rows.rank_plan import plan_from_json
+from schedules.distribute.rows.row_plan import plan_from_json
 from schedules.errors import OpError
 
 FIGURES = Network(1e-7, 1e11), Processor(1e9, 1e10)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from tvm.target import Target
 
+from schedules.cost.cpu_kernels import CYCLES
 from schedules.cost.decisions import compare, deciding_for, machine_in_use, recorded
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import CYCLES
 from schedules.cost.machine import Figure, load_machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.errors import TargetError

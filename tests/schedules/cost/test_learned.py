@@ -9,27 +9,29 @@ import numpy as np
 import pytest
 
 from schedules.cost import learned
-from schedules.cost.features import Limits, divisibility, limits, tile_features, waves
-from schedules.cost.kernel_call import KernelCall, element_bytes
-from schedules.cost.kernels.attention import ATTENTION, has_fused_attention
-from schedules.cost.kernels.conv2d import CONV2D
-from schedules.cost.kernels.embedding import RANGES
-from schedules.cost.kernels.gemm import GEMM, JOINT
-from schedules.cost.kernels.row_kernels import LAYER_NORM, SOFTMAX
+from schedules.cost.attention import ATTENTION, has_fused_attention
+from schedules.cost.decisions import predict
+from schedules.cost.elementwise import LAYER_NORM, SOFTMAX
+from schedules.cost.embedding import RANGES
+from schedules.cost.gemm import CONV2D, GEMM, JOINT
+from schedules.cost.kernel_call import KernelCall, Prediction, element_bytes
 from schedules.cost.learned import (
     APART,
     FOLDER,
     LearnedKernel,
+    Limits,
     apart,
+    divisibility,
     find_joint,
     find_model,
+    limits,
     load_model,
     model_from_arrays,
     seconds,
+    tile_features,
+    waves,
 )
 from schedules.cost.machine import Figure, known_machines, load_machine
-from schedules.cost.prediction import Prediction
-from schedules.cost.registry import predict
 from schedules.errors import PredictionError
 from tests.selection import one_test
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from schedules.cost.decisions import predict
 from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import known_machines, load_machine, machine_from_json
-from schedules.cost.registry import predict
 from schedules.errors import PredictionError
 from tests.selection import one_test
 

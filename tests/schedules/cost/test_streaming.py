@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedules.cost.decisions import MODELS, predict
+from schedules.cost.elementwise import BY_BYTES, STREAMING, combine
+from schedules.cost.embedding import bag_traffic, hit_rate
 from schedules.cost.kernel_call import KernelCall, element_bytes
-from schedules.cost.kernels.elementwise import BY_BYTES, STREAMING, combine
-from schedules.cost.kernels.embedding import bag_traffic, hit_rate
 from schedules.cost.machine import Figure, known_machines, load_machine, machine_from_json
-from schedules.cost.registry import MODELS, predict
 from schedules.errors import PredictionError
 
 

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules.cost.kernels.embedding import EXCHANGES, base_seconds, hit_rate_of, predict_lookups
+from schedules.cost.embedding import (
+    BINS,
+    EXCHANGES,
+    TableLookups,
+    base_seconds,
+    hit_rate_of,
+    missing_bytes,
+    predict_lookups,
+)
 from schedules.cost.machine import Figure, load_machine
-from schedules.cost.table_lookups import BINS, TableLookups, missing_bytes
 from schedules.errors import PredictionError
 
 # Row 5 is used seven times, row 0 three times, rows 2 and 9 once.

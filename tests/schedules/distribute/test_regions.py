@@ -10,9 +10,8 @@ from loop_nests import CASES, Interpreter, elements, every_fourth
 from tvm import ir, tirx
 
 from schedules.distribute.exchange import intersection
-from schedules.distribute.index_values import index_values
 from schedules.distribute.loop_nest import LoopNest, read_loop_nest, shape_of
-from schedules.distribute.regions import regions_computed, regions_needed
+from schedules.distribute.regions import index_values, regions_computed, regions_needed
 
 NESTS = {name: read_loop_nest(case(), [0]) for name, case in CASES.items()}
 INTERPRETERS = {name: Interpreter(case()) for name, case in CASES.items()}

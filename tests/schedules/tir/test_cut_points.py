@@ -11,7 +11,7 @@ from tvm import te, tirx
 
 from schedules.cpu.nests.blocks import open_kernel
 from schedules.schedule_rule import KernelFacts
-from schedules.tir.cut_points import cut_points
+from schedules.tir.index_math import cut_points
 
 i, j = 0, 1
 

@@ -9,7 +9,7 @@ from cpu.rule_cases import AVX2, assembly, function, run, schedule, tensor
 from tvm import topi
 
 from schedules.cpu.loops.fallback import Elementwise
-from schedules.tir.keep_nan import keep_nan
+from schedules.tir.float_bits import keep_nan
 
 X = np.array([np.nan, -2, -0.0, 0.5, 3, np.inf, -np.inf, np.nan], "float32")
 Y = np.array([1, np.nan, 2, np.nan, -4, 1, np.nan, np.nan], "float32")

@@ -23,9 +23,9 @@ from tvm.s_tir.schedule import Trace
 from tvm.target import Target
 
 from schedules import attributes, cpu, gpu
-from schedules.compute.channel_norm import channel_norm
 from schedules.compute.coalesced_reduce import coalesced_reduce
 from schedules.compute.conv2d import conv2d, fused_conv2d
+from schedules.compute.norms import channel_norm
 from schedules.compute.pack import pack, unpack
 from schedules.compute.winograd_conv2d import winograd_conv2d
 from schedules.cpu.core.machine import CPUInfo

@@ -26,9 +26,8 @@ from relay_passes import (
 )
 from schedules import attributes
 from schedules.distribute.cost import Network, Processor
-from schedules.distribute.rows.rank_plan import Segment, plan_from_json
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost, segments
-from schedules.distribute.rows.row_plan import NetworkStage
+from schedules.distribute.rows.row_plan import NetworkStage, Segment, plan_from_json
 
 from ...compiler import pipeline
 from ...compiler.compile_model import Progress, announcer, describe, import_model

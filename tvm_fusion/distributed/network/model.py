@@ -12,7 +12,7 @@ from typing import Any
 
 import tvm_ffi
 
-from schedules.distribute.rows.rank_plan import RankPlan, Segment
+from schedules.distribute.rows.row_plan import RankPlan, Segment
 
 from ...errors import ArtifactError
 from ...runtime.artifact import Description, read_artifact, read_artifact_weights

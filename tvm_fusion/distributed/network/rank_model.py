@@ -16,7 +16,7 @@ import tvm_ffi
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message, Region, intersection
 from schedules.distribute.rows.exchange_table import table_width
-from schedules.distribute.rows.rank_plan import EXCHANGE, EXCHANGE_WAIT, Range, RowExchange
+from schedules.distribute.rows.row_plan import EXCHANGE, EXCHANGE_WAIT, Range, RowExchange
 
 from ...runtime.arguments import InputBuffers, bind, call_error, check, empty, numpy_dtype, results
 from ...runtime.artifact import Description

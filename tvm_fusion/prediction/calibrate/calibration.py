@@ -19,8 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import (
+from schedules.cost.cpu_kernels import (
     COPY,
     LEVELS,
     PREFIX,
@@ -30,6 +29,7 @@ from schedules.cost.kernels.cpu_kernels import (
     level_of,
     terms,
 )
+from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Figure, Machine, machine_from_json, read_json
 from schedules.cpu.core.machine import CPUInfo
 

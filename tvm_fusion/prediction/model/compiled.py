@@ -17,9 +17,9 @@ from tvm.ir.transform import Pass
 from tvm.target import Target
 
 from schedules import attributes, cpu
+from schedules.cost.cpu_kernels import CONVOLUTIONS
 from schedules.cost.decisions import deciding_for
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import CONVOLUTIONS
 from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.gpu import CoalescedReduce

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from schedules.cost import registry
-from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.attention import has_fused_attention
-from schedules.cost.kernels.gpu_kernels import HIGH, LOW, REDUCE, has_latencies
+from schedules.cost.attention import has_fused_attention
+from schedules.cost.decisions import predict
+from schedules.cost.gpu_kernels import HIGH, LOW, REDUCE, has_latencies
+from schedules.cost.kernel_call import KernelCall, Prediction, roofline
 from schedules.cost.machine import Machine
-from schedules.cost.prediction import Prediction, roofline
 
 from ...compiler import pipeline
 from ...compiler.record_reader import choose_records
@@ -264,7 +263,7 @@ def _predict(kernel: LoweredKernel, machine: Machine, cluster: Cluster | None) -
         return _collective(kernel.call, machine, cluster)
     if kernel.like is not None:
         return estimate(kernel.call, kernel.like, machine)
-    return registry.predict(kernel.call, machine)
+    return predict(kernel.call, machine)
 
 
 def _collective(call: KernelCall, machine: Machine, cluster: Cluster | None) -> Prediction:
@@ -322,7 +321,7 @@ def _graph(ops: Sequence[LoweredOp], seconds: Sequence[float], machine: Machine)
 def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction:
     """Estimate the time of one of our GPU kernels, which have not been measured.
 
-    Reductions in one pass have a model of their own, :mod:`schedules.cost.kernels.gpu_kernels`.
+    Reductions in one pass have a model of their own, :mod:`schedules.cost.gpu_kernels`.
     Any other kernel is assumed to reach the share of its roofline that the library's kernel for
     the same operator and sizes reaches of its own.
 
@@ -341,8 +340,8 @@ def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction
         If the machine lacks a figure.
     """
     if call.op == REDUCE and has_latencies(machine):
-        return registry.predict(call, machine)
-    library = registry.predict(like, machine)
+        return predict(call, machine)
+    library = predict(like, machine)
     least, bound = roofline(call, machine)
     taken = library.device_seconds
     # What the library's kernel takes beyond its roofline is, for a small kernel, a constant.

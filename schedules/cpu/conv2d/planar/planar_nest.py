@@ -29,7 +29,7 @@ from tvm import s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.errors import OpError
-from schedules.tir.branch import when
+from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 
 from ...core.kernel_builder import KernelBuilder

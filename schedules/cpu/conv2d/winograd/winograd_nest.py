@@ -26,7 +26,7 @@ from tvm import DataType, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.compute.conv2d import activate, add_bytes
-from schedules.tir.branch import when
+from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TAPS
 

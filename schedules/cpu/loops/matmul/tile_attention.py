@@ -29,7 +29,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
-from schedules.tir.bfloat16 import round_to_bits
+from schedules.tir.float_bits import round_to_bits
 from schedules.tir.vector_math import vectorize_math
 
 from ...core.machine import CPUInfo

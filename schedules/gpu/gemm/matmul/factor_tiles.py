@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from ...pointwise.coalescing import Lanes, classify
 from ...pointwise.point_kernel import PointWriter, Views

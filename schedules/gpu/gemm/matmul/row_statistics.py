@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm import ir, tirx
 from tvm.sym import Analyzer
 
-from schedules.compute.row_moments import SEGMENT
+from schedules.compute.norms import SEGMENT
 from schedules.tir.block_expressions import Stage
 from schedules.tir.expression_walk import loads
 from schedules.tir.extents import constant, extent_of, unravel
@@ -164,7 +164,7 @@ def _is_at(load: ir.TensorLoad, axes: Sequence[tirx.IterVar]) -> bool:
 
 
 def _read_moments(stages: Sequence[Stage], outputs: Sequence[tirx.Buffer]) -> SegmentMoments | None:
-    """The moments that two reductions compute, as :mod:`schedules.compute.row_moments` has them."""
+    """The moments that two reductions compute, as :mod:`schedules.compute.norms` has them."""
     if len(stages) != 2 or not all(stage.output in outputs for stage in stages):
         return None
     sums, squares = stages

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.compute.row_moments import SEGMENT
-from schedules.tir.branch import when
+from schedules.compute.norms import SEGMENT
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from ...core.intrinsics import sync
 from ...pointwise.coalescing import classify

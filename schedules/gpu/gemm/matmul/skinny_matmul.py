@@ -16,9 +16,9 @@ from itertools import product
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.extents import constant, unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.statements import when
 
 from ...core.intrinsics import shuffle_xor, sync
 from ...core.kernel_function import unless_empty, write_kernels

@@ -6,7 +6,7 @@ All figures are estimates of :mod:`schedules.gpu.core.machine_costs`.
 
 from __future__ import annotations
 
-from schedules.compute.row_moments import SEGMENT
+from schedules.compute.norms import SEGMENT
 from schedules.tir.extents import constant
 
 from ...core.machine import GPUInfo

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.branch import when
 from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.statements import when
 
 from ...core.intrinsics import sync
 from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels

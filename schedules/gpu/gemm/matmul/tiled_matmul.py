@@ -10,10 +10,10 @@ from typing import Protocol
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.compute.row_moments import SEGMENT
-from schedules.tir.branch import when
+from schedules.compute.norms import SEGMENT
 from schedules.tir.extents import Extent, unravel
 from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.statements import when
 
 from ...core.intrinsics import sync
 from ...core.kernel_function import resident_blocks, unless_empty, write_kernels

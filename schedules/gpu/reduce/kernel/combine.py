@@ -11,8 +11,8 @@ from tvm import tirx
 
 from schedules.gpu.core import cluster_intrinsics
 from schedules.gpu.core.intrinsics import shuffle_xor, sync
-from schedules.tir.branch import when
 from schedules.tir.index_math import i64
+from schedules.tir.statements import when
 
 from . import state_buffers
 from .context import ReduceContext

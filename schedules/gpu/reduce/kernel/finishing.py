@@ -18,8 +18,8 @@ from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.tagged_words import word_count
 from schedules.gpu.core.vector_loads import hold, store_vector
 from schedules.gpu.core.workspace_slot import LaunchPlace
-from schedules.tir.branch import when
 from schedules.tir.index_math import ceil_power_of_two, i64
+from schedules.tir.statements import when
 from schedules.workload.reduce_operator import State, field_dtypes
 from schedules.workload.workspace_layout import first_word
 

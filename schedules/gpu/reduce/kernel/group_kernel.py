@@ -49,9 +49,9 @@ from schedules.gpu.core.kernel_function import resident_blocks, unless_empty, wr
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.vector_loads import Register, Value, VectorLoads, store_lanes
-from schedules.tir.branch import when
 from schedules.tir.extents import constant
 from schedules.tir.index_math import ceildiv, i64
+from schedules.tir.statements import when
 
 from ..plan.config import ReduceConfig, blocks_at_once
 from ..plan.group import ElementOutput, ReduceGroup, ReductionStage

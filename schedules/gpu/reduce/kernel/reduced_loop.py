@@ -17,9 +17,9 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from schedules.gpu.core.vector_loads import Narrow, Value, VectorLoads, store_lanes
-from schedules.tir.branch import when
 from schedules.tir.extents import constant, size_of, unravel
 from schedules.tir.index_math import INT32_END, ceildiv, i64, narrowed, simplified
+from schedules.tir.statements import when
 from schedules.workload.reduce_operator import state_of_one
 
 from ..plan.group import ElementOutput, ReductionStage

@@ -16,11 +16,10 @@ from itertools import product
 
 from tvm import DataType
 
-from schedules.cost.decisions import compare, machine_in_use
+from schedules.cost.decisions import compare, machine_in_use, predict
+from schedules.cost.gpu_kernels import REDUCE
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.gpu_kernels import REDUCE
 from schedules.cost.machine import Machine
-from schedules.cost.registry import predict
 from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.machine_costs import COSTS
 from schedules.gpu.core.tagged_words import word_count
@@ -310,7 +309,7 @@ def streaming_call(group: GroupWorkload, config: ReduceConfig, name: str = "") -
     Returns
     -------
     KernelCall
-        ``gpu.reduce``, with the sizes that :mod:`schedules.cost.kernels.gpu_kernels` reads.
+        ``gpu.reduce``, with the sizes that :mod:`schedules.cost.gpu_kernels` reads.
     """
     [stage] = group.stages
     workloads = stage.workloads

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import (
+from schedules.cost.cpu_kernels import (
     HIGH,
     LOW,
     RESOLUTION,
@@ -14,6 +13,7 @@ from schedules.cost.kernels.cpu_kernels import (
     level_of,
     predict_cpu_kernel,
 )
+from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Figure, Machine
 
 FIGURES = {

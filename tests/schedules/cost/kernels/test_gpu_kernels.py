@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from schedules.cost.decisions import predict
+from schedules.cost.gpu_kernels import REDUCE, STORE, has_latencies, streaming_kernel
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.gpu_kernels import REDUCE, STORE, has_latencies, streaming_kernel
 from schedules.cost.machine import known_machines, load_machine
-from schedules.cost.registry import predict
 
 H100 = load_machine("h100")
 

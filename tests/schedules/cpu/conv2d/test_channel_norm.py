@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tvm import te, tirx
 from tvm.target import Target
 
-from schedules.compute.channel_norm import channel_norm
+from schedules.compute.norms import channel_norm
 from schedules.cpu.conv2d.channel_norm import ChannelNorm
 
 EPSILON = 1e-5

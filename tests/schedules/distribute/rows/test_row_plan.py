@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from schedules.distribute.cost import CALL_SECONDS, Network, Processor
 from schedules.distribute.rows import row_cost as row_cost_module
-from schedules.distribute.rows.rank_plan import RankPart, RankPlan, RowExchange, plan_from_json
 from schedules.distribute.rows.row_cost import (
     KERNEL_SECONDS,
     PYTHON_SECONDS,
@@ -25,11 +24,15 @@ from schedules.distribute.rows.row_cost import (
 from schedules.distribute.rows.row_plan import (
     Enlargement,
     NetworkStage,
+    RankPart,
+    RankPlan,
+    RowExchange,
     RowPlacement,
     RowWindow,
     StageOperand,
     heighten,
     place,
+    plan_from_json,
     transfers,
 )
 from schedules.errors import OpError

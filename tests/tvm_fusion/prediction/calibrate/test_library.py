@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from schedules.cost import registry
+from schedules.cost.cpu_kernels import family, terms
+from schedules.cost.decisions import predict
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import family, terms
 from schedules.cost.machine import Figure, load_machine
 from tvm_fusion.prediction.calibrate.calibration import all_cases, library_figures
 from tvm_fusion.prediction.calibrate.library_cases import LibraryCase, library_cases
@@ -43,12 +43,12 @@ def test_figures_are_those_of_the_times():
     assert found["pytorch.gemm.low"] == pytest.approx(1 / 1.15)  # exact times, the narrowest
     machine = with_figures(found)
     new = product(128, 128, 128)
-    prediction = registry.predict(new, machine)
+    prediction = predict(new, machine)
     assert prediction.seconds == pytest.approx(timed(new)[1]) and prediction.in_range
     assert prediction.model == "pytorch gemm, calibrated"
-    huge = registry.predict(product(1 << 16, 512, 512), machine)
+    huge = predict(product(1 << 16, 512, 512), machine)
     assert not huge.in_range and huge.high / huge.seconds == pytest.approx(1.15**2)
-    assert registry.predict(product(128, op="gemm_backward"), machine).model == "roofline"
+    assert predict(product(128, op="gemm_backward"), machine).model == "roofline"
 
 
 def test_weights_of_a_layer_come_from_memory():
@@ -87,9 +87,9 @@ def test_kernels_of_pytorch_need_its_extra(monkeypatch):
 def test_element_wise_operators_without_figures_are_like_all_others():
     figures = {f"pytorch.add.{name}": 1.0 for name in ("memory", "low", "high", "most")}
     call = KernelCall("silu", {}, "float32", 0.0, 4e6, 4e6)
-    assert registry.predict(call, with_figures(figures)).model.startswith("pytorch add")
+    assert predict(call, with_figures(figures)).model.startswith("pytorch add")
     own = {name.replace("add", "silu"): one for name, one in figures.items()}
-    assert registry.predict(call, with_figures(figures | own)).model.startswith("pytorch silu")
+    assert predict(call, with_figures(figures | own)).model.startswith("pytorch silu")
 
 
 def test_kinds_of_convolutions_are_fitted_apart():

@@ -28,10 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..kernel_call import KernelCall, element_bytes
-from ..machine import Machine
-from ..prediction import Prediction, roofline
 from .elementwise import STREAMING
+from .kernel_call import KernelCall, Prediction, element_bytes, roofline
+from .machine import Machine
 
 LEVELS = ("L2", "L3", "memory")
 CONVOLUTIONS = (

@@ -34,9 +34,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..kernel_call import KernelCall
-from ..machine import PORT_BYTES, Machine
-from ..prediction import Prediction
+from .kernel_call import KernelCall, Prediction
+from .machine import PORT_BYTES, Machine
 
 WARP = 32
 _ISSUED = 4  # warps a cycle of a multiprocessor

@@ -11,11 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..features import Limits, waves
-from ..kernel_call import KernelCall
-from ..learned import FARTHER, LearnedKernel, Sizes, predict_jointly
-from ..machine import Machine
-from ..prediction import Prediction
+from .kernel_call import KernelCall, Prediction
+from .learned import FARTHER, LearnedKernel, Limits, Sizes, predict_jointly, waves
+from .machine import Machine
 
 _TILES = ((16, 256), (64, 512), (128, 128), (128, 4096))
 """Queries and keys of a block's part."""
