@@ -12,7 +12,7 @@ out the traffic of the data and the output, the same for both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.target import Target
 
@@ -21,11 +21,15 @@ from schedules.cost.kernel_call import KernelCall
 from schedules.cpu.conv2d.forms import RecordedForm, layer_workload, recorded_form
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost.direct_roofline import direct_cycles
-from schedules.cpu.cost.winograd_knobs import WinogradShape, best_plan, takes_winograd
+from schedules.cpu.cost.winograd_knobs import (
+    WinogradShape,
+    best_plan,
+    takes_winograd,
+    winograd_sizes,
+)
 from schedules.errors import OpError
 from schedules.tuning.records import Records
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer
-from schedules.workload.winograd_matrices import TILE_SIZES
+from schedules.workload.conv2d import WORDS, Conv2DKernel, ConvLayer
 
 MODES = ("auto", "always", "never")
 LEAST_GAIN = 0.05  # predicted, below which a convolution stays direct
@@ -77,7 +81,7 @@ def decide_winograd(
     width: int,
     dtype: str,
     target: Target,
-    sizes: Sequence[int] = TILE_SIZES,
+    sizes: Sequence[int] | None = None,
 ) -> WinogradDecision | None:
     """Predict the best tile size of a packed layer with constant weights.
 
@@ -91,8 +95,8 @@ def decide_winograd(
         Element type.
     target : Target
         The machine.
-    sizes : Sequence[int]
-        Heights and widths of tiles to choose from.
+    sizes : Sequence[int] | None
+        Heights and widths of tiles to choose from; None for those of the type.
 
     Returns
     -------
@@ -105,13 +109,14 @@ def decide_winograd(
     cpu = CPUInfo.from_target(target)
     if not takes_winograd(layer, (height, width), dtype, cpu):
         return None
-    lanes, out_size = cpu.lanes(dtype), layer.output_size(height, width)
+    lanes, out_size = cpu.lanes("float32"), layer.output_size(height, width)
     plans = {
         tile: best_plan(WinogradShape.of(layer, batch, out_size, tile, lanes, dtype), cpu)
-        for tile in sizes
+        for tile in sizes or winograd_sizes(dtype)
     }
     tile, plan = min(plans.items(), key=lambda item: item[1].cycles)
-    direct = direct_cycles(layer, batch, out_size, cpu, dtype)
+    words = replace(layer, in_channels=-(-layer.in_channels // WORDS.get(dtype, 1)))
+    direct = direct_cycles(words, batch, out_size, cpu, "float32")
     found = compare(
         "winograd",
         f"{layer} @{height}x{width}",

@@ -137,15 +137,21 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     out_dtype = str(call.attrs["out_dtype"]) if "out_dtype" in call.attrs.keys() else None
     if sums is not None:
         word = WORDS[dtype] if lanes and _has_words(call, op, 0) else 1
-        kernel = replace(kernel, sums=sums, word=word, out_dtype=out_dtype or dtype)
-        if residual and str(call.args[-1].ty.dtype) == sums:
-            kernel = replace(kernel, residual_dtype=sums)
-        if kernel.out_dtype not in (dtype, sums):
-            raise OpError(f"{op.name}: out_dtype is {out_dtype!r}; expected {dtype!r} or {sums!r}")
+        kernel = with_sums(replace(kernel, word=word), call, sums, op.name)
     elif out_dtype is not None:
         check_bytes(layers[-1].activation, out_dtype, op.name)
         kernel = replace(kernel, out_dtype=out_dtype)
     return kernel
+
+
+def with_sums(kernel: Conv2DKernel, call: relax.Call, sums: str, op: str) -> Conv2DKernel:
+    """The kernel of a call whose sums are of another type than its data."""
+    out_dtype = str(call.attrs["out_dtype"]) if "out_dtype" in call.attrs.keys() else kernel.dtype
+    if out_dtype not in (kernel.dtype, sums):
+        raise OpError(f"{op}: out_dtype is {out_dtype!r}; expected {kernel.dtype!r} or {sums!r}")
+    is_wide = kernel.residual and str(call.args[-1].ty.dtype) == sums
+    residual = sums if is_wide else None
+    return replace(kernel, sums=sums, out_dtype=out_dtype, residual_dtype=residual)
 
 
 def _has_words(call: relax.Call, op: ConvOp, index: int) -> bool:

@@ -14,11 +14,17 @@ to 512 channels, against float64 and relative to the largest output, is 2e-7 to 
 9e-7 to 4e-6 for m = 4; that of the direct op, which adds nine times as many products in a row, is
 5e-7 to 4e-6. An infinity or NaN in the data makes all outputs of the tiles that read it NaN. Batch,
 height and width may be symbolic.
+
+Data may be of bfloat16 with a bias of float32. The weight then has words of two input channels,
+``[(m + 2)**2, B(O), B(I), x / 2, x, 2]``, transformed data is rounded to bfloat16, all else is
+float32, and the output is of ``out_dtype``. On random data of 64 and 256 channels the error, root
+mean square, is 1.7 to 2 times that of the direct op for m = 2, and 5 times for m = 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tvm import relax, te
 from tvm.ir import Op
@@ -26,7 +32,7 @@ from tvm.ir import Op
 from schedules.compute.winograd_conv2d import winograd_conv2d as compute
 from schedules.errors import OpError
 from schedules.tir.extents import constant
-from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import WORDS, Activation, Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TAPS, TILE_SIZES
 
 from .conv_call import Known, integers, legalize_kernel
@@ -39,6 +45,7 @@ from .conv_types import (
     kernel_output_type,
     lanes_of,
     tensor_type,
+    with_sums,
 )
 from .register import is_typed, register_op
 
@@ -60,6 +67,7 @@ def winograd_conv2d(
     layout: str,
     in_channels: int,
     out_channels: int,
+    out_dtype: str | None = None,
 ) -> relax.Call:
     """Convolve, add bias and residual, and activate.
 
@@ -78,6 +86,9 @@ def winograd_conv2d(
         ``NCHW{x}c``.
     in_channels, out_channels : int
         True channel counts.
+    out_dtype : str | None
+        Of the output, for data of bfloat16 with a bias of float32: one of both types, by default
+        the former.
 
     Returns
     -------
@@ -92,6 +103,7 @@ def winograd_conv2d(
         "high": ended.high,
         "layout": str(layout),
     }
+    attrs |= {} if out_dtype is None else {"out_dtype": str(out_dtype)}
     counts = {"tile": tile, "in_channels": in_channels, "out_channels": out_channels}
     attrs |= {name: integers([value], name, NAME)[0] for name, value in counts.items()}
     operands = [data, weight, bias, *([] if residual is None else [residual])]
@@ -112,21 +124,24 @@ def read_winograd(call: relax.Call) -> Conv2DKernel:
             f"{NAME}: tile {tile} with layout {layout!r}; expected one of "
             f"{', '.join(map(str, TILE_SIZES))} with channel blocks such as 'NCHW16c'"
         )
-    check_dtypes(call, _OPERANDS[: len(call.args)], NAME)
+    sums = check_dtypes(call, _OPERANDS[: len(call.args)], NAME)
     data = tensor_type(call.args[0], "data", NAME)
     extents = data.shape.values
     if len(extents) != 5:
         raise OpError(f"{NAME}: data has rank {len(extents)}; expected 5 ({layout})")
     layer = _layer(call)
     check_channels(extents, [layer], lanes, NAME)
-    _check_parameters(call, layer, tile, lanes)
+    _check_parameters(call, layer, tile, lanes, 1 if sums is None else WORDS["bfloat16"])
     batch, height, width = (constant(extents[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes([layer], height, width, NAME)
     residual, dtype = len(call.args) > 3, str(data.dtype)
-    return Conv2DKernel(
+    kernel = Conv2DKernel(
         (layer,), batch, height, width, residual, dtype, layout, layout, winograd=tile
     )
+    if sums is None:
+        return kernel
+    return with_sums(replace(kernel, word=WORDS[dtype]), call, sums, NAME)
 
 
 def _layer(call: relax.Call) -> ConvLayer:
@@ -137,12 +152,13 @@ def _layer(call: relax.Call) -> ConvLayer:
     return layer
 
 
-def _check_parameters(call: relax.Call, layer: ConvLayer, tile: int, lanes: int) -> None:
+def _check_parameters(call: relax.Call, layer: ConvLayer, tile: int, lanes: int, word: int) -> None:
     in_blocks, out_blocks = (
         -(-channels // lanes) for channels in (layer.in_channels, layer.out_channels)
     )
+    square = (lanes, lanes) if word == 1 else (lanes // word, lanes, word)
     expected = {
-        "weight": ((tile + TAPS - 1) ** 2, out_blocks, in_blocks, lanes, lanes),
+        "weight": ((tile + TAPS - 1) ** 2, out_blocks, in_blocks, *square),
         "bias": (out_blocks, lanes),
     }
     for (name, shape), argument in zip(expected.items(), call.args[1:3], strict=True):
@@ -159,7 +175,8 @@ def _compute(
     kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
 ) -> te.Tensor:
     data, weight, bias = operands
-    return compute(data, weight, bias, residual, kernel.layers[0], kernel.winograd)
+    layer, size = kernel.layers[0], kernel.winograd
+    return compute(data, weight, bias, residual, layer, size, kernel.out_dtype)
 
 
 def legalize(

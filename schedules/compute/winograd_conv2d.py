@@ -10,7 +10,8 @@ With ``m x m`` outputs a tile, ``p = (m + 2)**2`` points, ``x`` lanes and ``B(C)
     out           = act(AT M A + bias [+ residual])
 
 Of bytes, weights are those times four, in words of ``w`` input channels ``[p, B(O), B(I), x / w, x,
-w]``, and all is int32.
+w]``, and all is int32. Of bfloat16, they are in words of two; ``V`` is rounded to bfloat16, and all
+else is float32.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from __future__ import annotations
 import numpy as np
 from tvm import te, tirx
 
+from ..tir.bfloat16 import round_to_bits, widen_bits
 from ..workload.conv2d import ConvLayer
 from ..workload.winograd_matrices import TAPS, transforms
-from .conv2d import activate
+from .conv2d import finished
 
 
 def winograd_conv2d(
@@ -30,6 +32,7 @@ def winograd_conv2d(
     residual: te.Tensor | None,
     layer: ConvLayer,
     size: int,
+    out_dtype: str | None = None,
 ) -> te.Tensor:
     """One 3x3 convolution: ``act(conv(data, weight) + bias [+ residual])``.
 
@@ -43,30 +46,44 @@ def winograd_conv2d(
         Attributes; padding and activation are used.
     size : int
         ``m``, one of :data:`schedules.workload.winograd_matrices.TILE_SIZES`.
+    out_dtype : str | None
+        ``bfloat16`` or ``float32`` where data is of bfloat16 and the bias of float32; else None.
 
     Returns
     -------
     te.Tensor
         The activated output.
     """
-    conv = winograd_sums(data, weight, layer, size)
+    halves = data.dtype != bias.dtype
+    conv = winograd_sums(_widened(data) if halves else data, weight, layer, size, halves)
 
     def finish(*index: tirx.Var) -> tirx.Expr:
         value = conv(*index) + bias(index[1], index[4])
         if residual is not None:
-            value = value + residual(*index)
-        return activate(value, layer.activation, data.dtype)
+            value = value + residual(*index).astype(bias.dtype)
+        return finished(value, layer.activation, bias.dtype, out_dtype)
 
     return te.compute(conv.shape, finish, name="layer1")
 
 
-def winograd_sums(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, size: int) -> te.Tensor:
-    """``AT M A`` of float32, or of numbers of int32 by weights in words."""
+def _widened(data: te.Tensor) -> te.Tensor:
+    """Numbers of bfloat16 in float32."""
+    return te.compute(data.shape, lambda *index: data(*index).astype("float32"), name="widen")
+
+
+def winograd_sums(
+    data: te.Tensor, weight: te.Tensor, layer: ConvLayer, size: int, rounds: bool = False
+) -> te.Tensor:
+    """``AT M A`` of float32, or of numbers of int32 by weights in words.
+
+    ``rounds``: ``V`` is rounded to bfloat16.
+    """
     top, left, bottom, right = layer.padding
     height = data.shape[2] + top + bottom - TAPS + 1
     width = data.shape[3] + left + right - TAPS + 1
     grid = (tirx.ceildiv(height, size), tirx.ceildiv(width, size))
-    products = _multiply(_transform_data(data, layer, size, grid), weight)
+    values = _transform_data(data, layer, size, grid)
+    products = _multiply(_rounded(values) if rounds else values, weight)
     inverse = transforms(size).inverse
     count = size + TAPS - 1
     r, c = te.reduce_axis((0, count), name="r"), te.reduce_axis((0, count), name="c")
@@ -81,6 +98,15 @@ def winograd_sums(data: te.Tensor, weight: te.Tensor, layer: ConvLayer, size: in
         ),
         name="inverse",
     )
+
+
+def _rounded(values: te.Tensor) -> te.Tensor:
+    """Numbers of float32 that are those of bfloat16."""
+
+    def rounded(*index: tirx.Var) -> tirx.Expr:
+        return widen_bits(round_to_bits(values(*index)))
+
+    return te.compute(values.shape, rounded, name="round")
 
 
 def _transform_data(

@@ -81,23 +81,28 @@ def transform_weight(weight: np.ndarray, size: int) -> np.ndarray:
     return points.reshape(-1, *weight.shape[:2], *weight.shape[4:])
 
 
-def transform_words(weight: np.ndarray, word: int) -> np.ndarray:
-    """``4 G g GT`` of integers, for tiles of 2x2.
+def transform_words(weight: np.ndarray, word: int, size: int = WHOLE_TILE) -> np.ndarray:
+    """``G g GT`` of floats, or ``4 G g GT`` of integers for tiles of 2x2.
 
     Parameters
     ----------
     weight : np.ndarray
-        Packed in words, ``[B(O), B(I), 3, 3, x / w, x, w]`` of int8 or int16.
+        Packed in words, ``[B(O), B(I), 3, 3, x / w, x, w]`` of int8 or int16, or of a float.
     word : int
         Input channels of a word of the result.
+    size : int
+        One of ``TILE_SIZES``; of integers 2.
 
     Returns
     -------
     np.ndarray
-        ``[16, B(O), B(I), x / word, x, word]`` of int16: at most 9 * 128.
+        ``[(size + 2)**2, B(O), B(I), x / word, x, word]``: of int16, at most 9 * 128, or of the
+        element type of ``weight``.
     """
-    lanes = weight.shape[5]
+    lanes, are_whole = weight.shape[5], np.issubdtype(weight.dtype, np.integer)
     plain = np.moveaxis(weight, 6, 5).reshape(*weight.shape[:4], lanes, lanes)
-    points = np.rint(WHOLE_FACTOR * transform_weight(plain.astype("float64"), WHOLE_TILE))
+    points = transform_weight(plain.astype("float64" if are_whole else "float32"), size)
+    points = np.rint(WHOLE_FACTOR * points) if are_whole else points
     words = points.reshape(*points.shape[:3], lanes // word, word, lanes)
-    return np.ascontiguousarray(np.moveaxis(words, 4, 5), "int16")
+    dtype = np.dtype("int16") if are_whole else weight.dtype
+    return np.ascontiguousarray(np.moveaxis(words, 4, 5), dtype)

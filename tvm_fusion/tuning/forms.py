@@ -243,14 +243,14 @@ def find_forms(mod: tvm.IRModule, target: Target, options: pipeline.Options) -> 
 
 
 def _layers(mod: tvm.IRModule, target: Target) -> Counter[Conv2DKernel]:
-    """Packed convolutions that Winograd's algorithm could compute."""
+    """Packed convolutions of float32 that Winograd's algorithm could compute."""
     found: Counter[Conv2DKernel] = Counter()
 
     def visit(node: Any) -> None:
         is_call = isinstance(node, relax.Call) and isinstance(node.op, tvm.ir.Op)
         if is_call and node.op.name == CONV2D.name:
             kernel = read_kernel(node, CONV2D)
-            if can_choose(node, kernel, target):
+            if kernel.sums is None and can_choose(node, kernel, target):
                 found[layer_workload(kernel)] += 1
 
     for func in mod.functions.values():

@@ -76,6 +76,8 @@ class MachineCosts:
         Of a kernel that changes the layout, each byte counted once.
     winograd_data, winograd_inverse : tuple[float, float]
         Winograd's transforms of a vector into and out of tiles of 2x2 and of 4x4, a point.
+    winograd_rounding : float
+        Widening and rounding a vector of bfloat16, a point.
     winograd_efficiency : float
         Share of the peak that products of full register tiles reach.
     winograd_task : float
@@ -120,6 +122,7 @@ class MachineCosts:
     layout_bytes_per_cycle: float = 6.0
     winograd_data: tuple[float, float] = (4.0, 7.5)
     winograd_inverse: tuple[float, float] = (3.0, 5.0)
+    winograd_rounding: float = 2.0
     winograd_efficiency: float = 0.93
     winograd_task: float = 2000.0
     winograd_exposed: float = 0.15
@@ -139,6 +142,7 @@ ZEN_4 = MachineCosts(
     depthwise_tap=0.36,
     winograd_data=(8.0, 15.0),
     winograd_inverse=(6.0, 10.0),
+    winograd_rounding=4.0,
     half_products=2.0,
 )
 # Two whole vectors of 512 bits a cycle, L1 and L2 deliver 64 bytes at a time.

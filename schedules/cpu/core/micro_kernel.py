@@ -429,7 +429,7 @@ def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, colum
             for j, p in itertools.product(range(width), range(low, high)):
                 pixel = _load(ops.source.buffer, origin + p * step, lanes)
                 factor = _load(ops.weight, weight + j * (parts * lanes), lanes)
-                product = _floats(pixel) * _floats(factor)
+                product = floats_of(pixel) * floats_of(factor)
                 total = sums[p * width + j]
                 _store(total, _load(total, 0, lanes) + product, 0, lanes)
         for p in range(run.size):
@@ -683,7 +683,7 @@ def word_part(words: tirx.Expr, part: int) -> tirx.Expr:
     return T.reinterpret(f"float32x{lanes}", bits)
 
 
-def _floats(value: tirx.Expr) -> tirx.Expr:
+def floats_of(value: tirx.Expr) -> tirx.Expr:
     """Numbers to multiply: those of bytes and of bits of bfloat16 as float32, others themselves."""
     dtype = str(value.ty.dtype)
     if dtype.startswith("uint16"):
@@ -699,7 +699,7 @@ def _multiply_add(
     if ops.dots:
         return add_half_products(total, vector, factor)
     if ops.dtype != "int32":
-        return total + _floats(factor) * _floats(vector)
+        return total + floats_of(factor) * floats_of(vector)
     how = ops.word, ops.limited, ops.shifted
     return add_word_products(total, factor, vector, ops.lanes, *how)
 
@@ -741,6 +741,12 @@ def add_word_products(
 def add_half_products(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
     """Add to each float32 the products of the two bfloat16 of words; needs ``word_functions``."""
     return T.call_pure_extern(str(total.ty.dtype), _DOT, total, left, right)
+
+
+def rounded_pairs(value: tirx.Expr) -> tirx.Expr:
+    """The bfloat16 nearest to 16 neighbouring float32, as words of int32; of AVX-512 alone."""
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    return T.reinterpret("int32x8", T.call_llvm_pure_intrin("bfloat16x16", name, value))
 
 
 def _add_pairs(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
@@ -879,7 +885,7 @@ def with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
         return value
     added = _load(ops.residual.buffer, at, ops.lanes)
     if ops.addition is None:
-        return value + _floats(added)
+        return value + floats_of(added)
     return add_bytes(value, ops.layer.activation, added, ops.addition)
 
 

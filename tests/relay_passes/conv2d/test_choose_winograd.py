@@ -13,6 +13,7 @@ from tvm.target import Target
 
 import relay_passes.op as op
 from relay_passes import ChooseWinograd
+from relay_passes.core.constants import tensor_constant
 from relay_passes.layout.packed.weight_packing import pack_array
 from schedules.errors import OpError
 from schedules.workload.winograd_matrices import transform_weight
@@ -238,3 +239,41 @@ VNNI = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
 )  # fmt: skip
 def test_convolutions_of_bytes_that_stay(mod, winograd, target):
     tvm.ir.assert_structural_equal(ChooseWinograd(winograd, target)(mod), mod)
+
+
+def of_halves(out_dtype: str, **attrs) -> tvm.IRModule:
+    """A packed 3x3 convolution of bfloat16 with sums of float32, and a residual."""
+    random = RNG.standard_normal((4, 4, 3, 3, 8, 16, 2)) / 24
+    weight = tensor_constant(random, "bfloat16")
+    x = relax.Var("x", relax.TensorType((1, 4, 28, 28, 16), "bfloat16"))
+    y = relax.Var("y", relax.TensorType((1, 4, 28, 28, 16), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            call = op.conv2d(
+                *(x, weight, relax.const(np.zeros((4, 16), "float32")), y),
+                **{"padding": (1, 1, 1, 1), "activation": "relu", "out_dtype": out_dtype} | attrs,
+                **{"data_layout": "NCHW16c", "in_channels": 64, "out_channels": 64},
+            )
+            gv = builder.emit_output(call)
+        builder.emit_func_output(gv)
+    return builder.get()
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_convolutions_of_bfloat16_where_pairs_are_multiplied(out_dtype):
+    before = of_halves(out_dtype)
+    once = ChooseWinograd("auto", VNNI)(before)
+    assert called(once) == "relax.tvm_fusion.winograd_conv2d"
+    [binding] = once["main"].body.blocks[0].bindings[:1]
+    weight, attrs = binding.value.args[1], binding.value.attrs
+    assert (str(weight.ty.dtype), int(attrs["tile"])) == ("bfloat16", 2)
+    assert weight.value.shape == (16, 4, 4, 8, 16, 2)
+    assert binding.var.ty == before["main"].body.blocks[0].bindings[0].var.ty
+    tvm.ir.assert_structural_equal(ChooseWinograd("auto", VNNI)(once), once)
+
+
+@pytest.mark.parametrize("name", ["x86-64-v4", "cooperlake", "emeraldrapids"])
+def test_convolutions_of_bfloat16_that_stay(name):
+    target, mod = Target({"kind": "llvm", "mcpu": name, "num-cores": 2}), of_halves("bfloat16")
+    tvm.ir.assert_structural_equal(ChooseWinograd("always", target)(mod), mod)

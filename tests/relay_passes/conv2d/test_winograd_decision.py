@@ -71,6 +71,19 @@ def test_other_types_and_targets_are_not_taken():
     assert decide_winograd(same(64), 1, 56, 56, "float32", Target("cuda")) is None
 
 
+@pytest.mark.parametrize("name", ["znver4", "znver5"])
+@pytest.mark.parametrize(("channels", "size"), [(64, 56), (128, 28), (256, 14), (512, 7)])
+def test_pairs_of_bfloat16_gain_by_small_tiles(name, channels, size):
+    decision = decide_winograd(same(channels), 1, size, size, "bfloat16", cpu(2, name))
+    assert decision.tile == 2 and decision.pays
+    assert 0.2 < decision.gain < 1
+
+
+@pytest.mark.parametrize("name", ["x86-64-v3", "cooperlake", "sapphirerapids", "icelake-server"])
+def test_bfloat16_stays_direct_where_pairs_are_not_multiplied_faster(name):
+    assert decide_winograd(same(64), 1, 56, 56, "bfloat16", cpu(2, name)) is None
+
+
 @settings(max_examples=settings.default.max_examples // 2, deadline=None)
 @given(
     st.integers(8, 300),

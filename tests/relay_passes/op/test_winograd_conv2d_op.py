@@ -151,6 +151,38 @@ def test_generated_function():
     assert from_json(attrs["tvm_fusion.workload"]) == expected
 
 
+def halves(weight=(36, 1, 2, 4, 8, 2), residual="bfloat16"):
+    return [
+        tensor("data", 1, 2, 8, 9, 8, dtype="bfloat16"),
+        tensor("weight", *weight, dtype="bfloat16"),
+        tensor("bias", 1, 8),
+        tensor("residual", 1, 1, 8, 9, 8, dtype=residual),
+    ]
+
+
+@pytest.mark.parametrize("out_dtype", [None, "bfloat16", "float32"])
+@pytest.mark.parametrize("residual", ["bfloat16", "float32"])
+def test_type_and_kernel_of_bfloat16(out_dtype, residual):
+    call = infer(op.winograd_conv2d(*halves(residual=residual), **ATTRS, out_dtype=out_dtype))
+    expected = Conv2DKernel((LAYER,), 1, 8, 9, True, "bfloat16", "NCHW8c", "NCHW8c", winograd=4)
+    expected = replace(expected, word=2, sums="float32", out_dtype=out_dtype or "bfloat16")
+    if residual == "float32":
+        expected = replace(expected, residual_dtype="float32")
+    assert read_winograd(call) == expected
+    assert str(call.ty.dtype) == (out_dtype or "bfloat16")
+    parameters = halves(residual=residual)
+    mod = module_of(op.winograd_conv2d(*parameters, **ATTRS, out_dtype=out_dtype), parameters)
+    attrs = relax.transform.LegalizeOps()(mod)["winograd_conv2d"].attrs
+    assert from_json(attrs["tvm_fusion.workload"]) == expected
+
+
+def test_refusals_of_bfloat16():
+    with pytest.raises(OpError, match=r"expected \(36, 1, 2, 4, 8, 2\)"):
+        op.winograd_conv2d(*halves((36, 1, 2, 8, 8)), **ATTRS)
+    with pytest.raises(OpError, match="out_dtype is 'float16'; expected 'bfloat16' or 'float32'"):
+        op.winograd_conv2d(*halves(), **ATTRS, out_dtype="float16")
+
+
 @settings(max_examples=settings.default.max_examples // 8, deadline=None)
 @given(
     st.sampled_from([1, 5, 8]),

@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from schedules.workload.winograd_matrices import TAPS, TILE_SIZES, transform_weight, transforms
+from schedules.workload.winograd_matrices import (
+    TAPS,
+    TILE_SIZES,
+    transform_weight,
+    transform_words,
+    transforms,
+)
 
 
 @pytest.mark.parametrize("size", TILE_SIZES)
@@ -41,3 +48,14 @@ def test_the_weight_of_every_pair_of_channels_is_transformed(size):
     matrix = transforms(size).weight
     expected = matrix @ weight[1, 2, :, :, 3, 1].astype("float64") @ matrix.T
     np.testing.assert_array_equal(points[:, 1, 2, 3, 1], expected.ravel().astype("float32"))
+
+
+@pytest.mark.parametrize("size", TILE_SIZES)
+def test_words_of_halves_are_those_of_float32_rounded_once(size):
+    weight = np.random.default_rng(5).standard_normal((2, 3, TAPS, TAPS, 4, 8, 2))
+    weight = weight.astype(ml_dtypes.bfloat16)
+    plain = np.moveaxis(weight.astype("float32"), 6, 5).reshape(2, 3, TAPS, TAPS, 8, 8)
+    words = transform_words(weight, 2, size)
+    assert words.dtype == weight.dtype and words.shape == ((size + 2) ** 2, 2, 3, 4, 8, 2)
+    expected = transform_weight(plain, size).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(words[:, :, :, 2, :, 1], expected[:, :, :, 5])

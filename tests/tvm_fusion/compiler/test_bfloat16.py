@@ -14,6 +14,7 @@ import onnx.parser
 import pytest
 from click.testing import CliRunner
 from cpu.conv2d.test_conv2d_bfloat16 import portable_dots
+from cpu.conv2d.winograd.test_winograd_bfloat16 import portable_pairs
 from gpu_onnx import attention, bottlenecks
 from onnx import TensorProto, helper, numpy_helper
 from onnx_reference import random_feed, relative_error, run_onnx
@@ -22,6 +23,7 @@ from tvm.target import Target
 import tvm_fusion
 from examples.models import mobilenet_v2, resnet_18
 from examples.transformers import bert_base
+from schedules.cpu.conv2d.winograd import winograd_nest
 from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.cli.command_line import cli
@@ -148,6 +150,42 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
         found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
     assert mod.script().count("tvm_fusion_dot_bfloat16") >= 3
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
+
+
+def test_numbers_of_winograd_by_loops_in_place_of_the_dot_products_of_zen_4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = np.random.default_rng(9)
+    weights = {name: random.standard_normal((32, 32, 3, 3)) / 17 for name in "abc"}
+    model = model_of(
+        """g (float[2,32,19,21] x) => (float[2,32,19,21] y) {
+            t = Conv<pads = [1, 1, 1, 1]>(x, a)
+            u = Relu(t)
+            v = Conv<pads = [1, 1, 1, 1]>(u, b)
+            w = Add(v, x)
+            y = Conv<pads = [1, 1, 1, 1]>(w, c)
+        }""",
+        **weights,
+    )
+    target = resolve("native", 1)
+    monkeypatch.setattr(micro_kernel, "_dot_function", portable_dots)
+    monkeypatch.setattr(winograd_nest, "rounded_pairs", portable_pairs)
+    zen = {"family": "znver4", "vector_bits": 512, "num_vector_registers": 32}
+    feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
+    found = {}
+    with described(target, replace(CPUInfo.from_target(target), **zen, half_dots="vdpbf16ps")):
+        for mode in ("never", "always"):
+            options = Options(precision="bf16", winograd=mode)
+            mod = pipeline.optimize(import_onnx(model).mod, target, options)
+            assert mod.script().count("tvm_fusion_dot_bfloat16") >= 3
+            rules = [use.rule for use in kernel_uses(mod)]
+            assert rules.count("WinogradConv2D") == 3 * (mode == "always")
+            compiled = tvm_fusion.compile(model, target, precision="bf16", winograd=mode)
+            found[mode] = compiled(*feed.values())
+    [expected] = run_onnx(model, feed)
+    errors = [np.std(found[mode] - expected) for mode in ("never", "always")]
+    assert 1.2 < errors[1] / errors[0] < 2.5
+    assert 1e-5 < relative_error(found["always"], expected) < 4e-2
 
 
 @pytest.mark.slow

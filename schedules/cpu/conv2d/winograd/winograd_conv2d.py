@@ -19,7 +19,7 @@ from ...cost.winograd_knobs import (
     winograd_cycles,
     winograd_space,
 )
-from ..conv2d import PackedRule, PackedTemplate, packed_kernel
+from ..conv2d import PackedRule, PackedTemplate, multiplies_words, packed_kernel
 from .winograd_nest import winograd_template
 
 __all__ = ["WinogradConv2D", "WinogradKnobs", "default_knobs", "winograd_template"]
@@ -44,7 +44,8 @@ class WinogradTemplate(PackedTemplate[WinogradKnobs]):
         self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: WinogradKnobs, target: Target
     ) -> s_tir.Schedule:
         """Write the nest."""
-        return winograd_template(func, workload, knobs)
+        dots = multiplies_words(workload, CPUInfo.from_target(target))
+        return winograd_template(func, workload, knobs, dots)
 
     def cycles(self, workload: Conv2DKernel, knobs: WinogradKnobs, machine: CPUInfo) -> float:
         """Return the cycles of a plan."""
@@ -76,8 +77,8 @@ def default_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> WinogradKnobs:
 
 
 def _shape(kernel: Conv2DKernel) -> WinogradShape:
-    """Extents of a kernel; a symbolic batch counts as one, and a word as an element."""
-    kernel = kernel.in_words()
+    """Extents of a kernel; a symbolic batch counts as one, and a word of bytes as an element."""
+    kernel = kernel.in_words() if kernel.is_quantized else kernel
     layer = kernel.layers[0]
     out_size = layer.output_size(int(kernel.height or 1), int(kernel.width or 1))
     return WinogradShape.of(

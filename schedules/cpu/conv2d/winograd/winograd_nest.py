@@ -13,19 +13,21 @@ The intermediates of the three steps stay in buffers of the task, point by point
 store only what exists; the last group repeats its last tile.
 
 Bytes are transformed in 16 bits, in tiles of 2x2, and multiplied in words of two channels; weights
-are four times the transformed ones, so that all are whole, and sums in 32 bits are exact.
+are four times the transformed ones, so that all are whole, and sums in 32 bits are exact. Data of
+bfloat16 is transformed in float32, rounded once, and multiplied in words of two channels as well.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import DataType, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.compute.conv2d import activate, add_bytes
+from schedules.compute.conv2d import add_bytes, finished
+from schedules.tir.float_bits import round_to_bits, widen_bits
 from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
 from schedules.workload.winograd_matrices import TAPS
@@ -36,8 +38,10 @@ from ...core.micro_kernel import (
     Index,
     LayerOperands,
     ReducedBlocks,
+    floats_of,
     loop,
     packed_bytes,
+    rounded_pairs,
     word_functions,
 )
 from ...core.prefetch import MOST_LINES, line_elements, prefetch
@@ -65,25 +69,30 @@ class _Points:
     plane : int
         Elements from one point to the next.
     group, lanes : int
-        Tiles of a block, and channels of a tile.
+        Tiles of a block, and channels, or words of these, of a tile.
+    each : int
+        Elements of the buffer for one of these.
     """
 
     buffer: tirx.Buffer
     plane: int
     group: int
     lanes: int
+    each: int = 1
 
     @classmethod
-    def allocate(cls, points: int, blocks: int, group: int, lanes: int, dtype: str) -> _Points:
+    def allocate(
+        cls, points: int, blocks: int, group: int, lanes: int, dtype: str, each: int = 1
+    ) -> _Points:
         """A buffer whose planes are an odd number of cache lines, to spread over the cache sets."""
         line = line_elements(dtype)
         plane = (-(-blocks * group * lanes // line) | 1) * line
-        buffer = T.sblock_alloc_buffer((points * plane,), dtype)
-        return cls(buffer, plane, group, lanes)
+        buffer = T.sblock_alloc_buffer((points * plane * each,), dtype)
+        return cls(buffer, plane, group, lanes, each)
 
     def at(self, point: Index, block: Index, tile: Index) -> Index:
         """Offset of the first lane of a tile."""
-        return point * self.plane + (block * self.group + tile) * self.lanes
+        return (point * self.plane + (block * self.group + tile) * self.lanes) * self.each
 
     def as_row(self, point: Index, first_block: Index) -> FeatureMap:
         """The tiles at one point as an image of one row."""
@@ -148,17 +157,27 @@ class _TilePlace:
 class _TaskNest:
     """The steps of one task."""
 
-    def __init__(self, builder: KernelBuilder, kernel: Conv2DKernel, knobs: WinogradKnobs):
-        self.kernel, self.knobs, self.layer = kernel, knobs, kernel.layers[0]
-        self.source = builder.feature_map(0, 0)
-        self.output = builder.feature_map(-1, 0)
-        self.residual = builder.feature_map(-2, 0) if kernel.residual else None
+    def __init__(
+        self,
+        builder: KernelBuilder,
+        kernel: Conv2DKernel,
+        knobs: WinogradKnobs,
+        dots: bool = False,
+    ):
+        self.kernel, self.knobs, self.layer, self.dots = kernel, knobs, kernel.layers[0], dots
+        self.source, self.output, *residual = (
+            replace(builder.feature_map(place, 0), buffer=builder.bits(place))
+            for place in ((0, -1, -2) if kernel.residual else (0, -1))
+        )
+        self.residual = residual[0] if residual else None
         self.blocks = [int(builder.buffers[position].shape[1]) for position in (0, -2, -1)]
         self.weight, self.bias = builder.flat[1:3]
         self.scale, self.lanes, self.each = None, kernel.lanes, 1
-        self.transformed = self.sums = kernel.dtype
+        self.transformed = self.sums = kernel.sums or kernel.dtype
+        if kernel.has_words:
+            self.weight, self.each = builder.words(1), kernel.word
         if kernel.is_quantized:
-            self.weight, self.scale, self.each = builder.words(1), builder.flat[3], kernel.word
+            self.scale = builder.flat[3]
             self.transformed, self.sums = "int16", "int32"
         self.size, self.count = kernel.winograd, kernel.winograd + TAPS - 1
         self.out_blocks, self.in_blocks = (int(extent) for extent in builder.buffers[1].shape[1:3])
@@ -178,12 +197,19 @@ class _TaskNest:
                 first_tile = tirx.floormod(index, groups) * self.knobs.group
                 first_block = tirx.floordiv(index, groups) * blocks
                 group, words = self.knobs.group, self.lanes // self.each
-                data = _Points.allocate(points, self.in_blocks, group, words, self.sums)
+                data = self._allocate_data(points, group, words)
                 products = _Points.allocate(points, blocks, group, self.lanes, self.sums)
                 self._transform_data(first_tile, (first_block, blocks), data)
                 with loop(0, points) as point:
                     self._multiply(point, first_block, blocks, data, products)
                 self._transform_inverse(first_tile, (first_block, blocks), products)
+
+    def _allocate_data(self, points: int, group: int, words: int) -> _Points:
+        """Words as they are multiplied, or floats where no instruction multiplies pairs."""
+        floats = self.kernel.sums is not None and not self.dots
+        dtype = "float32" if floats or self.each == 1 else "int32"
+        each = self.each if floats else 1
+        return _Points.allocate(points, self.in_blocks, group, words, dtype, each)
 
     def _place(self, tile: Index) -> _TilePlace:
         per_image = self.rows * self.columns
@@ -220,9 +246,16 @@ class _TaskNest:
             for c, column in half.columns(count):
                 values = [self._load(*at) for at in column]
                 for r, value in enumerate(transform_data(self.size, values)):
-                    if self.each > 1:
-                        value = T.reinterpret(f"int32x{data.lanes}", value)
-                    self._store(data.buffer, data.at(r * count + c, block, tile), value)
+                    place = data.at(r * count + c, block, tile)
+                    self._store(data.buffer, place, self._multiplied(value))
+
+    def _multiplied(self, value: tirx.Expr) -> tirx.Expr:
+        """A transformed vector as it is multiplied."""
+        if self.kernel.is_quantized:
+            return T.reinterpret(f"int32x{self.lanes // self.each}", value)
+        if self.kernel.sums is None:
+            return value
+        return rounded_pairs(value) if self.dots else widen_bits(round_to_bits(value))
 
     def _prefetch_weights(self, step: Index, first_block: Index, blocks: int) -> None:
         """Prefetch some squares of the weights, in the order in which the products read them."""
@@ -266,6 +299,8 @@ class _TaskNest:
 
     def _pixel(self, offset: Index) -> tirx.Expr:
         value = self._load(self.source.buffer, offset)
+        if self.kernel.sums is not None:
+            return T.bind(widen_bits(value))
         return T.Cast(f"{self.transformed}x{self.lanes}", value) if self.each > 1 else value
 
     def _column_classes(self) -> list[tuple[int, int, Sequence[bool]]]:
@@ -299,6 +334,8 @@ class _TaskNest:
             out_blocks=blocks,
             dtype=self.sums,
             word=self.kernel.word,
+            pairs=data.each > 1,
+            dots=self.dots,
         )
         turns = weight_turns(ops, self.knobs.pixels)
         for block, size in for_each_block_tile(block_runs(ops, self.knobs.blocks), None):
@@ -384,10 +421,10 @@ class _TaskNest:
         if other is not None and addition is not None:
             value, activation = add_bytes(value, activation, other, addition), addition.activation
         elif other is not None:
-            value = value + other
+            value = value + floats_of(other)
         if self.kernel.out_dtype == "uint8":
             return packed_bytes([value], activation)
-        return activate(value, activation, str(self.bias.dtype))
+        return finished(value, activation, str(self.bias.dtype), self.kernel.out_dtype)
 
 
 def _plane(image: FeatureMap, blocks: int, place: _TilePlace, block: Index) -> Index:
@@ -396,10 +433,13 @@ def _plane(image: FeatureMap, blocks: int, place: _TilePlace, block: Index) -> I
 
 
 def winograd_template(
-    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: WinogradKnobs
+    func: tirx.PrimFunc, kernel: Conv2DKernel, knobs: WinogradKnobs, dots: bool = False
 ) -> s_tir.Schedule:
-    """Write the loop nest of the module's docstring."""
+    """Write the loop nest of the module's docstring.
+
+    ``dots``: pairs of bfloat16 are multiplied by an instruction, not as float32.
+    """
     builder = KernelBuilder(func)
-    with builder.body(), word_functions(kernel.is_quantized):
-        _TaskNest(builder, kernel, knobs).build()
+    with builder.body(), word_functions(kernel.is_quantized, kernel.lanes * dots):
+        _TaskNest(builder, kernel, knobs, dots).build()
     return builder.schedule()

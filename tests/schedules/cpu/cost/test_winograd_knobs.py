@@ -30,6 +30,16 @@ def test_extents_of_a_layer():
     assert found.points == 36
 
 
+def test_pairs_of_bfloat16_halve_products_and_weights_and_cost_a_rounding():
+    layer, cpu = ConvLayer(64, 64, (3, 3), padding=(1, 1, 1, 1)), replace(CPU, family="znver5")
+    floats, halves = (
+        WinogradShape.of(layer, 4, (56, 56), 2, 16, dtype) for dtype in ("float32", "bfloat16")
+    )
+    assert halves == replace(floats, item_bytes=2, word=2)
+    slow, fast = (best_plan(each, cpu).cycles for each in (floats, halves))
+    assert 1.2 < slow / fast < 2
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(TILE_SIZES),
