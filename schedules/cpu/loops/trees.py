@@ -36,6 +36,9 @@ ROWS_AT_ONCE = 512
 PARTS = 32
 """Parts for threads, if there are rows enough."""
 
+WORTH_A_FORK = 10_000
+"""Steps of descents from which on threads share them: a step takes about a nanosecond."""
+
 NEUTRAL = {"SUM": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
 """Value of an aggregate of no tree."""
 
@@ -48,6 +51,8 @@ class Forest:
     ----------
     nodes, trees, outputs : int
         Nodes of all trees, trees, and values of a leaf.
+    steps : int
+        Steps of a row through all trees.
     feature, first, dtype : str
         Types of indices of features, of places in a tree, and of thresholds and values.
     aggregate : str
@@ -57,10 +62,16 @@ class Forest:
     nodes: int
     trees: int
     outputs: int
+    steps: int
     feature: str
     first: str
     dtype: str
     aggregate: str
+
+    def is_worth_threads(self, rows: Extent) -> bool:
+        """Return whether threads share the descents of rows; they do if their number is open."""
+        known = getattr(rows, "value", rows)
+        return not isinstance(known, int) or known * self.steps >= WORTH_A_FORK
 
 
 def trees(rows: Extent, features: int, forest: Forest, chunks: int = 1) -> tirx.PrimFunc:
@@ -105,7 +116,8 @@ def trees(rows: Extent, features: int, forest: Forest, chunks: int = 1) -> tirx.
         groups = tirx.ceildiv(rows, long(PARTS * together))
         share = tirx.min(groups * long(together), long(ROWS_AT_ONCE))
         parts = tirx.ceildiv(rows, share)
-        with T.parallel(long(0), parts * long(chunks)) as part:
+        loop = T.parallel if forest.is_worth_threads(rows) else T.serial
+        with loop(long(0), parts * long(chunks)) as part:
             # In a buffer, which becomes registers: their formulas would be copied everywhere.
             bounds = T.sblock_alloc_buffer((3,), "int64")
             chunk, start, end = (bounds[place] for place in range(3))

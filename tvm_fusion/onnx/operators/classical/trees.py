@@ -211,9 +211,6 @@ _FEW_ROWS = 8
 
 _MOST_CHUNKS = 16
 
-_WORTH_A_FORK = 20_000
-"""Steps of descents from which on that is worth its time."""
-
 
 def _totals(parts: Expansion, nodes: Nodes) -> tuple[str, str]:
     """Aggregates of an ensemble, [rows, outputs], of the type of its thresholds; or a refusal."""
@@ -385,11 +382,10 @@ def translate_trees(
     kinds = (str(table.ty.dtype) for table in (feature, first, threshold))
     feature_kind, first_kind, dtype = kinds
     count = int(roots.ty.shape[0])
-    forest = Forest(nodes, count, outputs, feature_kind, first_kind, dtype, aggregate)
-    chunks = 1
-    if isinstance(rows, tirx.IntImm) and int(rows) <= _FEW_ROWS:
-        is_worth_it = int(rows) * attributes["steps"] > _WORTH_A_FORK
-        chunks = min(_MOST_CHUNKS, count) if is_worth_it else 1
+    steps = attributes["steps"]
+    forest = Forest(nodes, count, outputs, steps, feature_kind, first_kind, dtype, aggregate)
+    has_few = isinstance(rows, tirx.IntImm) and int(rows) <= _FEW_ROWS
+    chunks = min(_MOST_CHUNKS, count) if has_few and forest.is_worth_threads(rows) else 1
     kernel = builder.add_func(trees(rows, int(features), forest, chunks), "trees")
     result = relax.TensorType((chunks, rows, outputs), dtype)
     found = builder.emit(relax.call_tir(kernel, [*inputs], result))
