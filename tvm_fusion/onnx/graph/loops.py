@@ -31,6 +31,7 @@ from ..model.graph_edits import attribute, is_default_domain, replace_nodes
 from ..model.tensor_facts import GraphFacts
 from ..model.weights import to_array
 from .branches import Body
+from .independent_steps import steps_at_once
 
 _ARITHMETIC = frozenset(
     """Add And Cast Constant Equal Greater GreaterOrEqual Identity Less LessOrEqual Mul Not Or
@@ -114,15 +115,24 @@ GROUP = 16
 
 
 def unroll_loops(model: onnx.ModelProto, facts: GraphFacts) -> bool:
-    """Replace each Scan and Loop that :func:`loop_problem` accepts; return if there was one."""
+    """Replace each Scan and Loop that :func:`loop_problem` accepts; return if there was one.
+
+    The steps of a Scan that do not depend on each other are computed at once.
+    """
     nodes: list[onnx.NodeProto] = []
     changed = False
     for node in model.graph.node:
         is_loop = is_default_domain(node) and node.op_type in ("Scan", "Loop")
-        if is_loop and loop_problem(node, facts) is None:
+        is_scan = is_loop and node.op_type == "Scan"
+        together = steps_at_once(model.graph, node, facts) if is_scan else None
+        if together is not None:
+            changed = True
+            inherit_conditions(node, together)
+            nodes += together
+        elif is_loop and loop_problem(node, facts) is None:
             changed = True
             unrolled = _Unrolled(model.graph, node, facts)
-            (unrolled.scan if node.op_type == "Scan" else unrolled.loop)()
+            (unrolled.scan if is_scan else unrolled.loop)()
             inherit_conditions(node, unrolled.nodes)
             nodes += unrolled.nodes
         else:

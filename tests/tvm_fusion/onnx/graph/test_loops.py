@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_cases import assert_same_as_onnx_runtime, int64, normal, onnx_model
 
+import tvm_fusion
 from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
@@ -61,6 +63,73 @@ def test_outputs_of_many_steps() -> None:
 def test_too_many_steps_are_refused() -> None:
     with pytest.raises(UnsupportedOperatorError, match="'op': Scan .* its 9000 steps become 18000"):
         import_onnx(scan(9000))
+
+
+def independent(steps: int | str, body: str, opset: int = 18) -> onnx.ModelProto:
+    """A Scan over the rows of b and c, past which ``a`` only goes; its body yields u, v, w."""
+    return onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": {opset}]>
+        g (float[5, 4] a, float[{steps}, 4] b, float[{steps}, 1] c, float[2, 3, 4] outer)
+            => (float[5, 4] last, float[] u, float[] v, float[] w) <int64[1] end = {{-1}}> {{
+            last, u, v, w = Scan<num_scan_inputs = 2, body = step
+                (float[5, 4] s, float[4] p, float[1] q)
+                => (float[5, 4] t, float[] u, float[] v, float[] w)
+                <int64[1] rows = {{0}}> {{
+                copy = Identity(s) t = Identity(copy) {body}
+            }}>(a, b, c)
+        }}""")
+
+
+DISTANCES = """
+    difference = Sub(s, p)
+    squares = ReduceSumSquare<keepdims = 0>(difference, end)
+    root = Sqrt(squares)
+    u = Add(root, q)
+    total = ReduceMean(difference, rows)
+    row = Tanh(total)
+    last_axis = Constant<value = int64[1] {1}>()
+    v = ReduceSum<keepdims = 0>(row, last_axis)
+    scaled = Mul(p, outer)
+    above = Greater(scaled, q)
+    w = Where(above, scaled, p)"""
+
+
+@pytest.mark.parametrize("steps", [1, 5000])
+def test_scans_of_independent_steps_are_computed_at_once(steps: int) -> None:
+    """Their number may be beyond what can be unrolled."""
+    assert_same_as_onnx_runtime(independent(steps, DISTANCES))
+
+
+def test_independent_steps_with_axes_as_attributes() -> None:
+    body = """
+        difference = Sub(p, s)
+        u = ReduceL1<axes = [1], keepdims = 0>(difference)
+        v = ReduceMax<axes = [-2], keepdims = 1>(difference)
+        w = ReduceSum<keepdims = 0>(v, end)"""
+    assert_same_as_onnx_runtime(independent(5000, body, opset=13))
+
+
+def test_open_number_of_independent_steps() -> None:
+    model = independent("N", DISTANCES)
+    compiled = tvm_fusion.compile(model, shapes={"N": "N"}, threads=1)
+    for steps in (1, 7):
+        feeds = {"a": normal(5, 4), "b": normal(steps, 4, seed=2), "c": normal(steps, 1, seed=3)}
+        feeds["outer"] = normal(2, 3, 4, seed=4)
+        expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+        for found, wanted in zip(compiled(**feeds), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "u = Sub(s, p) v = ReduceSum<keepdims = 0>(p) w = Neg(q)",  # all axes
+        "zero = Constant<value = int64 {0}>() u = Sub(s, p) v = Identity(p) w = CumSum(p, zero)",
+        "u = Sub(s, p) v = Neg(p) w = Neg(s)",  # the same in all steps
+    ],
+)
+def test_other_scans_whose_states_pass_are_unrolled(body: str) -> None:
+    assert_same_as_onnx_runtime(independent(4, body))
 
 
 def loop(count: np.ndarray | None, condition: str = "go") -> onnx.ModelProto:
