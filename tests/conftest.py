@@ -46,7 +46,7 @@ for _name in ("<string>", str(Path(xdist.__file__).with_name("remote.py"))):
     inspect.modulesbyfile[_name] = "__main__"
 
 # Examples of a property; where each is compiled, a share of them. --hypothesis-profile chooses.
-for profile, examples in (("quick", 20), ("thorough", 100)):
+for profile, examples in (("quick", 12), ("thorough", 100)):
     settings.register_profile(
         profile,
         max_examples=examples,

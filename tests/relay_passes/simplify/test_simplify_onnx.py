@@ -172,7 +172,7 @@ CLASSIFIER = {"reshape", "matmul", "nn.softmax"}
 CONV = {"nn.conv2d", "add", "nn.relu"}
 
 
-@pytest.mark.quick_cases("resnet_18-20-ops3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "convolutions", "ops"),
     [

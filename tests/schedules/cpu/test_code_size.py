@@ -101,7 +101,7 @@ SINGLE = [
 ]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("cpu", "kernel", "stride", "name"), SINGLE)
 def test_the_code_of_one_convolution_fits_the_instruction_cache(cpu, kernel, stride, name):
     channels, groups, size = LAYERS[name]

@@ -85,7 +85,7 @@ def test_rows(name: str, ranks: int) -> None:
     assert [begin for begin, _ in rows[1:]] == [end for _, end in rows[:-1]]
 
 
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 64])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_outputs(name: str, ranks: int) -> None:
@@ -223,6 +223,7 @@ def test_all_rows_on_one_rank_are_scattered() -> None:
     assert {message.source for message in plan.exchange.messages} == {0}
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(sorted(CASES)),
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=8),

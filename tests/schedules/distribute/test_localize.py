@@ -105,6 +105,7 @@ def test_refused() -> None:
         localize(nest, ((4, 8),), narrow)
 
 
+@pytest.mark.slow
 def test_kernels_of_a_distribution() -> None:
     plan = distribute(blur(64), "i", 64)
     shapes = {localize(plan.nest, part.rows, part.windows).shape for part in plan.parts}

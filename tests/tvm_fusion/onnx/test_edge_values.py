@@ -27,6 +27,7 @@ def wrong(pattern: str, per_operator: int = 1) -> str:
     return "\n".join(text for kind in kinds for text in report.texts[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", ["Clip|PRelu|Sign|TopK", pytest.param(FAULTY, marks=pytest.mark.slow)]
 )

@@ -19,7 +19,7 @@ from tvm_fusion.runtime.host_arrays import random_inputs
 FOLDER = Path(__file__).parent / "exported"
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jax2onnx", "tf2onnx", "keras"])
 def test_exported_model(name: str) -> None:
     path = FOLDER / f"{name}.onnx"

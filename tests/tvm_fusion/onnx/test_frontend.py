@@ -75,7 +75,7 @@ def test_networks(name: str) -> None:
     assert len(imported.mod["main"].params) == 1
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "result"),
     [

@@ -228,7 +228,7 @@ def network(depth: int = 256) -> onnx.ModelProto:
     return model_of(nodes, constants, 2, depth, TensorProto.FLOAT)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_matrices_of_16_bits(dtype: str, turned: bool) -> None:
@@ -341,7 +341,7 @@ def test_rows_of_a_dequantised_table(kind, axis, block, groups, tmp_path) -> Non
     check_rows(looked_up(nodes, constants), -300, numbers + scales, tmp_path)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("with_zero", [False, True])
 @pytest.mark.parametrize("columns", [512, 32], ids=["large", "small"])
@@ -436,6 +436,7 @@ def convolutions(random: np.random.Generator) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
+@pytest.mark.slow
 def test_weights_of_convolutions_stay_bytes() -> None:
     random = np.random.default_rng()
     model = convolutions(random)

@@ -91,6 +91,7 @@ def test_leave_one_out_chooses() -> None:
     assert few.predict(1e6).model != "interpolation"
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0.7, 1.4), min_size=26, max_size=26),
     st.integers(0, 24),

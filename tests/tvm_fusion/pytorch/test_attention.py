@@ -126,7 +126,7 @@ class Layer(nn.Module):
         return result.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.bool, 4), (torch.float32, 4), (None, 2)])
 def test_attention_is_one_kernel_of_a_gpu(dtype: torch.dtype | None, groups: int) -> None:
     mask = None if dtype is None else (torch.rand(2, 1, 64, 64) > 0.3).to(dtype)

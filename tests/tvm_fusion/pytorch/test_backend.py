@@ -148,6 +148,7 @@ def test_buffers_that_the_model_updates(models: list[Any]) -> None:
     assert counts[0] > 0 and counts == counts[:1] * 3
 
 
+@pytest.mark.slow
 def test_inputs_that_are_changed_and_returned(models: list[Any]) -> None:
     def shift(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x * 2
@@ -178,6 +179,7 @@ def test_marked_cache_of_inference_mode(models: list[Any]) -> None:
     assert len(models) == 1
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_graph_break(models: list[Any]) -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
@@ -194,6 +196,7 @@ def test_both_sides_of_a_graph_break(models: list[Any]) -> None:
     assert len(models) == 2
 
 
+@pytest.mark.slow
 def test_unsupported_op_runs_in_eager_mode_and_is_named_once(models: list[Any]) -> None:
     class Inverse(nn.Module):
         def __init__(self) -> None:

@@ -89,6 +89,7 @@ def test_places_among_boundaries(right: bool) -> None:
     check([lambda s, x, o: torch.searchsorted(s, x, sorter=o, side=side)], shuffled, x, order)
 
 
+@pytest.mark.slow
 def test_floats_less_integers() -> None:
     x = torch.tensor([[0, 1, -3], [7, 2**40, -(2**40)]])
     check([lambda x: 1.5 - x, lambda x: 2 - x, lambda x: torch.rsub(x, 0.5, alpha=3)], x)

@@ -136,6 +136,7 @@ def test_what_cannot_be_compiled_is_named(model: nn.Module, text: str) -> None:
         tvm_fusion.compile(export(model, (torch.eye(3),)), threads=1)
 
 
+@pytest.mark.slow
 def test_results_of_a_size_that_depends_on_data() -> None:
     compiled = tvm_fusion.compile(export(Places(), (torch.eye(3),)), threads=1)
     for x in (torch.randn(3, 3), torch.zeros(3, 3)):
@@ -162,7 +163,7 @@ def run_pipeline(mod: tvm.IRModule, x: torch.Tensor) -> np.ndarray:
     return (output if isinstance(output, tvm.runtime.Tensor) else output[0]).numpy()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("unwrap", [False, True])
 def test_pipeline_on_modules_of_tvms_front_end(unwrap: bool) -> None:
     model, x = convolutions(), image()

@@ -50,6 +50,7 @@ def test_views_of_results_and_inputs_share_their_memory(models: list[Any]) -> No
     assert not x.any()
 
 
+@pytest.mark.slow
 def test_a_view_that_is_changed_after_a_graph_break(models: list[Any]) -> None:
     def change(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -62,6 +63,7 @@ def test_a_view_that_is_changed_after_a_graph_break(models: list[Any]) -> None:
     assert models
 
 
+@pytest.mark.slow
 def test_a_changed_input_is_returned_in_another_shape(models: list[Any]) -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2).view(-1)
@@ -116,6 +118,7 @@ def test_floats_of_a_call_are_inputs_of_one_model(models: list[Any]) -> None:
     assert len(models) <= 4  # of either type one for the first float, and one for all others
 
 
+@pytest.mark.slow
 def test_floats_that_no_tensor_can_replace(
     models: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +130,7 @@ def test_floats_that_no_tensor_can_replace(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_arguments_in_one_memory_of_which_one_is_changed() -> None:
     def change(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.add_(1)
@@ -150,6 +154,7 @@ def test_weights_in_new_memory_are_seen(models: list[Any]) -> None:
     assert len(models) == 2
 
 
+@pytest.mark.slow
 def test_types_that_the_tracer_asserts(models: list[Any]) -> None:
     def mixed(x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.float16).float() * 2

@@ -218,6 +218,7 @@ assert [c.run(size) for c in (crew, most)] == expected
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_threads_of_its_own() -> None:
     command = [sys.executable, "-c", WITHOUT_TORCH + FORK]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

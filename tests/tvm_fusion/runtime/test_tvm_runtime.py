@@ -110,6 +110,7 @@ def test_a_saved_model_runs_without_the_compiler(tmp_path: Path) -> None:
     assert told == {"compiler": False, "text": repr(model).replace("1 thr", "2 thr"), "threads": 2}
 
 
+@pytest.mark.slow
 def test_types_that_numpy_lacks_need_no_compiler(tmp_path: Path) -> None:
     compiled(BFloat, ["x"], ["y"]).save(tmp_path / "bfloat.so")
     x = np.arange(15, dtype=np.float32).reshape(3, 5)
@@ -119,6 +120,7 @@ def test_types_that_numpy_lacks_need_no_compiler(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(places[2]), 2 * x)
 
 
+@pytest.mark.slow
 def test_sorting_needs_no_compiler(tmp_path: Path) -> None:
     compiled(Sort, ["x"], ["y"]).save(tmp_path / "sort.so")
     x = normal(2, 3, 7)
@@ -204,6 +206,7 @@ print(json.dumps(y.tolist()))
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_can_be_imported_after_a_model_ran(tmp_path: Path) -> None:
     model, x = dense(), normal(3, 4, 8)
     model.save(tmp_path / "model.so")

@@ -81,6 +81,7 @@ def test_quick_calls_have_not_failed(
     assert workspace.numpy()[FAILED]
 
 
+@pytest.mark.slow
 def test_a_model_for_a_gpu_knows_its_workspaces() -> None:
     """They are found among its weights, also small ones, and say that the host looks at them."""
     weights = tvm_fusion.compile(long_sums(), "cuda -arch=sm_80")._weights

@@ -202,6 +202,7 @@ def test_options_that_do_not_go_together(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_exports(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     onnx.save(sums(), "m.onnx")

@@ -199,7 +199,7 @@ def _believed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("_believed")
 @pytest.mark.parametrize("winner", ["fused on planes", "apart: direct, direct"])
 def test_the_fastest_form_is_recorded(tmp_path: Path, monkeypatch, winner: str) -> None:

@@ -253,6 +253,7 @@ def test_another_gpu_than_the_target_is_an_error(tmp_path: Path, monkeypatch) ->
         tvm_fusion.tune(model(), SM_90, database=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_library_for_cuda_holds_machine_code(tmp_path: Path) -> None:
     target = resolve(SM_90)
     task = next(t for t in extract_tasks(model(), target) if t.templates[0].name == "gpu.reduce")

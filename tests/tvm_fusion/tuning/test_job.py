@@ -249,6 +249,7 @@ def test_a_winner_loses_in_no_state(tmp_path: Path, monkeypatch, states, status:
     assert {task.status.split()[-1] for task in tune(tmp_path).tasks} == {status}
 
 
+@pytest.mark.slow
 def test_a_search_that_promises_nothing_ends_with_the_neighbours(
     tmp_path: Path, monkeypatch
 ) -> None:
@@ -398,6 +399,7 @@ for number in range(200):
 """
 
 
+@pytest.mark.slow
 def test_two_writers_lose_no_line(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     command = [sys.executable, "-c", WRITER, str(path)]

@@ -139,6 +139,7 @@ def modes(session: Session, outcomes: dict) -> dict[int, object]:
     return {session.task.settings[number][1].mode: found for number, found in outcomes.items()}
 
 
+@pytest.mark.slow
 def test_hang_crash_wrong_numbers_and_refusals_stop_nothing(session: Session) -> None:
     outcomes, seconds = session.race(range(len(session.task.settings)), ROUNDS, SECONDS)
     found = modes(session, outcomes)

@@ -140,6 +140,7 @@ def test_servers_of_other_versions_are_refused(tracker: Tracker, servers, monkey
     wait_for(lambda: tracker.servers() == (2, 2))
 
 
+@pytest.mark.slow
 def test_work_of_a_server_that_dies_is_done_by_the_other(
     tracker: Tracker, servers, tmp_path: Path, monkeypatch
 ) -> None:

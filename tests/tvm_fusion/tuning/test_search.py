@@ -149,6 +149,7 @@ def test_recorded_searches_find_the_best(cpu: str, seeds: int) -> None:
     assert min(replays.shares(kernels, 64)) >= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cpu", "seeds"), [ANOTHER, ("znver5", 1)])
 def test_scores_rank_untried_settings_of_recorded_searches(cpu: str, seeds: int) -> None:
     assert replays.correlation(replayed(cpu, seeds)) >= 0.85

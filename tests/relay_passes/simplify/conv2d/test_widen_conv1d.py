@@ -75,7 +75,7 @@ STEPS = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_elementwise_ops_stay_behind_the_convolution(step):
     before = sequences(step, relax.op.nn.relu)

@@ -92,6 +92,7 @@ def test_a_symbolic_batch():
     assert found == ["nn.conv2d", "nn.gelu"]
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     before=st.lists(st.sampled_from(SAME), max_size=3),

@@ -92,6 +92,7 @@ def test_parts_that_do_not_fit_are_refused(parts, inside):
         conv2d_template(build(case), case.kernel, knobs)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "neoverse-n1"])
 def test_weights_are_asked_for_ahead(cpu):
     triple, lanes, *_ = MACHINES[cpu]

@@ -150,6 +150,7 @@ def test_numbers_with_any_knobs(case, out_dtype, knobs, seed):
     check(case, func, out_dtype, seed)
 
 
+@pytest.mark.slow
 @given(cases(pair=False), TYPES, SEED)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_of_the_definition(case, out_dtype, seed):

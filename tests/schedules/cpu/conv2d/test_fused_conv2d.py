@@ -76,7 +76,7 @@ def test_numbers_with_any_knobs(case, data, seed):
     run(case, data.draw(knobs(blocks)), seed)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", in_turns(ORDERS, every=4))
 def test_numbers_of_every_order(order):
     layers = (

@@ -128,7 +128,7 @@ def test_numbers_where_only_the_data_is_plain_and_everything_is_split():
     check(BLOCK, True, False, functions, seed=1)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["dense", "strided"])
 def test_only_the_output_of_other_first_layers_is_plain(layer):
     first = {

@@ -121,6 +121,7 @@ def test_numbers_of_lanes(lanes):
     check([fewest, overlapping, exact])
 
 
+@pytest.mark.slow
 def test_numbers_of_images_that_cores_share():
     check([Image(2, 13, 37, 41, 8, cores) for cores in (1, 2, 3)])
 

@@ -99,6 +99,7 @@ def test_cpus_that_multiply_other_words_leave_winograds_algorithm_of_bytes(cpu):
     assert Conv2D().apply(case.build(), target, False) is None
 
 
+@pytest.mark.slow
 @given(st.one_of(quantized_cases(), winograd_cases()), SEED)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_numbers_of_the_definition(case, seed):

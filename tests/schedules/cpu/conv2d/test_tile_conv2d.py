@@ -91,6 +91,7 @@ def test_tiles_that_reach_back(shape, interleaved):
     case.check(compile_function(schedule(case, knobs)), 5)
 
 
+@pytest.mark.slow
 def test_three_channel_tiles_are_packed_side_by_side():
     layer = ConvLayer(96, 144, (1, 1), activation=Activation("round_clip", -100, 155))
     case = QuantizedCase(layer, 1, 5, 7, 48, False, "uint8", addition=ADDITIONS[0], inner=64)

@@ -56,6 +56,7 @@ def run(
     return output.numpy()[: rows * TILE_WORDS].reshape(rows, TILE_WORDS)
 
 
+@pytest.mark.slow
 @given(SIZE, SIZE, st.integers(0, 3), st.integers(0, 2**32 - 1))
 @settings(max_examples=settings.default.max_examples // 4)
 def test_products_of_bytes(rows, depth, gap, seed):

@@ -76,6 +76,7 @@ def test_a_reshape_after_a_product(columns):
     close(run(func, a, b)[0], (2 * (a @ b)).reshape(6, -1, 4), 10)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(2, 8, 9, 9), (2, 9, 9, 12)], ids=["NCHW", "NHWC"])
 def test_a_reshape_after_pooling(shape):
     x = tensor("x", *shape)

@@ -28,6 +28,7 @@ def mixed(count: int, period: int, dtype: str, loaded: int | None = None):
     return function([a], te.compute((count,), total, "total"))
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize(
     ("count", "period", "dtype"),
     in_turns([1, 15, 64, 333], [2, 3, 4], ["uint8", "int16", "float32"], every=3),

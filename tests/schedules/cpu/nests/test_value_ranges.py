@@ -65,6 +65,7 @@ def test_ranges():
     assert range_of(te.max(x, te.const(9.0, "float32"))) == Range(9.0, 255.0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.floats(-2, 2, width=32), st.floats(-300, 300, width=32)), max_size=4),
     st.sampled_from(["uint8", "int8"]),

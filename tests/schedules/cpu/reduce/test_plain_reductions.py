@@ -88,6 +88,7 @@ def test_numbers_of_float64_over_any_axes(data):
     close(run(found.mod["main"], array)[0], np.maximum(exact, 0), float(np.max(np.abs(exact))))
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.sampled_from([(7,), (3, 50), (50, 3), (2, 31, 9)]), st.data())
 def test_arguments_of_extrema_take_the_first(shape, data):

@@ -73,7 +73,7 @@ g (float[1, s, 4] x) => (float[3, t, 4] y)
 }"""
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [NUMBERS, REPEATED])
 def test_sizes_as_numbers_are_those_of_onnx_runtime(text: str) -> None:
     model = onnx.parser.parse_model(text)

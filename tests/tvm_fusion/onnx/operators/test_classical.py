@@ -163,7 +163,7 @@ def _vectors(classes: int, probabilities: bool, kernel: str) -> dict[str, Any]:
     return attributes
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["LINEAR", "POLY", "RBF", "SIGMOID"])
 def test_support_vectors(kernel: str) -> None:
     nodes, types = [], {}

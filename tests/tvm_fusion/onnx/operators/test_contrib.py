@@ -165,6 +165,7 @@ def test_causal_attention_to_other_keys(queries: int, keys: int) -> None:
     check([made], **feeds, k=normal(2, keys, 8, seed=2), v=normal(2, keys, 8, seed=3))
 
 
+@pytest.mark.slow
 def test_attention_with_a_past() -> None:
     inputs = "q k v - - - pk pv"
     names = ["q", "k", "v"]
@@ -258,7 +259,7 @@ def test_grouped_attention(past: int, tmp_path: Path) -> None:
             np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "declared", "options", "more"),
     [

@@ -111,6 +111,7 @@ def test_tensors_of_several_scales_in_one() -> None:
     check(model, feeds, 1)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("each_column", [False, True])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_dense_layers(is_float: bool, each_column: bool) -> None:
@@ -127,6 +128,7 @@ def test_dense_layers(is_float: bool, each_column: bool) -> None:
     check(model, feeds, 1)
 
 
+@pytest.mark.slow
 def test_products_that_are_floats() -> None:
     scales, bias = normal(4, seed=3) ** 2, normal(4, seed=4)
     right = [weights(6, 4), scales, np.zeros(4, "int8"), bias]
@@ -136,6 +138,7 @@ def test_products_that_are_floats() -> None:
     check(*model_of("MatMulIntegerToFloat", given, result=kind))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("left", ["int16", "uint16"])
 @pytest.mark.parametrize("right", ["int16", "uint16"])
 def test_products_of_16_bits(left: str, right: str) -> None:

@@ -147,7 +147,7 @@ def test_extremes_of_bools(op_type: str) -> None:
     np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(feeds), wanted)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [0, 1])
 def test_sorting_of_every_type(largest: int) -> None:
     """NaN counts as the largest, whatever is beside it; both zeros are equal."""
@@ -253,6 +253,7 @@ def test_attention(causal: int) -> None:
     np.testing.assert_allclose(outputs(model, feeds)[0], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attention_with_a_cache_and_no_mask() -> None:
     feeds = {name: normal(1, 2, 3, 8, seed=seed) for seed, name in enumerate(["q", "k", "v"])}
     feeds |= {name: normal(1, 2, 4, 8, seed=seed) for seed, name in enumerate(["pk", "pv"], 3)}
@@ -321,7 +322,7 @@ def test_sequences_along_other_axes_are_refused(
         import_onnx(model)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "starts"), [("linear", [0, 3]), ("circular", [4, 1])])
 def test_caches_with_new_rows(mode: str, starts: list[int]) -> None:
     feeds = {"past": normal(2, 3, 5, 4), "new": normal(2, 3, 2, 4, seed=2), "at": int64(*starts)}
@@ -330,6 +331,7 @@ def test_caches_with_new_rows(mode: str, starts: list[int]) -> None:
     np.testing.assert_array_equal(outputs(model, feeds)[0], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["DCR", "CRD", None])
 def test_space_to_depth(mode: str | None) -> None:
     """ONNX has a body for the operator of opset 28 only, which has a mode."""

@@ -65,7 +65,7 @@ def numbers() -> np.ndarray:
     return np.concatenate([spread, *halves, *(-half for half in halves), edges]).astype(np.float32)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("saturate", "name"), in_turns([1, 0], FLOATS))
 def test_floats_are_rounded_to_even(name: str, saturate: int) -> None:
     x = numbers()
@@ -80,6 +80,7 @@ def test_floats_are_rounded_to_even(name: str, saturate: int) -> None:
     np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["up", "down", "nearest"])
 def test_powers_of_two(mode: str) -> None:
     x = np.abs(numbers())
@@ -98,6 +99,7 @@ def test_whole_numbers_are_taken_modulo(name: str) -> None:
     np.testing.assert_array_equal(there_and_back(kind_of(name), x), wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", FLOATS[:4])
 def test_inputs_and_outputs_of_8_bits(name: str) -> None:
     dtype = helper.tensor_dtype_to_np_dtype(kind_of(name))

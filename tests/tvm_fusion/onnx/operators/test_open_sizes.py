@@ -124,6 +124,7 @@ def test_what_is_computed_from_a_selection(outputs: str, nodes: str) -> None:
     assert_same(model, *feeds)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("attribute", "inputs"),
     in_turns(
@@ -148,6 +149,7 @@ def test_suppressed_boxes(attribute: str, inputs: str) -> None:
     assert_same(model, *feeds)
 
 
+@pytest.mark.slow
 def test_detector_that_returns_early_without_boxes() -> None:
     model = parse(
         "float[20] x, float[20, 4] corners",
@@ -240,7 +242,7 @@ def test_different_elements(dtype: str, is_sorted: int) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis", "is_sorted", "dtype"), in_turns([0, 1, -1], [1, 0, 1], ["float32", "int64", "int8"])
 )

@@ -138,6 +138,7 @@ def test_long_sequence_is_one_kernel() -> None:
     assert "relax.tvm_fusion.recurrence" in relax_ops(import_onnx(model))
 
 
+@pytest.mark.slow
 def test_coupled_gates_and_clipping() -> None:
     check(*layer("LSTM", 4, 4, 3, 8, ("B", "P"), input_forget=1, clip=0.3))
 
@@ -147,6 +148,7 @@ def test_clipping(op_type: str) -> None:
     check(*layer(op_type, 4, 4, 3, 8, ("B",), clip=0.2))
 
 
+@pytest.mark.slow
 def test_activations() -> None:
     """One model of all of them, with the parameters that each takes."""
     taken = {"Affine": 2, "HardSigmoid": 2, "ScaledTanh": 2}

@@ -97,7 +97,7 @@ def test_targets_without_weights_count_for_nothing() -> None:
     check([node("TreeEnsembleRegressor", "x", "y", **attributes)], x=forest.rows(30))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT"])
 def test_transforms(transform: str) -> None:
     forest = RandomForest(6, 3, 3)
@@ -201,6 +201,7 @@ def test_many_trees_of_few_rows_are_shared_out() -> None:
             check(nodes, tolerance=0, x=forest.rows(count))
 
 
+@pytest.mark.slow
 def test_features_beside_a_network_and_chained_ensembles() -> None:
     forest, second = RandomForest(11, 4, 3), RandomForest(12, 4, 3, features=3)
     first = forest.attributes("target", 2, n_targets=2)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tvm
 from onnx import helper
 from onnx_cases import onnx_model
@@ -15,6 +16,7 @@ from tvm_fusion.onnx.operators.shapes import GROUP
 COUNT = 100
 
 
+@pytest.mark.slow
 def test_concatenation_of_many_inputs() -> None:
     names = [f"x{number}" for number in range(COUNT)]
     node = helper.make_node("Concat", names, ["y"], axis=-1)

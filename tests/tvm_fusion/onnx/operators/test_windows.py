@@ -18,7 +18,7 @@ from tvm_fusion.errors import UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 
-@pytest.mark.quick_cases("shape0-cubic")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
 @pytest.mark.parametrize("shape", [(1, 2, 1, 4), (2, 1, 3, 1), (1, 1, 1, 1)])
 def test_reflection_along_one_pixel(mode: str, shape: tuple[int, ...]) -> None:
@@ -76,6 +76,7 @@ def test_every_axis_can_change(mode: str) -> None:
     assert_same_as_onnx_runtime(resize((5, 7), None, int64(9, 4), mode=mode))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("rounding", "mode"),
     in_turns(

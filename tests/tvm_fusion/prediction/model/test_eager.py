@@ -369,6 +369,7 @@ def test_nodes_of_grouped_queries_are_causal(past, sizes):
     assert dict(call.sizes) == {"B": 2, "H": 8, "KV": 2, "D": 8, **sizes}
 
 
+@pytest.mark.slow
 def test_heads_of_a_group_and_of_a_rank():
     model = import_onnx(STEPS["llama_step"](layers=1)).mod
     run = lower_to_ranks(model, fused=["float32"])

@@ -70,6 +70,7 @@ def test_numbers_of_any_layers_and_knobs(case, drawn, seed):
     check(case, True, True, [planar(case, chosen)], seed)
 
 
+@pytest.mark.slow
 def test_lines_of_the_output_are_asked_for_in_time():
     case = Case((depthwise(16, 3, 1), ConvLayer(16, 16, (1, 1))), height=8, width=56)
     function = planar(case, PlanarKnobs(h_t=1, h=4))

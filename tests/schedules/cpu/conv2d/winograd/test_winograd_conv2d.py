@@ -147,7 +147,7 @@ def test_numbers_of_image_sizes(image, size):
     check(case, size, compile_function(schedule(case, size)), seed=5)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("padding", "size"),
     in_turns([(0, 0, 0, 0), (0, 1, 2, 0), (3, 0, 0, 4), (5, 6, 5, 6)], TILE_SIZES),
@@ -204,7 +204,7 @@ def test_what_is_not_finite_makes_nan_of_the_tiles_that_read_it(value, kind):
     np.testing.assert_array_equal(np.isnan(found).any(axis=(1, 4))[0], expected)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", TILE_SIZES)
 def test_one_function_serves_every_batch(size):
     case = Case((ConvLayer(13, 24, (3, 3), padding=SAME),), residual=True)

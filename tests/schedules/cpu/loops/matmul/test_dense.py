@@ -80,6 +80,7 @@ def test_numbers_of_float64(rows, columns, depth, transposed):
     close(run(func, x, w, b)[0], expected(x, w, b, transposed), depth**0.5)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from(ROWS), st.sampled_from(COLUMNS), st.booleans())
 def test_batches(batch, rows, columns, shared):
@@ -247,7 +248,7 @@ def convolve(x: Array, w: Array, stride: int, groups: int) -> Array:
     return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kernel", "groups", "each"), in_turns([1, 4], [1, 3, 8], [5, 8, 13]))
 def test_convolutions_whose_windows_do_not_overlap(kernel, groups, each):
     x = draw([2, 7 * groups, 8, 12])

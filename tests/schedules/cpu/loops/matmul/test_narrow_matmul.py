@@ -94,7 +94,7 @@ def test_numbers(
     assert (np.abs(found - x @ wide) <= 2e-5 * bound).all()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_open_rows_and_values_that_are_not_finite(bits: int) -> None:
     matrix = matrix_of(64, 40, bits, 32, "int8")

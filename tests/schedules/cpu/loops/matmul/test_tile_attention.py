@@ -73,6 +73,7 @@ def test_numbers(shape, seed):
     assert np.abs(found - wanted).max() <= 2**-8 * largest + 2**-8 * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 def test_keys_that_are_all_masked_but_one_give_its_value():
     shape = AttentionShape(1, 1, 9, 35, 16, 16, 1.0, (1, 1, 1, 35), "bfloat16")
     arrays = operands(shape, 1)
@@ -95,6 +96,7 @@ def test_rows_that_only_minus_infinity_is_added_to_are_nan():
     np.testing.assert_array_equal(np.isnan(run(shape, arrays)[0, :, 0, 0]), np.arange(8) == 3)
 
 
+@pytest.mark.slow
 def test_bits_are_the_same_for_any_number_of_threads():
     shape = AttentionShape(1, 3, 50, 40, 24, 32, 0.3, None, "float32")
     arrays = operands(shape, 4)
@@ -118,6 +120,7 @@ def test_cycles_grow_with_the_work():
     assert BERT.cycles(CPU) < BERT.separate_cycles(CPU)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["sapphirerapids", "graniterapids"])
 def test_machine_code(cpu):
     """Each four products share the left factor, and no tile is spilled."""

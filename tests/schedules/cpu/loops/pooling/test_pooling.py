@@ -158,6 +158,7 @@ def test_symbolic_batch():
     close(out.numpy(), pool.reference(x))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 @pytest.mark.parametrize("layout", ["NCHW8c", "NCHW"])
 def test_compiles_for_other_vector_units(target, layout):

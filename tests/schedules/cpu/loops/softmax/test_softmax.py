@@ -125,6 +125,7 @@ def test_symbolic_rows():
     close(out.numpy(), reference(x, 1, False))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_compiles_for_other_vector_units(target, axis):

@@ -116,7 +116,7 @@ def test_conditions_on_rows_alone(above, below):
     np.testing.assert_allclose(run(scheduled, x)[0], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REPEAT))
 @pytest.mark.parametrize("sizes", [[1, 3, 19, 2, 12], [12, 25], [0, 36, 1]])
 def test_ranks_have_the_bits_of_one(name, sizes):

@@ -124,6 +124,7 @@ def test_rows_share_their_loads(cpu, dtype):
     assert loop.stores == rows and loop.loads - loop.stack_loads <= (rows + 4) * 5 + 3
 
 
+@pytest.mark.slow
 def test_few_rows_have_the_bits_of_many():
     taps = (0.11, 0.23, 0.37, 0.23, 0.11)  # products of equal weights are shared by two rows
     func = filtered(37, 21, 3, taps)
@@ -186,6 +187,7 @@ def test_streamed_vectors_are_not_on_the_stack(streamed, cpu):
         assert not any(loop.stack_stores or loop.stack_loads for loop in hot)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
 def test_vectors_that_llvm_knows_to_be_aligned_are_streamed(streamed, cpu):
     """LLVM merges branches that do the same, and forgets what only one of them says."""
