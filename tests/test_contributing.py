@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import family_map
@@ -45,15 +46,25 @@ def test_walks_are_found() -> None:
     assert len(STEP.findall(PAGE)) > 25
 
 
+@cache
+def constants_and_calls() -> list[tuple[Path, ast.Constant | ast.Call]]:
+    """Constants and calls of all modules, with their files."""
+    return [
+        (path, node)
+        for family in FAMILIES
+        for path in (ROOT / family).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant | ast.Call)
+    ]
+
+
 def test_names_of_attributes_stand_in_one_file() -> None:
     names = {value for name, value in vars(attributes).items() if name.isupper()}
     assert len(names) > 30
     wrong = [
         f"{path}:{node.lineno}: {node.value}"
-        for family in FAMILIES
-        for path in (ROOT / family).rglob("*.py")
+        for path, node in constants_and_calls()
         if path != Path(attributes.__file__)
-        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert not wrong, "take these from schedules.attributes:\n" + "\n".join(wrong)
@@ -63,10 +74,8 @@ def test_only_faces_import_our_modules_by_a_string() -> None:
     """The linter of imports does not see strings."""
     wrong = [
         f"{path}:{node.lineno}"
-        for family in FAMILIES
-        for path in (ROOT / family).rglob("*.py")
+        for path, node in constants_and_calls()
         if str(path.relative_to(ROOT)) not in FACES
-        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and _imports_ours(node)
     ]
     assert not wrong, "import these by a statement, or register them:\n" + "\n".join(wrong)

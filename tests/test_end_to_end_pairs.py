@@ -37,6 +37,7 @@ def test_pairs_of_every_network_are_tried_with_three_images() -> None:
     assert len(CASES) == 39 + 13
 
 
+@pytest.mark.slow
 def test_images_of_a_batch_do_not_mix() -> None:
     name = "mv2_4_2"
     three = tvm_fusion.compile(build_pair(name, 3), fuse="all")

@@ -89,7 +89,7 @@ def test_pairs_occur_in_their_network(network: str) -> None:
         assert (shapes, first.strides[0], pair.workload.height) in found, pair.name
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "name", ["mv2_6_2", "mnb1_6_2", "res_5x_s2", "groups_8", "rgy_4", "shf_3", "inc_128"]
 )

@@ -129,6 +129,7 @@ def test_seed_decides_the_weights() -> None:
     assert serialized(1) != serialized(2)
 
 
+@pytest.mark.slow
 def test_symbolic_batch() -> None:
     model = MODELS["resnet_18"](batch="images", image_size=32)
     assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "images"

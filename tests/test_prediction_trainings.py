@@ -138,6 +138,7 @@ def few_steps(monkeypatch) -> None:
     monkeypatch.setattr(timed_steps, "WARM_UP", 1)
 
 
+@pytest.mark.slow
 def test_two_trainings_predict_each_other(monkeypatch, tmp_path):
     few_steps(monkeypatch)
     small = {name: (*TRAININGS[name][:2], (2, 4, 8)) for name in ("mlp", "cnn")}
@@ -196,6 +197,7 @@ def test_lookups_with_and_without_the_data_on_the_same_launches(monkeypatch):
     assert 0 < found["by_the_data_of_the_sources_sizes"]["count"] == expected < 20
 
 
+@pytest.mark.slow
 def test_a_launch_has_a_time_of_each_batch_and_table(monkeypatch):
     monkeypatch.setattr(predict_lookups, "ROUNDS", 2)
     with torch.no_grad():

@@ -76,7 +76,7 @@ def outputs(compiled: Any, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
     return [result] if isinstance(result, np.ndarray) else list(result)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", NEW)
 def test_full_size_is_valid_and_imports(name: str) -> None:
     model = hollow(name)
@@ -210,7 +210,7 @@ def test_attention_of_bert_sees_no_masked_tokens() -> None:
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", NEW)
 def test_seed_decides_the_weights(name: str) -> None:
     assert small(name, seed=1).SerializeToString() == small(name, seed=1).SerializeToString()

@@ -126,6 +126,7 @@ def test_masks_infinities_and_nan(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found, exact, 2e-5, 2e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_of_any_length(rng: np.random.Generator) -> None:
     batch, n = (tirx.Var(name, "int64") for name in ("batch", "n"))
     shapes: list[Shape] = [(batch, 1, 64), (batch, n, 64), (batch, n, 64)]
@@ -145,6 +146,7 @@ def tile_of(batch: int, queries: int, keys: int, n: int, arch: str = "sm_90") ->
     return parted(mod, CUDA[arch])[1][0]
 
 
+@pytest.mark.slow
 def test_few_heads_have_more_parts() -> None:
     """The device is busy with either; short caches and many heads are one kernel."""
     long, many, short = tile_of(1, 32, 8, 32768), tile_of(64, 32, 32, 4096), tile_of(8, 32, 32, 64)

@@ -159,6 +159,7 @@ def test_each_side_waits_for_the_other() -> None:
             check_chained_protocol(re.sub(rf"{name}\w*\(", "nothing(", kernel))
 
 
+@pytest.mark.slow
 def test_only_sm_90a_has_it() -> None:
     types = [((16, 2048, 64), F16)] * 3
     assert rule_of(all_half(None, 0.125), *types) == "Attention (warpgroups)"

@@ -95,7 +95,7 @@ def test_no_thread_reads_behind_the_data(tile: ConvTile, nchw: bool) -> None:
     assert traffic.reads[0].all() and set(traffic.writes[-1]) == {1}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations(kind: str, rng: np.random.Generator) -> None:
     case = case_of(dense(5, 6, activation=kind), height=3, width=5, residual=True)
@@ -174,7 +174,7 @@ def test_symbolic_batch(rule: ScheduleRule, rng: np.random.Generator) -> None:
 SMALL_BLOCKS = Target({"kind": "opencl", "max_num_threads": 32}, host="llvm")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "threads"),
     in_turns(
@@ -220,6 +220,7 @@ def test_groups_that_cut_packed_blocks_are_refused(rule: ScheduleRule) -> None:
         rule.apply(func, OPENCL, False)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -233,6 +234,7 @@ def test_one_thread_an_output(case: Case, rng: np.random.Generator) -> None:
     check(case, scheduled(case, AnyConv2D()), rng)
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_and_groups_that_cut_blocks(rng: np.random.Generator) -> None:
     layer = ConvLayer(8, 6, (3, 3), (2, 1), (1, 1, 1, 1), groups=2, activation=Activation("relu"))
     batch, height, width = (tirx.Var(name, "int64") for name in "nhw")

@@ -138,6 +138,7 @@ def test_fused_pair(case: Case, arch: str) -> None:
     assert count(names, "LDS") == count(names, "LDS.128") > 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "tile", [ConvTile(1, 16, 1, 1, 4, 4), ConvTile(2, 16, 1, 1, 8, 4)], ids=str
 )
@@ -148,6 +149,7 @@ def test_small_tiles_leave_registers_for_addresses(tile: ConvTile) -> None:
     assert COSTS.register_file // (tile.threads * int(found[2])) >= LEAST_REGISTERS
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "tile", [ConvTile(4, 32, 1, 4, 8, 4, splits=2), ConvTile(16, 128, 2, 8, 2)], ids=str
 )
@@ -189,6 +191,7 @@ def test_a_symbolic_batch_is_not_split() -> None:
     assert choose_tile(ProductExtents.of(shape), GPU).splits == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tile",
     [

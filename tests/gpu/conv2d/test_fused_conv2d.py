@@ -51,7 +51,7 @@ def test_any_tile(case: Case, tile: FusedTile, rng: np.random.Generator) -> None
     check(case, fused_template(build(case), case.kernel, tile), rng)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [depthwise(24), dense(4, 24)], ids=["depthwise", "dense"])
 def test_a_last_chunk_that_is_not_full(layer: ConvLayer, rng: np.random.Generator) -> None:
     """Six blocks in chunks of four: what lies behind the last weights is poison."""
@@ -61,6 +61,7 @@ def test_a_last_chunk_that_is_not_full(layer: ConvLayer, rng: np.random.Generato
     check(case, fused_template(build(case), case.kernel, tile), rng)
 
 
+@pytest.mark.slow
 def test_symbolic_batch(rng: np.random.Generator) -> None:
     case = case_of(depthwise(6), dense(6, 9), batch=3, height=5, width=7)
     func = build(case, tirx.Var("n", "int64"))

@@ -22,7 +22,7 @@ def conv(x: relax.Expr, w: relax.Expr, groups: int = 2, strides: int = 1) -> rel
     return op.nn.conv2d(x, w, strides, 1, groups=groups, out_dtype=F32)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("has_epilogue", [False, True])
 @pytest.mark.parametrize("strides", [1, 2])
 def test_numbers(strides: int, has_epilogue: bool, rng: np.random.Generator) -> None:
@@ -51,6 +51,7 @@ def test_numbers_of_symbolic_batches(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, convolve_groups(x, w, 2, padding=(1, 1, 1, 1)), 1e-5, 1e-4)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_machine_code(arch: str) -> None:
     """Of ResNeXt: a thread has one output, and needs few registers."""

@@ -86,7 +86,7 @@ def test_what_is_computed_before_a_reduction(producer: str) -> None:
     _check(_sisters(producer, OLD).func)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["softmax", "layer_norm"])
 def test_chains(name: str) -> None:
     _check(make(name, BF16, (300, 768), 1, OLD).func)

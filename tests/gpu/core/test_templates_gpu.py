@@ -236,7 +236,7 @@ def test_dense_pairs_that_spill_are_no_settings() -> None:
     assert template.contains(workload, replace(spills, first_quads=2), rule.machine(CUDA))
 
 
-@pytest.mark.quick_cases("gpu.reduce_chain")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
 def test_a_setting_agrees_with_the_default(name: str) -> None:
     check_numbers(name, 1)
@@ -256,6 +256,7 @@ def test_many_settings_agree(name: str, part: int) -> None:
     check_numbers(name, MANY // PARTS)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", gpu.TEMPLATES)
 def test_rules_follow_records(name: str) -> None:
     template, func, target = gpu.TEMPLATES[name], FUNCTIONS[name][0], cuda_of(name)

@@ -331,7 +331,7 @@ def test_a_call_without_a_place_waits_for_one(rng: np.random.Generator) -> None:
     calls.check()
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
     in_turns(["x", "y", "sisters", "softmax"], [PLACES + 4, 2, PLACES], every=3),

@@ -65,7 +65,7 @@ NUMBERS: dict[str, tuple[ConvLayer, Size, tuple[int, int, int]]] = {
 BOXES = {"half_a_cluster": (2, 1, 32)}  # three, whole, and of all images
 
 
-@pytest.mark.quick_cases("3x3", "strided", "half_a_cluster")
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name: str, emulated: pytest.MonkeyPatch) -> None:
     """Edges of tiles along all axes, padding, and channels that fill no step."""
@@ -225,6 +225,7 @@ def test_boxes_fill_the_rows_of_a_tile() -> None:
             assert np.prod(box) <= most and (box[-1] == 14 or longer > most)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_sizes_of_a_layer_are_those_of_its_product(
     name: str, monkeypatch: pytest.MonkeyPatch

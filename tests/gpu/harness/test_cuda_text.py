@@ -93,6 +93,7 @@ def test_wide_loads(lanes: int, dtype: str, wide: str, narrow: str) -> None:
     assert used.stack_frame == used.spill_stores == used.spill_loads == used.shared == 0
 
 
+@pytest.mark.slow
 def test_stack_frame_of_an_array_with_a_dynamic_index() -> None:
     source = cuda_source(indexed_locally)
     used = ptxas(source)["indexed_locally_kernel"]

@@ -74,6 +74,7 @@ def test_no_usable_device() -> None:
         choose_device(platforms)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -113,6 +113,7 @@ def sum_with_last_block(blocks: int) -> tirx.PrimFunc:
     return func
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("size", [1, 33, 64, 1001])
 def test_kernels_scratch_and_symbolic_sizes(size: int, rng: np.random.Generator) -> None:
     kernels = compile_opencl(reversed_through_scratch)
@@ -127,7 +128,7 @@ def test_kernels_scratch_and_symbolic_sizes(size: int, rng: np.random.Generator)
     assert first != second and isinstance(first, Launch)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype: str, rng: np.random.Generator) -> None:
     data = rng.integers(0, 2 if dtype == "bool" else 100, 96).astype(dtype)
@@ -312,7 +313,7 @@ def test_writes_behind_a_buffer_are_found() -> None:
         kernels.run(result, 17)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -394,7 +395,7 @@ def test_atomics_of_64_bits(rng: np.random.Generator) -> None:
     assert result[0] == data.sum()
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "lanes", "load"),
     [("float32", 4, "vload4(0, A_ptr"), ("int32", 4, "vload4(0, A_ptr"), ("int8", 16, "vload16(0")],
@@ -408,7 +409,7 @@ def test_text_of_wide_loads(dtype: str, lanes: int, load: str, rng: np.random.Ge
     np.testing.assert_array_equal(result, 3 * data)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "accumulator"),
     [("float32", "float32"), ("float64", "float64"), ("float16", "float32"), ("int8", "int32")],

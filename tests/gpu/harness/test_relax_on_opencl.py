@@ -108,6 +108,7 @@ def test_outputs_are_poisoned() -> None:
         assert np.isnan(result[4:]).all()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "float16", "bfloat16"])
 def test_types_go_through(dtype: str, rng: np.random.Generator) -> None:
     x = relax.Var("x", relax.TensorType((3, 50), dtype))

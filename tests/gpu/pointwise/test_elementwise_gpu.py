@@ -221,7 +221,7 @@ def _check(got: list[np.ndarray], wanted: object) -> None:
             np.testing.assert_allclose(a.astype("float64"), b.astype("float64"), epsilon, 1e-6)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str, rng: np.random.Generator) -> None:
     build, reference, types = CASES[name]
@@ -229,6 +229,7 @@ def test_numbers(name: str, rng: np.random.Generator) -> None:
     _check(run(build, inputs), reference(*inputs))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_symbolic_rows(size: int, rng: np.random.Generator) -> None:
     rows = tirx.Var("n", "int64")
@@ -316,7 +317,7 @@ WIDE = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
 def test_accesses_are_16_bytes(name: str) -> None:
     build = CASES[name][0]

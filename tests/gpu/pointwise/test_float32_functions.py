@@ -74,7 +74,7 @@ def test_fast_math_on_request(name: str, instruction: str) -> None:
     assert count(opcodes(code), instruction) > 0
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numbers(name: str) -> None:
     build, expected, ulps = FUNCTIONS[name]

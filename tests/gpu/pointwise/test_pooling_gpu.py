@@ -126,7 +126,7 @@ DEPTHWISE: dict[str, tuple[tuple[int, int], tuple[int, int, int, int], int, int,
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEPTHWISE)
 def test_depthwise_convolutions_of_float16(name: str, rng: np.random.Generator) -> None:
     strides, padding, dilation, channels, filters, size = DEPTHWISE[name]

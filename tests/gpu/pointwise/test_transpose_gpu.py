@@ -99,6 +99,7 @@ def test_more_inputs_than_tiles_fit_have_none(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(got, np.sum(inputs, axis=0).T, 1e-5, 1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rows", [3, 100])
 def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     x = _random(rng, (rows, 48), F32)
@@ -106,6 +107,7 @@ def test_symbolic_rows(rows: int, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(got, x.T)
 
 
+@pytest.mark.slow
 def test_tiles_lie_in_shared_memory() -> None:
     [func] = scheduled(op.permute_dims, ((768, 3072), F32), target=CUDA).values()
     source = cuda_source(func)

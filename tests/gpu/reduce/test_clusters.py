@@ -118,7 +118,7 @@ def test_several_rows_of_a_block(operator: str, rng: np.random.Generator) -> Non
     check(operator, arguments[-1], data, wanted)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(tirx.Var("n", "int64"), 20_000), (3001, tirx.Var("n", "int64"))]
 )
@@ -216,7 +216,7 @@ def test_rows_of_chains(name: str, shape: tuple[int, int], rng: np.random.Genera
     check_chain(name, 1, inputs, group.run(*inputs))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
     in_turns(
@@ -255,6 +255,7 @@ def test_every_size_of_cluster_is_met() -> None:
     assert found == {2, 4, 8}
 
 
+@pytest.mark.slow
 def test_nan_and_infinity_in_chains(rng: np.random.Generator) -> None:
     data = random_data(rng, "sum", "float32", (5, 20_000))
     data[0, 11_111] = np.nan
@@ -368,6 +369,7 @@ def test_protocol(source: str) -> None:
         assert check_protocol(text) == wanted + 1, kernel
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("broken", "by"),
     [
@@ -455,7 +457,7 @@ def test_chain_fits(outputs: int, reduced: int, form: str, fits: bool) -> None:
     assert not chain_fits(outputs, reduced, 4, older, form)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "exchanges"), [(long_softmax, 2), (long_sums, 1)])
 def test_models(build: Callable[[], onnx.ModelProto], exchanges: int) -> None:
     """A whole model is one kernel with clusters."""

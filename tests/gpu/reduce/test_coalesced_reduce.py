@@ -177,7 +177,7 @@ def test_any_axes(shape: list[int], mask: int, operator: str, keepdims: bool, se
     check(operator, got, data, wanted.reshape(kept))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("operator", "dtype", "shape"),
     [
@@ -322,6 +322,7 @@ def test_data_that_begins_off_a_vector(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(_run(case, data, wanted), wanted)
 
 
+@pytest.mark.slow
 def test_an_input_that_is_not_needed_is_left_alone(rng: np.random.Generator) -> None:
     """TVM folds the product, so that the kernel reads nothing: the data stays as it is."""
     case = Case("sum", "int32", (100_000,), [0], "last_block", producer=_nothing)
@@ -332,7 +333,7 @@ def test_an_input_that_is_not_needed_is_left_alone(rng: np.random.Generator) -> 
     assert arguments[-1] == 0
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [100, 64])
 def test_devices_with_small_blocks(threads: int, rng: np.random.Generator) -> None:
     target = Target({"kind": "opencl", "max_num_threads": threads}, host="llvm")

@@ -165,6 +165,7 @@ def test_one_pass_where_it_pays(mod: tvm.IRModule, is_one_pass: bool) -> None:
     assert any(attributes.COLUMN_SUMS in text for text in texts) == is_one_pass
 
 
+@pytest.mark.slow
 def test_columns_of_what_the_rows_give(rng: np.random.Generator) -> None:
     """The gradient of a bias is a sum over rows of what needs the sums along them."""
     shape = (1030, 512)

@@ -128,6 +128,7 @@ def test_rows_of_logits_are_read_once(arch: str) -> None:
         assert (arch == "sm_80") == group[1].is_online
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [OPENCL, resolve("cuda -arch=sm_90")], ids=str)
 def test_rms_norm_with_its_residual_is_one_kernel(target: Target, rng: np.random.Generator) -> None:
     nodes = [

@@ -281,6 +281,7 @@ def test_an_exponential_an_element() -> None:
     assert count(main, "BRA") == 1 and len(main) < 24 * elements
 
 
+@pytest.mark.slow
 def test_every_element_is_read_once() -> None:
     group = both("float32", (3, 300_003), [1], CUDA)
     shapes = [(tuple(map(int, p.shape)), str(p.dtype)) for p in group.func.params]

@@ -138,6 +138,7 @@ def test_types(
     run(name, dtype, shape, axis, rng)
 
 
+@pytest.mark.slow
 def test_thresholds_on_this_device() -> None:
     """Both kinds of rows and of columns are among the shapes above."""
     kept = [make("softmax", "float32", shape, 1).config.kept for shape in ROWS]
@@ -229,6 +230,7 @@ def test_cross_entropy(shape: tuple[int, int], rng: np.random.Generator) -> None
     np.testing.assert_array_equal(best, logits.argmax(1))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("columns", [300, 30_001])
 def test_nan_and_infinity(columns: int, rng: np.random.Generator) -> None:
     data = random_data(rng, "sum", "float32", (5, columns))
@@ -241,6 +243,7 @@ def test_nan_and_infinity(columns: int, rng: np.random.Generator) -> None:
     assert np.isnan(got[0][[0, 1, 3]]).any(1).all()
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time(rng: np.random.Generator) -> None:
     group = make("layer_norm", "float32", (70, 1030), 1)
     inputs = inputs_of("layer_norm", "float32", (70, 1030), 1, rng)

@@ -140,6 +140,7 @@ def test_epilogues(form: str, finish: str, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_epilogues_follow_integer_sums_in_the_last_block(rng: np.random.Generator) -> None:
     shape = (2, 70_001)
 
@@ -152,6 +153,7 @@ def test_epilogues_follow_integer_sums_in_the_last_block(rng: np.random.Generato
     np.testing.assert_array_equal(group.run(data)[0], data.sum(1, dtype="int32") * np.int32(3))
 
 
+@pytest.mark.slow
 def test_epilogue_of_a_reshaped_result(rng: np.random.Generator) -> None:
     shape = (4, 6, 513)
 
@@ -261,6 +263,7 @@ def _loads_of_inputs(func: tirx.PrimFunc) -> list[str]:
     return [load.source.name for load in found if load.source.scope() == "global"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_a_shared_input_is_read_once(form: str) -> None:
     shape, axes = ((1024, 4096), [1]) if form == "x" else ((4096, 1 << 16), [0])

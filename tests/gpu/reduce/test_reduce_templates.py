@@ -313,6 +313,7 @@ def record_of(func: tirx.PrimFunc, config: ReduceConfig, target: Target, **chang
     return Record.of_key(key, SISTERS, config, (2e-5, 1e-5), trials=8)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("finish", ["one_block", "cluster", "last_block"])
 def test_the_pass_follows_records(finish: str) -> None:
     mod = _module()

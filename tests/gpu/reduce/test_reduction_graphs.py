@@ -51,7 +51,7 @@ def run(mod: tvm.IRModule, inputs: list[np.ndarray]) -> list[np.ndarray]:
     return [value for var, value in values.items() if var not in list(main.params)]
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("number", TABLE_2)
 def test_sub_graphs_of_table_2(number):
     types, build, by_numpy = TABLE_2[number]

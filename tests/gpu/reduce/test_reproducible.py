@@ -50,7 +50,7 @@ def kernel(case: tuple[str, tuple[int, ...], list[int]], target: Target) -> tirx
     return Case(operator, "float32", shape, axes, target=target).func.without_attr("target")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPES)
 def test_one_kernel_for_all_gpus(case: tuple[str, tuple[int, ...], list[int]]) -> None:
     """What is equal but for the bound on registers adds in the same order."""

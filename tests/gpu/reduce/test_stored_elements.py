@@ -77,6 +77,7 @@ def test_numbers(form: str, finish: str, rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("extents", [(5, 129), (3, 30_001)])
 def test_symbolic_extents(extents: tuple[int, int], rng: np.random.Generator) -> None:
     shape = [tvm.tirx.Var(name, "int64") for name in "nk"]

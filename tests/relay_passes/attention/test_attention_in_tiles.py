@@ -70,7 +70,7 @@ FORMS = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_that_become_one_kernel(form, target):
     inputs = "float[2,10,64] x" + (", float[10] mask" if form == "masked" else "")
@@ -90,6 +90,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("form", OTHERS)
 def test_forms_that_are_left_alone(form, target):
     model = model_of(OTHERS[form], **({"c": 0.4} if "Mul(m, c)" in OTHERS[form] else {}))

@@ -37,6 +37,7 @@ def test_depthwise_then_pointwise_with_few_channels_gains(target: Target, batch:
     assert "KiB between the layers stay in shared memory" in decision.reason
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [CUDA, OPENCL], ids=["cuda", "opencl"])
 def test_layers_that_would_be_computed_again_do_not_gain(target: Target) -> None:
     """Every tile of the many output channels would compute the first layer anew."""

@@ -304,6 +304,7 @@ def test_pools_of_other_layouts() -> None:
     assert ops(mod) == ["mean"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "dtype"), in_turns([(7,), (4, 7), (4, 5, 3)], ["float32", "float16"])
 )
@@ -557,7 +558,7 @@ ONNX_NODES = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("special", "name"), in_turns([False, True], ONNX_NODES))
 def test_onnx_operators(name: str, special: bool) -> None:
     attributes, weights = ONNX_NODES[name]
@@ -583,7 +584,7 @@ def test_onnx_operators(name: str, special: bool) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "GlobalLpPool"])
 def test_norms_of_16_bits_do_not_overflow_on_the_way(name: str) -> None:
     attributes, weights = ONNX_NODES[name]

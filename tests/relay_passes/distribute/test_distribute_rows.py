@@ -166,7 +166,7 @@ def test_calls_that_are_not_split(build: Callable[..., relax.Expr], shapes: Any)
     assert row_op(call(build, *shapes)) is None
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("build", "shapes"),
     [

@@ -43,6 +43,7 @@ def test_results_and_residuals_in_place() -> None:
     tvm.ir.assert_structural_equal(ExchangeInPlace()(after), after)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_slices_are_read_where_they_lie(ranks: int) -> None:
     """The stride of 2 reads seven of a rank's eight rows; one rank exchanges nothing."""

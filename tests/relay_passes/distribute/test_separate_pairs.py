@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import tvm
 from tvm import relax
 
@@ -51,6 +52,7 @@ def apart(builder: relax.BlockBuilder, x: relax.Var, y: relax.Var) -> relax.Expr
     return op.conv2d(first, WEIGHTS[2], BIAS, y, **SECOND, **channels, **LAYOUTS)
 
 
+@pytest.mark.slow
 def test_a_pair_with_large_weights(run_module: Callable[..., np.ndarray]) -> None:
     before, expected = module(pair, 3), module(apart, 3)
     after = SeparatePairs()(before)

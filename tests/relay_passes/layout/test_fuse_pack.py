@@ -332,6 +332,7 @@ def test_numbers_of_any_pair(
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * scale)
 
 
+@pytest.mark.slow
 def test_numbers_of_relax_convolutions(run_module):
     network = Network((2, 13, 11, 9))
     first, second = depthwise(13, 5, 2), dense(13, 21)

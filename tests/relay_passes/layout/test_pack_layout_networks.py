@@ -180,6 +180,7 @@ def test_twice_is_once(data, block):
     tvm.ir.assert_structural_equal(PackLayout(block=block)(once), once)
 
 
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 5)
 @given(st.data(), st.sampled_from([4, 8, 16]))
 def test_numbers(data, block):

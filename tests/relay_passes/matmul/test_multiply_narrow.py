@@ -50,6 +50,7 @@ def kernels(mod: tvm.IRModule, target: Target = AVX2) -> set[str]:
     return {var.name_hint for var in found.get_global_vars()} - {"main"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("zero", [False, True])
 def test_products_become_kernels(zero: bool) -> None:
     assert kernels(product(widening(zero=zero))) == {"narrow_matmul"}
@@ -96,6 +97,7 @@ def test_other_matrices_become_floats(mod: tvm.IRModule) -> None:
     assert "relax.matmul" in str(folded) or "R.matmul" in folded.script()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("mode", ["wrap", "clip"])
 def test_rows_that_are_chosen_are_widened_alone(bits: int, mode: str) -> None:

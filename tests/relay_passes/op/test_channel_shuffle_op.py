@@ -55,7 +55,7 @@ def test_legalization_has_the_name_of_the_op():
     assert sorted(var.name_hint for var in legalized.functions) == ["channel_shuffle", "main"]
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("case", "block"), in_turns([(16, 2), (12, 3), (58, 2), (5, 5), (7, 1)], [None, 4, 8])
 )

@@ -37,6 +37,7 @@ def _run(mod: tvm.IRModule, indices: np.ndarray, shape: tuple[int, ...]) -> np.n
     return machine["main"](*map(tvm.runtime.tensor, arguments)).numpy()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_negative_indices_count_from_the_end(dtype: str) -> None:
     mod = _module(_indices((2, 2), dtype), [5, 3], "wrong")

@@ -340,6 +340,7 @@ def test_numbers_on_symbolic_shapes(reference, run_module):
     np.testing.assert_allclose(result, expected, atol=1e-12)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("layer", "form"),
     [

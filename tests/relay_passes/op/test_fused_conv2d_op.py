@@ -211,6 +211,7 @@ def test_numbers(reference, run_module, pair, with_residual, seed):
     np.testing.assert_allclose(run_module(mod, *arrays), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -67,6 +67,7 @@ def test_calls_of_a_graph_give_the_same_bits() -> None:
         np.testing.assert_allclose(found[0], exact, rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_captured_functions_allocate_nothing(arch: str) -> None:
     target = resolve(f"cuda -arch={arch}")

@@ -83,6 +83,7 @@ def test_pass_has_the_name_of_its_file_and_is_exported() -> None:
     assert ShareKernels.__module__ == "relay_passes.program.share_kernels"
 
 
+@pytest.mark.slow
 def test_kernels_of_other_depths_are_one_and_give_the_same_bits() -> None:
     mod = alike()
     shared = ShareKernels()(mod)

@@ -398,7 +398,7 @@ def test_global_average_pool_of_the_onnx_importer():
     assert ops(after) == ["[mean]"]
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", [*PLAIN, "variance", "std"])
 def test_numbers(name):
     values = random_data(np.random.default_rng(2), (3, 5, 7), "float32")

@@ -368,7 +368,7 @@ def test_an_epilogue_reads_at_the_row_that_it_writes(turn):
 # Chains
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_one_kernel(name):
     build, by_numpy, shapes, outputs = CHAINS[name]
@@ -560,6 +560,7 @@ def test_layer_norm_of_long_rows_is_three_kernels():
     )
 
 
+@pytest.mark.slow
 def test_long_rows_of_two_inputs_take_no_more_launches():
     def build(emit, x, y):
         return [softmax(emit, x), softmax(emit, y)]
@@ -737,6 +738,7 @@ def test_what_nobody_reads_does_not_matter():
     assert entry["reductions"] == ["coalesced_sum"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("extent", [1, 3, 8])
 def test_a_symbolic_batch(extent):
     n = tirx.Var("n", "int64")
@@ -749,6 +751,7 @@ def test_a_symbolic_batch(extent):
     fused.check(lambda x: [softmax_of(x), x.min(1)], normal(extent, 17))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_symbolic_rows(axis):
     n, k = tirx.Var("n", "int64"), tirx.Var("k", "int64")

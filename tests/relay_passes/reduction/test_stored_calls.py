@@ -43,7 +43,7 @@ def pair(*shape: int) -> list[relax.Var]:
     return [data(*shape, name=name) for name in "xy"]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axes", [[0], [1], None])
 def test_producers_that_are_outputs(axes: list[int] | None) -> None:
     """Also one that another producer reads, and whatever the size of a row."""
@@ -154,6 +154,7 @@ def test_no_call_joins_that_waits_for_the_group() -> None:
     assert kernels[0] == "coalesced_sum" and len(kernels) == 3
 
 
+@pytest.mark.slow
 def test_only_so_many_are_stored() -> None:
     def build(emit, x):
         results = [emit(op.add(x, relax.const(float(k)))) for k in range(MAX_TENSORS + 2)]

@@ -312,6 +312,7 @@ def test_sums_stay_in_registers_and_loads_are_few(cpu, forms):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_vectors_of_256_bits_multiply_bytes():
     assert products_of_bytes("alderlake")
     found = defects(products_of_bytes("alderlake"), "alderlake")

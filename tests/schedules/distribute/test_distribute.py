@@ -85,7 +85,7 @@ def test_rows(name: str, ranks: int) -> None:
     assert [begin for begin, _ in rows[1:]] == [end for _, end in rows[:-1]]
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 64])
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_outputs(name: str, ranks: int) -> None:
@@ -102,6 +102,7 @@ def test_grid_of_several_outputs() -> None:
         check_messages(distribute(SEVERAL[name](), ["i", "j"], 6), interpreter_of(name))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("ranks", "deep"), [(4, 2), (12, 3)])
 def test_halos_of_any_number_of_steps(ranks: int, deep: int) -> None:
     """The last round may have fewer steps than the others; each number reads other rows."""
@@ -154,7 +155,7 @@ def test_refused_repeat(repeat: str | dict[str, str], reason: str) -> None:
         distribute(wave2d(), "i", 2, repeat=repeat)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "ranks"), in_turns(CASES, [2, 4, 6, 12]))
 def test_grids(name: str, ranks: int) -> None:
     plan = distribute(CASES[name](), [0, 1], ranks)
@@ -261,6 +262,7 @@ def test_interior_reads_what_the_rank_owns(name: str) -> None:
         assert local == list(range(*interior[0]))
 
 
+@pytest.mark.slow
 def test_interior_of_a_grid() -> None:
     plan = distribute(heat2d(12, 12), ["i", "j"], 4, grid=(2, 2))
     assert plan.interior(0) == ((0, 5), (0, 5))

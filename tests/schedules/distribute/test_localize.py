@@ -59,7 +59,7 @@ def test_text() -> None:
     assert scalar_arguments(nest, ((4, 8),), windows) == (4, 4, 4)
 
 
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_shapes_have_equal_functions(name: str) -> None:
     func = CASES[name]()
@@ -71,6 +71,7 @@ def test_equal_shapes_have_equal_functions(name: str) -> None:
         assert tvm_ffi.structural_equal(local.func, first)
 
 
+@pytest.mark.slow
 def test_interior_parts_share_a_function() -> None:
     for case, most in ((blur, 1), (heat2d, 1), (chain, 5), (upsample, 3)):
         parts = [part_of(case(16), begin, begin + 4).shape for begin in range(0, 13)]

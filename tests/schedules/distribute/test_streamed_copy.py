@@ -38,6 +38,7 @@ def test_stores_are_streamed_before_the_fence() -> None:
     assert 0 < text.index("movntps") < text.index("sfence")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("target", "streams"), [(X86_64, True), (AARCH64, False)])
 def test_kernels_stream_what_they_send(target: Target, streams: bool) -> None:
     tensor, byte = relax.TensorType([1, 16, 8, 8, 16], "float32"), relax.TensorType([1], "uint8")

@@ -30,6 +30,7 @@ def test_a_constant_and_anything(op, reference):
     np.testing.assert_array_equal(run(func, X)[0], reference(X))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("op", "reference"), [(topi.maximum, np.maximum), (topi.minimum, np.minimum)]
 )

@@ -149,6 +149,7 @@ def test_float32_leaves_no_library_call_and_other_types_keep_theirs():
     assert vectorize_math(before).same_as(before)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_roundings_and_tests_for_nan_stay_vectors(dtype):
     def op(x):

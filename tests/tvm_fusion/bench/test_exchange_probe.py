@@ -47,5 +47,6 @@ class Clock:
         self.now += seconds
 
 
+@pytest.mark.slow
 def test_a_probe_of_this_machine() -> None:
     assert ExchangeProbe(resolve(NATIVE, cores=2), 2).seconds() >= exchange_probe._LEAST

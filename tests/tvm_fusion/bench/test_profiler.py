@@ -82,6 +82,7 @@ def test_limits_follow_from_costs(small: Profile) -> None:
     assert small.seconds > 0
 
 
+@pytest.mark.slow
 def test_a_fused_pair_is_one_kernel() -> None:
     found = profile(small_model(), threads=1, runs=1, fuse="all", limits=LIMITS)
     assert any(
@@ -221,7 +222,7 @@ def test_gpus_are_not_profiled() -> None:
         profile(small_model(), "opencl")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", ["uint8", "bfloat16"])
 def test_the_peak_may_be_that_of_tile_registers(numbers: str) -> None:
     """By loops: each sum adds 64 or 32 products of ones a round to what it begins with."""

@@ -158,6 +158,7 @@ def test_closed_worker_is_gone() -> None:
     assert process_state(one.pid) == ""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_thread_pools_get_their_size(threads: int) -> None:
     with EngineWorker(EngineSpec("onnxruntime"), threads) as one:

@@ -142,6 +142,7 @@ def test_compile_writes_a_library_that_runs(run: Run, model_path: Path, tmp_path
     assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_compile_writes_beside_the_user_by_default(
     run: Run, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,6 +540,7 @@ def command_line(*arguments: Any) -> list[str]:
     return python("tvm_fusion.cli", *map(str, arguments))
 
 
+@pytest.mark.slow
 def test_real_ctrl_c_ends_the_workers_of_a_race(model_path: Path, library: Path) -> None:
     command = command_line("bench", model_path, "--compiled", library, "--rounds", 100000)
     command += ["--against", "onnxruntime", "--threads", "1"]
@@ -694,6 +696,7 @@ def on_terminal(command: list[str]) -> str:
     return b"".join(parts).decode()
 
 
+@pytest.mark.slow
 def test_tables_keep_to_the_width(run: Run, library: Path, model_path: Path) -> None:
     for arguments in (["inspect", library], ["explain", model_path], ["predict", model_path]):
         _, out, _ = run(*arguments)

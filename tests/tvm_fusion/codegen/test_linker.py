@@ -277,6 +277,7 @@ def objects_of(tmp_path_factory: pytest.TempPathFactory):
     return compile_for
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("target", "arch"), [("x86-64-v3", "x86_64"), ("aarch64", "aarch64")])
 def test_objects_of_llvm_are_read_and_linked(objects_of, target: str, arch: str) -> None:
     objects = [read_object(data) for data in objects_of(target)]

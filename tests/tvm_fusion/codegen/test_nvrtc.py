@@ -263,6 +263,7 @@ def test_threads_compile_for_their_own_architectures(monkeypatch: pytest.MonkeyP
     assert (tvm_ffi.get_global_func(nvrtc.CALLBACK, allow_missing=True) is None) == (before is None)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("header", "dtype"), [("fp16", "half"), ("bf16", "nv_bfloat16")])
 def test_numbers_of_16_bits_are_rounded(header: str, dtype: str) -> None:
     body = "x[threadIdx.x] = hnearbyint(x[threadIdx.x]);"

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], Callable[[Values], Values]]] = 
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_each_result_is_right_to_the_last_digits(case):
     op_type, opset, attributes, reference = CASES[case]

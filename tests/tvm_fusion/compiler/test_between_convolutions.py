@@ -187,6 +187,7 @@ def test_nothing_is_unpacked_between(middle, channels: int) -> None:
     assert layout_changes(between(middle, channels, SIZE)) == []
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("middle", ONLY_FULL_BLOCKS.values(), ids=ONLY_FULL_BLOCKS.keys())
 def test_nothing_is_unpacked_between_where_channels_fill_blocks(middle) -> None:
     assert layout_changes(between(middle, 48, SIZE)) == []
@@ -206,7 +207,7 @@ def writes(mod: tvm.IRModule) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("channels", [20, 116])
 @pytest.mark.parametrize("middle", ONLY_FULL_BLOCKS.values(), ids=ONLY_FULL_BLOCKS.keys())
 def test_in_cut_blocks_no_kernel_writes_another_layout(middle, channels: int) -> None:
@@ -217,6 +218,7 @@ def test_in_cut_blocks_no_kernel_writes_another_layout(middle, channels: int) ->
     assert shapes[-1] == (1, 24, SIZE, SIZE)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("channels", [48, 20])
 def test_only_the_gate_of_dense_layers_is_unpacked(channels: int) -> None:
     model = between(excite_by_gemm, channels, SIZE)

@@ -242,6 +242,7 @@ def _check_pair(
     np.testing.assert_array_equal(found, apart)
 
 
+@pytest.mark.slow
 def test_each_stored_tensor_is_rounded_once_and_sums_are_exact() -> None:
     """Sums of integers are exact in float32, so that only roundings to bfloat16 remain."""
     random = np.random.default_rng(7)
@@ -454,7 +455,7 @@ def test_stored_halves_are_packed_and_fused_as_float32() -> None:
     assert uses[ZEN_4, TensorProto.BFLOAT16] == ["Conv2D"] * 5
 
 
-@pytest.mark.quick_cases("16")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_stored_halves_differ_from_float32_by_the_last_rounding(kind: int) -> None:
     """Where no kernel multiplies in 16 bits, nothing but the result is rounded."""

@@ -95,6 +95,7 @@ def test_code_does_not_depend_on_the_threads(
     assert saved[0] == saved[1] == saved[2]
 
 
+@pytest.mark.slow
 def test_kernels_for_a_gpu_are_built_in_groups_too(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
     spied(monkeypatch, lambda _: both.wait(timeout=120))

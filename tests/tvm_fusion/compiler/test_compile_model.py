@@ -197,6 +197,7 @@ def fail(*_: object, **__: object) -> None:
     raise ValueError("no luck")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("run", "broken", "stage"),
     [

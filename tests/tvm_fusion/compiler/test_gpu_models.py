@@ -87,6 +87,7 @@ def test_every_kernel_becomes_machine_code(name: str) -> None:
         assert resources.shared <= 49152, kernel
 
 
+@pytest.mark.slow
 def test_what_comes_with_its_own_kernels_becomes_machine_code() -> None:
     target = resolve(CUDA)
     mod = pipeline.optimize(import_onnx(sorting()).mod, target)
@@ -95,6 +96,7 @@ def test_what_comes_with_its_own_kernels_becomes_machine_code() -> None:
     assert compile_kernels(executable, "sm_90")
 
 
+@pytest.mark.slow
 def test_shapes_are_computed_before_the_model_runs() -> None:
     """The model's Shape, Gather and Concat leave no kernel of integers behind."""
     target = resolve(OPENCL)
@@ -111,6 +113,7 @@ def test_the_registered_pipeline_is_for_gpus_too() -> None:
     assert "__global__" in "".join(cuda_texts(executable))
 
 
+@pytest.mark.slow
 def test_phases_have_names_and_dumps(tmp_path: Path) -> None:
     target = resolve(CUDA)
     mod = pipeline.optimize(import_onnx(attention()).mod, target, Options(dump=tmp_path))
@@ -143,6 +146,7 @@ def test_pairs_of_convolutions_are_fused_if_asked(fuse: str) -> None:
     assert_same(RelaxOnOpenCL(mod, target)(*feed.values()), run_onnx(model, feed), limit=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ours", [True, False])
 def test_every_function_tells_its_rule(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not ours:
@@ -476,6 +480,7 @@ def test_a_description_that_does_not_fit_is_refused(
         tvm_fusion.load(path)
 
 
+@pytest.mark.slow
 def test_opencl_stays_text(tmp_path: Path) -> None:
     model = tvm_fusion.compile(small_model(), OPENCL, threads=1)
     model.save(tmp_path / "model.so")
@@ -502,6 +507,7 @@ def test_progress_counts_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == tuple(range(len(seen))) and set(total) == {len(seen) - 1}
 
 
+@pytest.mark.slow
 def test_a_gpu_model_is_compiled_for_another_host(tmp_path: Path) -> None:
     model = tvm_fusion.compile(small_model(), "opencl -host=aarch64", threads=1)
     model.save(tmp_path / "model.so")

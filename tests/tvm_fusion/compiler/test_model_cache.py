@@ -59,6 +59,7 @@ def test_the_second_time_nothing_is_compiled(tmp_path: Path, compiled: list[Any]
     model.save(tmp_path / "again.so")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "options", [{"threads": 2}, {"fuse": "none"}, {"target": "x86-64-v2"}, {"records": "none"}]
 )
@@ -87,7 +88,7 @@ def _truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "harm",
     [
@@ -120,6 +121,7 @@ def test_the_folder_is_the_users_own(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "new" / "cache").stat().st_mode) == 0o700
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("folder", ["file/cache", "/proc/cache"])
 def test_a_folder_that_cannot_be_written(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()

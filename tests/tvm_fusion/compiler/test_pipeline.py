@@ -124,6 +124,7 @@ def test_the_options_choose_what_is_fused() -> None:
         assert all(f.attrs["tirx.is_scheduled"] for f in kernels(mod))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("fuse", "winograd", "expected"),
     [
@@ -233,6 +234,7 @@ def test_mobilenet_is_compiled_for_avx2() -> None:
             compiled(**feed)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("name", "lanes"), [("x86-64-v3", 8), ("x86-64-v4", 16), ("aarch64", 4), ("cortex-a72", 4)]
 )

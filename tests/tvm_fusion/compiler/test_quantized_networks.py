@@ -260,7 +260,7 @@ def test_tensors_around_a_depthwise_layer_have_blocks_of_their_own(tmp_path):
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
-@pytest.mark.quick_cases("16")
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [4, 16, 32])
 def test_groups_by_loops_in_place_of_tile_registers(own, tmp_path):
     """Bit for bit those of vectors: groups of 4 channels are computed as groups of 16."""
@@ -326,7 +326,7 @@ def test_models_for_tile_registers_start_on_no_other_cpu(tmp_path, monkeypatch):
         tvm_fusion.load(tmp_path / "bytes.so")
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", list(QuantFormat), ids=str)
 @pytest.mark.parametrize("target", [VNNI, AVX2], ids=["vnni", "avx2"])
 def test_residuals_are_added_within_convolutions(form, target, tmp_path):
@@ -368,6 +368,7 @@ def dense_block(
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
+@pytest.mark.slow
 def test_products_quantised_at_run_time(tmp_path):
     rng = np.random.default_rng(0)
     weight = onnx.numpy_helper.from_array(rng.standard_normal((300, 24), np.float32), "w")

@@ -97,6 +97,7 @@ def test_explain_shows_on_which_kernels_a_rule_failed() -> None:
         assert use["name"] in line and use["rule"] in line and use["slow"] in line
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lenient", "broken_conv2d")
 @pytest.mark.filterwarnings("ignore::schedules.errors.SlowPathWarning")
 def test_the_command_line_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +188,7 @@ def test_explain_for_gpus_shows_them_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "kernels likely to be slow" in text and "Conv2D failed: ValueError: no tile" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lenient")
 def test_what_no_rule_of_ours_takes_on_a_gpu_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tvm_fusion.compiler.phases.gpu.RULES", ())

@@ -111,7 +111,7 @@ def test_waves_of_numpy() -> None:
     np.testing.assert_allclose(found["next"], a + speed, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "deep"), [(3, 1), (4, 3)])
 def test_steps_of_several_fields(ranks: int, deep: int) -> None:
     fields = {"A": "next", "V": "speed"}
@@ -276,7 +276,7 @@ def in_two_nests(sch: s_tir.Schedule) -> None:
     sch.parallel(sch.get_loops("out")[0])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_wait_before_a_block(ranks: int) -> None:
     func, mode = late_mask(), Mode(blocking=False)
@@ -377,7 +377,7 @@ def first_largest(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[t
     return tuple(tirx.Select(holds, a, b) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "ranks", "sizes"),
     [
@@ -409,6 +409,7 @@ def test_argmax_of_numpy(dtype: str, ranks: int, sizes: list[int] | None) -> Non
         np.testing.assert_array_equal(found[1], whole.max(0))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loop", ["j", "k"])
 def test_first_of_equal_values_in_rows(loop: str) -> None:
     """Vectors do not change the order in which they are found."""
@@ -474,6 +475,7 @@ def test_devices_have_no_hidden_outputs() -> None:
         compile(function(a, pair[0]), loop="j", devices=["opencl"])
 
 
+@pytest.mark.slow
 def test_own_schedules() -> None:
     arrays, expected = one_rank("blur")
     seen = []
@@ -494,6 +496,7 @@ def test_own_schedules() -> None:
     np.testing.assert_array_equal(run(mixed, arrays), expected)
 
 
+@pytest.mark.slow
 def test_ranks_share_kernels() -> None:
     assert len(compile(blur(64, 8), 8).kernels) == 1
     assert len(compile(heat2d(64, 8), 8).kernels) == 2  # a border's window is a row shorter
@@ -622,6 +625,7 @@ def test_figures_of_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert default_processor(other) == estimated_processor(other)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["heat2d", "wave2d"])
 def test_windows_begin_at_different_places_of_their_pages(name: str) -> None:
     local = compile({"heat2d": heat2d, "wave2d": wave2d}[name](8, 16), 1).alone()

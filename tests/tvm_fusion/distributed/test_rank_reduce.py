@@ -25,6 +25,7 @@ def test_reductions(ranks: int, cases: str) -> None:
     assert outcome.stdout.count("all checked") == ranks
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("operator", "dtype", "columns"),
     [("min", "int32", 6), ("or", "bool", 6), ("sum", "int8", 500)],

@@ -63,7 +63,7 @@ def sums(rows: int = 5, cols: int = 3) -> tirx.PrimFunc:
     return function(a, te.compute((cols,), lambda j: te.sum(a[k, j], axis=k), "C"))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_gathers_of_reductions_are_those_of_a_run(ranks: int) -> None:
     """Counted where ranks gather; 7 are more than there are iterations."""

@@ -318,6 +318,7 @@ def test_distributed_blur_of_processes() -> None:
     assert "largest error of 2 ranks: " in outcome.stdout
 
 
+@pytest.mark.slow
 def test_cooperative_blur(capsys: pytest.CaptureFixture[str]) -> None:
     opencl_context()  # chooses the OpenCL of the tests
     assert cooperative_blur.main(["--split", "400", "600", "--chunks", "3"]) == 0
@@ -465,7 +466,7 @@ def test_peers_of_stencils(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     assert "blur by jax failed" in capsys.readouterr().err
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("stencil", "dtype"),
     [

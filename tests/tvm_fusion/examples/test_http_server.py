@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient  # noqa: E402
 from examples.http_server import create_app  # noqa: E402
 
 
+@pytest.mark.slow
 def test_requests_at_once_and_wrong_ones(tmp_path: Path) -> None:
     model = tvm_fusion.compile(small_model(), threads=1)
     model.save(tmp_path / "model.so")

@@ -268,7 +268,7 @@ def test_onnx_runtime_leaves_its_results_on_the_device(monkeypatch: pytest.Monke
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_twin_in_pytorch_computes_the_same(name: str) -> None:
     torch = pytest.importorskip("torch")

@@ -126,6 +126,7 @@ def test_graph_and_expression_agree(case: KernelCase) -> None:
     assert case.bytes >= sum(array.nbytes for array in inputs)
 
 
+@pytest.mark.slow
 def test_weights_of_models_become_repetitive_and_keep_their_spread() -> None:
     from examples.models import resnet_18
 

@@ -142,7 +142,7 @@ def test_norms() -> None:
     check(nodes, feeds)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name",), in_turns(TYPES))
 def test_casts(name: str) -> None:
     """Whole numbers wrap around, floats lose their fraction, as in numpy."""
@@ -244,6 +244,7 @@ def test_ranges_sums_slices_and_powers() -> None:
     check(nodes, feeds, constants, 17, whole)
 
 
+@pytest.mark.slow
 def test_powers_and_pools_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     """TVM has warnings on standard error for powers of numbers from 3 on."""
     feeds = {"x": np.abs(normal(1, 2, 6, 7))}

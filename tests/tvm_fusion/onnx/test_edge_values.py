@@ -45,6 +45,7 @@ def compiled(text: str, *feeds: np.ndarray) -> np.ndarray:
     return tvm_fusion.compile(onnx.parser.parse_model(text), threads=1)(*feeds)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axes", ["", ", axes"])
 def test_reductions_of_no_axes(axes: str) -> None:
     names = ("L1", "L2", "SumSquare", "LogSum", "LogSumExp", "Sum", "Max", "Min", "Mean", "Prod")
@@ -58,6 +59,7 @@ def test_reductions_of_no_axes(axes: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", ["NCHW", "packed"])
 def test_maxima_of_windows_with_nan_and_infinities(layout: str) -> None:
     """NaN stays, as in numpy and PyTorch, and so do windows of minus infinity."""
@@ -143,7 +145,7 @@ def test_casts_to_whole_numbers_of_nan_and_beyond() -> None:
     np.testing.assert_array_equal(signed, [-128, 127, -128, -1, 127, -128])
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["uint8", "int8", "int32"])
 def test_cubic_weights_stay_in_the_range_of_integers(kind: str) -> None:
     limits = np.iinfo(kind)
@@ -165,6 +167,7 @@ def test_numbers_from_data_around_a_tensor() -> None:
     np.testing.assert_array_equal(z, np.pad(x, ((0, 0), (2, 1)), constant_values=NAN))
 
 
+@pytest.mark.slow
 def test_losses_with_constant_labels() -> None:
     text = """<ir_version: 8, opset_import: ["": 17]> g (float[3, 4] x) => (float y)
         <int64[3] labels = {1, -1, 3}>

@@ -119,6 +119,7 @@ def test_axes_that_depend_on_data() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["Gather", "GatherElements"])
 def test_constant_indices(op_type: str) -> None:
     model = one_node(op_type, (3, 4), np.array([[1, -1], [-4, 0]]), axis=1)
@@ -161,6 +162,7 @@ def test_axis_of_indices_out_of_range() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["Div", "Mod"])
 def test_integer_divisions(op_type: str) -> None:
     def quotient(divisor: str) -> onnx.ModelProto:
@@ -184,6 +186,7 @@ def _quotient(op_type: str, divisor: np.ndarray, shape: tuple[int, ...]) -> onnx
     return model
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("op_type", ["Div", "Mod"])
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_divisions_by_minus_one(op_type: str, dtype: str) -> None:
@@ -197,6 +200,7 @@ def test_divisions_by_minus_one(op_type: str, dtype: str) -> None:
     assert_same_as_onnx_runtime(_quotient(op_type, np.full(2, -1, dtype), (1, 2)), harmless)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["Div", "Mod"])
 def test_divisions_by_minus_one_among_others(op_type: str) -> None:
     smallest = np.iinfo(np.int32).min
@@ -206,7 +210,7 @@ def test_divisions_by_minus_one_among_others(op_type: str) -> None:
     np.testing.assert_array_equal(run_relax(imported, list(feeds.values()))[0], expected)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "op_type"), in_turns(["int8", "int32", "int64", "uint16"], ["Div", "Mod"])
 )

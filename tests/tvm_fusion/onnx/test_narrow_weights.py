@@ -123,7 +123,7 @@ def test_matmul_of_few_bits(bits: int, zeros: bool) -> None:
     check(model, 1e-5, (1, 2, 3, 14))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -137,6 +137,7 @@ def test_odd_matrices(model: onnx.ModelProto) -> None:
     check(model, 1e-5)
 
 
+@pytest.mark.slow
 def test_rows_of_16_bits() -> None:
     check(nbits(256, 72, 4, 32, zeros=True, dtype="float16"), 2e-3)
 
@@ -189,7 +190,7 @@ def dequantized(
     return model_of(nodes, constants, 3, 96, TensorProto.FLOAT)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("kind", "axis", "block", "form"),
     [
@@ -317,7 +318,7 @@ def check_rows(model: onnx.ModelProto, first: int, bytes_: int, path: Path) -> N
     assert (path / "model.so").stat().st_size < bytes_ + code
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["int8", "uint4"])
 @pytest.mark.parametrize(
     ("axis", "block", "groups"), [(0, 0, (300,)), (1, 16, (300, 63)), (0, 32, (10, 1001))]
@@ -485,6 +486,7 @@ def test_scales_of_zero_infinity_and_nan_reach_their_channels_alone(weights: str
     np.testing.assert_allclose(found[:, others], wanted[:, others], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_of_convolutions_are_rounded_when_asked(tmp_path: Path) -> None:
     random = np.random.default_rng()
     codes = random.integers(-126, 127, (192, 256, 3, 3)).astype("float32")

@@ -16,6 +16,7 @@ from tvm_fusion.errors import InvalidModelError, ModelWarning
 from tvm_fusion.onnx.frontend import import_onnx
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [11, 14, 16])
 def test_a_layer_normalisation_before_opset_17(opset: int) -> None:
     """ONNX Runtime takes it; the rest of the model keeps the meaning of its own opset."""
@@ -32,6 +33,7 @@ def test_a_layer_normalisation_before_opset_17(opset: int) -> None:
     assert len(told) == 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("op_type", "opset", "newer"), [("HardSwish", 11, 14), ("Mish", 16, 18), ("Gelu", 12, 20)]
 )

@@ -111,6 +111,7 @@ def run(model: onnx.ModelProto, *values: np.ndarray) -> np.ndarray:
     return tvm_fusion.compile(model, threads=1)(*values)
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_the_reference(name: str) -> None:
     model = parse(*CASES[name])
@@ -178,6 +179,7 @@ def test_layer_norm_of_a_large_mean() -> None:
     np.testing.assert_allclose(run(model, x, np.ones(64, "float32")), wanted, atol=2e-3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [13, 18])
 def test_axes_of_a_mean_as_attribute_and_as_input(opset: int) -> None:
     """Axes of the other version must not be ignored, which reduces everything."""
@@ -211,6 +213,7 @@ def test_negative_indices_from_data() -> None:
     np.testing.assert_array_equal(run(model, x, indices), x[indices])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "node",
     [

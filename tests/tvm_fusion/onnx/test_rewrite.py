@@ -42,7 +42,7 @@ OLD = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", OLD)
 def test_operators_of_opset_7(op_type: str) -> None:
     """Attributes that later became inputs, with other defaults."""
@@ -125,6 +125,7 @@ def test_resizing_before_coordinate_modes(op_type: str, opset: int, mode: str) -
     assert_same_as_onnx_runtime(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_resizing_before_coordinate_modes_inside_of_a_branch(mode: str) -> None:
     nodes = [helper.make_node("Upsample", ["x", "scales"], ["r"], mode=mode)]
@@ -132,7 +133,7 @@ def test_resizing_before_coordinate_modes_inside_of_a_branch(mode: str) -> None:
     assert_same_as_onnx_runtime(_always(nodes, (1, 2, 3, 4), scales, opset=9))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [1, 11, 12])
 @pytest.mark.parametrize("axis", [None, 0, 1, 2])
 def test_softmaxes_of_matrices(opset: int, axis: int | None) -> None:
@@ -301,6 +302,7 @@ def test_constants_of_absurd_sizes_are_refused(
         import_onnx(onnx_model(nodes, {"x": (1,)}, ["y"], constants))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "exponent", [np.array(3, np.int64), np.array(2.1, np.float64), np.array(0.5, np.float64)]
 )
@@ -354,6 +356,7 @@ def test_automatic_padding(data: st.DataObject) -> None:
     assert_same_as_onnx_runtime(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("mode", "op_type"),
     in_turns(
@@ -458,13 +461,13 @@ def test_corners_of_a_single_pixel_are_aligned(
     assert_same_as_onnx_runtime(model)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["Celu", "Softsign", "HardSwish", "HardSigmoid"])
 def test_activations(op_type: str) -> None:
     assert_same_as_onnx_runtime(one_node(op_type, (2, 3, 4)))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("op_type", "constants", "attributes"),
     [
@@ -535,6 +538,7 @@ def _choice(condition: bool | None) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("condition", "op"), [(True, "multiply"), (False, "subtract")])
 def test_branches_of_known_conditions(condition: bool, op: str) -> None:
     """Both branches hold tensors of the same names, and two Ifs hold the same branches."""

@@ -242,6 +242,7 @@ def test_chrome_trace(tmp_path, run, name: str) -> None:
     assert last == pytest.approx(timeline.seconds * 1e6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["t.png", "t.svg"])
 def test_picture(tmp_path, run, name: str) -> None:
     pytest.importorskip("matplotlib")

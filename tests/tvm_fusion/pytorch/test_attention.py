@@ -101,6 +101,7 @@ def test_programs_of_core_ops_and_torch_compile(kept_models: list[Any]) -> None:
     assert len(kept_models) == 1
 
 
+@pytest.mark.slow
 def test_random_dropout_is_refused() -> None:
     class Dropped(nn.Module):
         def forward(self, q: torch.Tensor) -> torch.Tensor:

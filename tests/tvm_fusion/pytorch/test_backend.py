@@ -120,6 +120,7 @@ def test_changed_weights_are_seen(models: list[Any]) -> None:
     assert len(models) == 3
 
 
+@pytest.mark.slow
 def test_weights_that_keep_changing_end_in_eager_mode(
     models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

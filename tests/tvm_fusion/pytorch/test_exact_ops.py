@@ -60,6 +60,7 @@ def test_divisions_of_floats(dtype: Any) -> None:
     check([lambda a: torch.floor_divide(a, 0.7), lambda a: a % -0.7], pairs(dtype)[0])
 
 
+@pytest.mark.slow
 def test_divisions_of_integers() -> None:
     a, b = torch.tensor([7, -7, 7, -7, 0]), torch.tensor([2, 2, -2, -2, 3])
     check([torch.floor_divide, torch.remainder], a, b)

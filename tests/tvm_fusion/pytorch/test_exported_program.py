@@ -143,6 +143,7 @@ def test_results_of_a_size_that_depends_on_data() -> None:
         np.testing.assert_array_equal(compiled(x), eager(Places(), x))
 
 
+@pytest.mark.slow
 def test_lazy_views_and_meta_tensors_are_refused() -> None:
     compiled = tvm_fusion.compile(export(nn.ReLU(), (torch.zeros(3, 4),)), threads=1)
     numbers = torch.randn(3, 4, dtype=torch.complex64)

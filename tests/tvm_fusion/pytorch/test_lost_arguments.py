@@ -427,7 +427,7 @@ GROUPS = (
 )
 
 
-@pytest.mark.quick_cases("activations")
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_arguments_of_ops(group: Callable[[], Iterator[Case]]) -> None:
     model = Cases(list(group()))

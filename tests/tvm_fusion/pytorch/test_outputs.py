@@ -75,6 +75,7 @@ def test_a_changed_input_is_returned_in_another_shape(models: list[Any]) -> None
     torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.slow
 def test_views_of_open_sizes_and_numbers(models: list[Any]) -> None:
     def sizes(x: torch.Tensor) -> tuple[Any, ...]:
         y = x.relu()
@@ -86,6 +87,7 @@ def test_views_of_open_sizes_and_numbers(models: list[Any]) -> None:
     assert len(models) == 1
 
 
+@pytest.mark.slow
 def test_results_have_the_strides_of_eager_mode(models: list[Any]) -> None:
     model = nn.Conv2d(3, 4, 3).eval()
     x = torch.randn(2, 3, 6, 5).contiguous(memory_format=torch.channels_last)
@@ -185,6 +187,7 @@ def test_modes_of_inductor_are_refused() -> None:
         fast(torch.zeros(2))
 
 
+@pytest.mark.slow
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     def parts(x: torch.Tensor) -> torch.Tensor:
         return torch.stack(x.split(2)).sum(0) + torch.arange(4)

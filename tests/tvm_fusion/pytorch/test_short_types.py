@@ -85,6 +85,7 @@ class Cast(nn.Module):
             return self.model(x)
 
 
+@pytest.mark.slow
 def test_program_with_autocast() -> None:
     model, x = Cast().eval(), torch.randn(2, 3, 12, 12)
     compiled = tvm_fusion.compile(torch.export.export(model, (x,)), threads=1)

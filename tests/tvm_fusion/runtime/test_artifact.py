@@ -265,6 +265,7 @@ np.testing.assert_array_equal(load({folder!r} + "/again.so")(x), model(x))
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_without_any_compiler_loads_compiles_and_saves(
     saved: Path, tmp_path: Path
 ) -> None:

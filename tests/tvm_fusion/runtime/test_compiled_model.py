@@ -139,6 +139,7 @@ def test_outputs_of_earlier_calls_stay(model: CompiledModel) -> None:
         assert_dense(y, x)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("rows", [1, 5, 0, 3])
 def test_open_dimensions_take_their_size_from_the_call(rows: int) -> None:
     a, b = normal(1, rows, 2), normal(2, rows, 2)
@@ -179,6 +180,7 @@ def test_wrong_inputs_are_refused_and_the_model_goes_on(
     assert_dense(model(x), x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("threads", [1, min(2, os.cpu_count() or 1)])
 def test_concurrent_calls_do_not_disturb_each_other(threads: int) -> None:
     model = dense(threads=threads)

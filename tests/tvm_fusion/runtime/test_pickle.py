@@ -24,6 +24,7 @@ def model() -> CompiledModel:
     return tvm_fusion.compile(small_model(), threads=1)
 
 
+@pytest.mark.slow
 def test_copies_compute_the_same(model: CompiledModel) -> None:
     first = copy.deepcopy(model)
     second = pickle.loads(pickle.dumps(first))

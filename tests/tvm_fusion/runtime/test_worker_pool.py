@@ -87,6 +87,7 @@ def counted(crew: Crew, kernel, times: int) -> bool:
     return bool((memory == times * np.arange(SIZE)).all())
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_each_part_of_a_loop_is_computed_once(library: Path, threads: int) -> None:
     module = tvm_ffi.load_module(str(library))
@@ -149,6 +150,7 @@ def test_a_failure_in_any_thread_is_an_error_once(library: Path, task: int) -> N
     crew.run(module["fail"], argument)
 
 
+@pytest.mark.slow
 def test_callers_at_once_with_the_same_file(library: Path) -> None:
     """They share its variables: a file that is loaded twice is mapped once."""
 

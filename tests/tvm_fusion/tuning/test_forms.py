@@ -85,6 +85,7 @@ def kernels(mod: tvm.IRModule) -> list[dict]:
     return [json.loads(str(text)) for text in texts if text is not None]
 
 
+@pytest.mark.slow
 def test_a_record_forces_each_form_of_a_pair() -> None:
     (task,) = tasks_of(depthwise_model())
     hashes = set()
@@ -118,6 +119,7 @@ def test_a_record_forces_each_form_of_a_layer(tile: int, tmp_path: Path) -> None
     assert sources == {"fuse": "a.jsonl", "winograd": "a.jsonl"}
 
 
+@pytest.mark.slow
 def test_foreign_records_change_nothing() -> None:
     (task,) = tasks_of(depthwise_model())
     before = optimized(depthwise_model())
@@ -129,7 +131,7 @@ def test_foreign_records_change_nothing() -> None:
     assert not tvm_ffi.structural_equal(optimized(depthwise_model(), good), before)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "times", ['{"fused": NaN}', '{"fused": -1.0}', '{"fused": 0}', "[]", '{"fused": "1"}', "null"]
 )
@@ -145,6 +147,7 @@ def test_damaged_times_are_no_record(tmp_path: Path, times: str) -> None:
     assert not compiled["pairs"][0]["reason"].startswith("by record")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("cpu", "features", "reason"),
     [

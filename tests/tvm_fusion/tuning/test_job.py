@@ -220,7 +220,7 @@ class Believed:
         return found | {0: Outcome(1.0)}, 1e-3
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("search", "final", "status", "gain"),
     [
@@ -242,6 +242,7 @@ def test_only_a_second_race_decides(
         assert record["default_seconds"] / record["best_seconds"] == pytest.approx(gain)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("states", "status"), [((0.6, 1.005), "tuned"), ((0.6, 1.1), "stays")])
 def test_a_winner_loses_in_no_state(tmp_path: Path, monkeypatch, states, status: str) -> None:
     monkeypatch.setattr(job, "Session", Believed)

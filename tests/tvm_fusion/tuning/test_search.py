@@ -31,6 +31,7 @@ def play(search: Search, log_times: np.ndarray, trials: int) -> list[int]:
     return order
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_measurements_give_the_same_trials() -> None:
     features, predicted, times = landscape()
     first, second = (play(Search(features, predicted, seed=3), times, 40) for _ in range(2))

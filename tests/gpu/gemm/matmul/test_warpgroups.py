@@ -112,6 +112,7 @@ def test_numbers_of_an_epilogue_and_a_batch(batched: str, emulated: pytest.Monke
     assert_close(found.astype(F32), exact, 40, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_numbers_of_an_open_number_of_rows(emulated: pytest.MonkeyPatch) -> None:
     emulated.setattr(warpgroup_tile, "TILES", (WarpgroupTile(64),))
     rows = tirx.Var("rows", "int64")

@@ -227,7 +227,7 @@ def one_channel(x: relax.Expr) -> relax.Expr:
     return round_clip(relax.op.add(product, other), 0, 255)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [both_read, of_floats, one_channel])
 def test_sums_that_stay_apart(run_module, block):
     assert "add" in calls(after(rounded(), block))
@@ -249,7 +249,7 @@ def grouped(own: int, largest: int = 127, outputs: int = 2) -> Step:
     return convolved((integers / 64).astype("float32"), groups=2, padding=1)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("target", "own", "largest", "in_bytes"),
     [(VNNI, 4, 127, True), (VNNI, 12, 127, True), (VNNI, 6, 127, False), (AVX2, 8, 127, True),

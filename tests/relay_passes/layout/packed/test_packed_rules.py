@@ -224,7 +224,7 @@ def split_and_add(sections):
     return middle
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "sections", "stays"),
     [(32, 2, True), (24, [8], True), (24, [16], True), (21, [16], True), (24, 2, False)],

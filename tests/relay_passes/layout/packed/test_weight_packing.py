@@ -126,7 +126,7 @@ def test_bias_and_data(channels, block):
     np.testing.assert_array_equal(pack_array(data, "data", block), pack_data(data, block))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_expressions_pack_as_arrays_do(form):
     shapes = {"bias": (13,), "depthwise": (13, 1, 3, 2), "narrow": (14, 2, 3, 2)}

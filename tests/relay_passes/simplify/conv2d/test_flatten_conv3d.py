@@ -105,7 +105,7 @@ KEPT = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batch"), [*in_turns(SUNK, [1, 2]), *product(KEPT, [2]), ("frames", 1)]
 )
@@ -147,7 +147,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases("stem-False", "dilation-True")
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "is_open"), in_turns(CASES, [False, True]))
 def test_numbers_of_onnx_runtime(name, is_open):
     shape, kernel, attributes = CASES[name]
@@ -168,6 +168,7 @@ def test_numbers_of_onnx_runtime(name, is_open):
     np.testing.assert_allclose(found, session.run(None, {"x": x})[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_from_data():
     weight = (5, 3, 2, 3, 3)
     node = helper.make_node("Conv", ["x", "w"], ["y"], kernel_shape=weight[2:], pads=[1] * 6)

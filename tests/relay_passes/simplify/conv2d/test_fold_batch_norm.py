@@ -52,6 +52,7 @@ def test_becomes_one_multiply_and_one_add():
     check(Before, Expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_behind_a_convolution_becomes_weight_and_bias(has_bias):
     bias = dyadic(4, seed=5)

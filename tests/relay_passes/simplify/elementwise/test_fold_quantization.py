@@ -76,7 +76,7 @@ def test_scales_join_the_weights_and_rounding_the_convolution():
     tvm.ir.assert_structural_equal(simplify(module(body)), Expected)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "move",
     [

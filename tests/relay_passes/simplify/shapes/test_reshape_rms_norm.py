@@ -51,6 +51,7 @@ def test_other_axes_stay():
     check_unchanged(Others)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)])
 def test_numbers(shape):
     builder = relax.BlockBuilder()

@@ -115,6 +115,7 @@ def test_numbers_of_any_image(drawn: list[Image], seed: int, spread: float) -> N
         check(library[f"norm{number}"], image, image.batch, seed, spread)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spread", [1.0, 1e-3])
 def test_numbers_of_two_channels_show_the_roundings_of_their_mean(spread: float) -> None:
     image = Image(2, 2, 4, 19, 2)

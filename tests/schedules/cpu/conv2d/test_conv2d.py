@@ -112,7 +112,7 @@ def test_weights_beyond_the_cache_are_read_in_parts():
     assert default_conv2d_knobs(shallow, target).ic_o == 1
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_numbers_of_every_activation(kind):
     layer = ConvLayer(13, 24, (1, 1), activation=Activation(kind, -0.4, 0.7))
@@ -120,7 +120,7 @@ def test_numbers_of_every_activation(kind):
     check(case, compile_function(schedule(case)), seed=1)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if kind != "none"])
 def test_nan_stays_nan(kind):
     layer = ConvLayer(8, 16, (1, 1), activation=Activation(kind, -0.4, 0.7))
@@ -153,12 +153,13 @@ NAMED = {
 }
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
 def test_numbers_of_named_layers(case):
     check(case, compile_function(schedule(case)), seed=2)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
 def test_one_function_serves_every_batch(kernel):
     case = Case((ConvLayer(13, 24, kernel),), residual=True)

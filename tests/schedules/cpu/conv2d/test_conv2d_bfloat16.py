@@ -164,7 +164,7 @@ def test_rows_of_a_matrix_are_pixels():
     check(case, schedule(case, "bfloat16"), "bfloat16", 0)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [16, 32])
 def test_words_of_layers_with_groups(lanes):
     """They are meant for tile registers; vectors, and the definition, give the same."""

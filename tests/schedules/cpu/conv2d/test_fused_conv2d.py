@@ -163,13 +163,13 @@ NAMED = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NAMED.values(), ids=NAMED.keys())
 def test_numbers_of_named_pairs(case):
     check(case, compile_function(schedule(case)), seed=3)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_numbers_of_every_activation_between_the_layers(kind):
     first = ConvLayer(8, 8, (3, 3), groups=8, activation=Activation(kind, -0.4, 0.7))
@@ -177,6 +177,7 @@ def test_numbers_of_every_activation_between_the_layers(kind):
     check(case, compile_function(schedule(case)), seed=4)
 
 
+@pytest.mark.slow
 def test_one_function_serves_every_batch():
     case = NAMED["depthwise, pointwise"]
     symbolic = to_json(replace(case.kernel, batch=None))

@@ -143,6 +143,7 @@ def test_only_the_output_of_other_first_layers_is_plain(layer):
     check(case, False, True, [schedule.mod["main"]], seed=2)
 
 
+@pytest.mark.slow
 def test_rows_inside_of_channel_tiles():
     case = Case((depthwise(8, 3, 1), ConvLayer(8, 24, (1, 1))), height=2, width=5, lanes=8)
     order = ("oc2", "ic_o", "h_o", "w_o")

@@ -134,6 +134,7 @@ def test_one_function_serves_every_batch():
         np.testing.assert_array_equal(run(executable["main"], plain, packed.shape), packed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["pack", "unpack"])
 def test_cores_share_the_images_of_every_batch(kind):
     image = Image(tirx.Var("n", "int64"), 13, 37, 41, 8, cores=3)

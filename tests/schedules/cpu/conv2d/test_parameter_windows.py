@@ -43,7 +43,7 @@ FLAT = Case((ConvLayer(16, 24, (1, 1)),), residual=True)
 PAIR = Case((ConvLayer(16, 24, (3, 3), (2, 2), SAME), ConvLayer(24, 16, (1, 1))), residual=True)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_scheduled", [True, False])
 @pytest.mark.parametrize(
     ("rule", "case", "tile"),

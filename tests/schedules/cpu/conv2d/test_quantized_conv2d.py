@@ -77,6 +77,7 @@ def test_numbers_by_winograds_algorithm(case, seed):
     case.check(compile_function(found.mod["main"]), seed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
 @pytest.mark.parametrize("weight", [-128, 127])
 def test_the_largest_sums_by_winograds_algorithm(weight):
@@ -107,6 +108,7 @@ def test_numbers_of_the_definition(case, seed):
     case.check(compile_function(plain), seed)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("weight", [-128, 127])
 def test_the_largest_sums_do_not_saturate(word, weight):
@@ -135,6 +137,7 @@ def test_the_largest_limited_pairs_do_not_saturate():
     np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.skipif(not HAS_AVX2, reason="this CPU has no AVX2")
 @pytest.mark.parametrize(("low", "high"), [(0, 255), (-128, 127), (-100, 100), (2, 90)])
 def test_bytes_of_extremes_and_halves(low, high):
@@ -152,7 +155,7 @@ def test_bytes_of_extremes_and_halves(low, high):
         np.testing.assert_array_equal(case.run(executable, packed), expected)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("batch", [1, 2, 17, 100])
 def test_images_of_one_pixel_are_rows_of_a_matrix(batch, word):
@@ -174,7 +177,7 @@ def test_rows_of_a_matrix_and_added_bytes(word, addition):
 FIRST = ConvLayer(3, 24, (3, 3), (2, 2), (2, 1, 0, 3), activation=ROUNDED)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("word", "limited"), OWN_FORMS)
 @pytest.mark.parametrize("width", [3, 8, 21])
 @pytest.mark.parametrize("rounding", ROUNDINGS, ids=["asymmetric", "positive"])
@@ -215,7 +218,7 @@ def depthwise(layer: ConvLayer, kernel: Conv2DKernel) -> tirx.PrimFunc:
     return func.with_attr("tvm_fusion.workload", to_json(kernel))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("out_dtype", [None, "uint8"])
 @pytest.mark.parametrize("lanes", [16, 24, 64], ids=lambda lanes: f"NCHW{lanes}c")
@@ -292,7 +295,7 @@ SHIFTS = ("neoverse-n1", "apple-m1")
 """CPUs that multiply bytes of the same sign alone."""
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["neoverse-n1", "neoverse-v2", "apple-m1", "neoverse-v1"])
 @pytest.mark.parametrize(
     "layer",

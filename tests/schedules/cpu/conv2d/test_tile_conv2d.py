@@ -81,7 +81,7 @@ def test_numbers_with_any_knobs(case, cores, data):
     case.check(compile_function(schedule(case, data.draw(st.sampled_from(space)))), 1)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "interleaved"), [((1, 4), True), ((2, 2), False)])
 def test_tiles_that_reach_back(shape, interleaved):
     """29 pixels in tiles of 10, 80 channels in fours of 16; two pieces of each."""

@@ -60,6 +60,7 @@ def offsets(func: tirx.PrimFunc, elements: int) -> set[str]:
     return found
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("layers", "size"), [((SAME,), 4096), ((DEEP,), 512), ((SAME, POINT), 4096)]
 )

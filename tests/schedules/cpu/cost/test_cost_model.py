@@ -70,6 +70,7 @@ def test_the_default_is_the_cheapest_legal_setting(case, cpu):
 WIDE = CPUInfo(512, 32, True, 2, 32 << 10, 1 << 20, 32 << 20, "znver4")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("channels, outputs, size, kernel", [(128, 128, 28, 3), (960, 160, 7, 1)])
 @pytest.mark.parametrize("cpu", [CPU, WIDE])
 def test_the_search_of_a_layer_finds_the_first_cheapest(channels, outputs, size, kernel, cpu):

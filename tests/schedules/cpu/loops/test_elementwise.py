@@ -115,6 +115,7 @@ def test_several_outputs():
     np.testing.assert_array_equal(found[1], data[:, 8:])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32", "int8", "uint8", "int64"])
 def test_other_types(dtype):
     x, y = tensor("x", 3, 43, dtype=dtype), tensor("y", 43, dtype=dtype)
@@ -132,6 +133,7 @@ def test_comparisons_and_casts():
     np.testing.assert_array_equal(run(func, data)[0], (data * 9).astype("int8"))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("last", [False, True])
 def test_symbolic_extents(last):
     n = tirx.Var("n", "int64")
@@ -146,6 +148,7 @@ def test_symbolic_extents(last):
         np.testing.assert_array_equal(out.numpy(), np.maximum(data, 0))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 def test_compiles_for_other_vector_units(target):
     func = schedule(Elementwise(), add_relu(3, 17, 31), target)
@@ -153,6 +156,7 @@ def test_compiles_for_other_vector_units(target):
     assert assembly(func, target)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("log", [False, True])
 def test_sums_of_a_single_element_beside_an_elementary_function(log):
     x = tensor("x", 1, 1, 1)
@@ -169,6 +173,7 @@ def test_reductions_and_other_targets_are_left_alone():
     assert Elementwise().apply(add_relu(8), FOREIGN, False) is None
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("width", range(1, 10))
 def test_a_short_axis_under_a_condition_on_data_is_written_inside_its_buffer(width):
     x = tensor("x", 3, width)

@@ -68,6 +68,7 @@ def test_transposes(data):
     assert (found is not None) == (order != [] and order[-1] != max(order))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("turned_first", [True, False])
 def test_a_sum_of_a_transposed_tensor_and_one_as_large(turned_first):
     x, y = tensor("x", 33, 40), tensor("y", 40, 33)
@@ -118,6 +119,7 @@ def test_symbolic_batch():
     np.testing.assert_array_equal(out.numpy(), data.transpose(0, 2, 1))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 def test_compiles_for_other_vector_units(target):
     func = schedule(LayoutTransform(), transpose([37, 41], [1, 0]), target)

@@ -51,7 +51,7 @@ def test_only_blocks_that_read_their_own_elements_of_an_overlapping_tile_move(na
     assert (len(moved), len(rest)) == ((1, 0) if own else (0, 1))
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("axis", [0, 1], ids=["columns", "rows"])
 @pytest.mark.parametrize("name", CONSUMERS)
 def test_numbers_after_a_reduction(name, axis):
@@ -64,6 +64,7 @@ def test_numbers_after_a_reduction(name, axis):
     close(run(func, data)[0], gathered(name, data.astype("float64").sum(axis)), 50)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("columns", [20, 32], ids=["overlapping", "dividing"])
 def test_a_reshape_after_a_product(columns):
     x, w = tensor("x", 6, 16), tensor("w", 16, columns)

@@ -68,6 +68,7 @@ def test_conditional_loads_stay_alone():
     np.testing.assert_allclose(run(scheduled, values)[0], expected, rtol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("least_caches", [0, 2])
 def test_beside_a_single_number(monkeypatch, least_caches):
     monkeypatch.setattr(streaming_stores, "_LEAST_CACHES", least_caches)

@@ -94,6 +94,7 @@ def test_both_parts_of_a_decomposed_reduction_are_named():
     assert {overlap.block for overlap in tails.collect()} == {"s_init", "s_update"}
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     st.lists(st.integers(2, 9), min_size=1, max_size=3),

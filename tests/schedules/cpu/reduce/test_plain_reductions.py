@@ -107,6 +107,7 @@ def test_what_follows_may_be_wider_than_the_result():
     close(run(func, array)[0], array - array.astype("float64").mean(1, keepdims=True))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("cores", "shape"), in_turns([1, 2, 3, 8], [(70000,), (3, 40000), (8192, 9)])
 )
@@ -128,6 +129,7 @@ def test_other_types(dtype, axis):
     np.testing.assert_array_equal(run(func, array)[0], array.max(axis))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_symbolic_extents(axis):
     n = tirx.Var("n", "int64")
@@ -140,6 +142,7 @@ def test_symbolic_extents(axis):
         close(out.numpy(), array.astype("float64").sum(axis), 40)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_extents_that_a_number_gives(axis):
     n = tirx.Var("n", "int64")
@@ -154,6 +157,7 @@ def test_extents_that_a_number_gives(axis):
         close(found.numpy(), array.astype("float64").sum(axis), 40)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("op", "reference"), [(topi.max, np.max), (topi.min, np.min)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_extremes_keep_nan_and_infinities(op, reference, axis):
@@ -172,6 +176,7 @@ def test_a_convolution_of_another_type():
     close(run(func, data, weight)[0][0], np.einsum("chwij,ocij->ohw", windows, weight))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 @pytest.mark.parametrize("axes", [[0], [1]])
 def test_compiles_for_other_vector_units(target, axes):

@@ -56,6 +56,7 @@ def test_a_cpu_that_nobody_measured(run, model, rename_cpu, tmp_path, monkeypatc
     assert "'diamondrapids': times are estimated from the figures of 'znver" in shown
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "similar"), [("graniterapids", "emeraldrapids"), ("a64fx", "znver")]
 )

@@ -119,6 +119,7 @@ def test_measured_ratios_decide_and_are_shown(tmp_path) -> None:
     assert f"{fuse[0]['seconds']['separate'] * 1e6:.1f}" in text and "Zen 4" in text
 
 
+@pytest.mark.slow
 def test_decisions_without_a_machine_are_at_a_nominal_clock() -> None:
     report = explain(dense_model(channels=64, size=56), "llvm -mcpu=znver4 -num-cores=2")
     assert report["machine"] is None

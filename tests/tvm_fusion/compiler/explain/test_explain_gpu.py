@@ -84,6 +84,7 @@ def test_pairs_of_convolutions_are_listed() -> None:
     assert apart["launches"] > report["launches"]
 
 
+@pytest.mark.slow
 def test_a_machine_decides_and_its_times_are_shown() -> None:
     """No GPU is needed: the architecture is that of the machine."""
     report = explain_kernels(long_sums(), "cuda", machine="l4")

@@ -55,7 +55,7 @@ def opencl(chunks: int | None = None, **others: Any) -> Device:
     return Device("opencl", chunks=chunks, **others)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
@@ -72,7 +72,7 @@ def test_same_result_as_the_cpu_alone(name: str, opened: list[WatchedDriver]) ->
     assert sum(size for what, size in log if what == "out") == out
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "split"), [("gradients", [3, 7]), ("turned", [3, 5]), ("positions", [3, 5])]
 )
@@ -80,6 +80,7 @@ def test_several_outputs(name: str, split: list[int], opened: list[WatchedDriver
     check(compile(SEVERAL[name](), loop="i", devices=[opencl(2)], split=split), name)
 
 
+@pytest.mark.slow
 def test_without_ranks(opened: list[WatchedDriver]) -> None:
     arrays, [expected] = alone("blur")
     local = compile(blur(), devices=["opencl"], split=[6, 7], threads=2).alone()

@@ -47,6 +47,7 @@ def _array(address: int, shape: tuple[int, int]) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_float * size).from_address(address)).reshape(shape)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("loop", [0, 1])
 def test_events_order_all_that_depends_on_each_other(library: FakeCUDA, loop: int) -> None:
     """One stream runs ahead of another as far as events allow: a missing one would be seen."""

@@ -59,6 +59,7 @@ def test_steps(
     check(func, opened, steps, ranks, devices=["opencl"], **options)
 
 
+@pytest.mark.slow
 def test_copies_where_they_are_wanted(opened: list[WatchedDriver]) -> None:
     arrays = random_arrays(blur())
     [expected] = run(compile(blur(), 1), arrays)

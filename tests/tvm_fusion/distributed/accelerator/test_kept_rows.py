@@ -164,7 +164,7 @@ def two_of_one_block(rows: int = 12, cols: int = 6) -> tirx.PrimFunc:
     return function(a, v, *both)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("deep", [2, 3])
 @pytest.mark.parametrize(
     ("func", "split"),
@@ -291,6 +291,7 @@ def test_measured_split(opened: list[WatchedDriver]) -> None:
     assert copies == ["in"]  # all rows are there, and nobody reads them
 
 
+@pytest.mark.slow
 def test_explain() -> None:
     device = Device("opencl", figures=Accelerator(rate=1e9, bandwidth=1e9, link=1e9, latency=1e-6))
     program = compile(heat2d(), devices=[device], split=[4, 7], repeat="A")

@@ -73,7 +73,7 @@ def over_ranks(model: distributed.DistributedModel, feed: dict[str, np.ndarray])
     return first
 
 
-@pytest.mark.quick_cases("two-2-always-never")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "exchange", "winograd"),
     [

@@ -184,6 +184,7 @@ def test_simulate_takes_the_threads_of_a_rank_from_the_option_or_the_machine(run
     assert seconds() == seconds("--threads", physical_cores())
 
 
+@pytest.mark.slow
 def test_simulate_on_a_cpu_that_nobody_measured_says_so(
     run: Any, rename_cpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def scan(steps: int, **attributes: Any) -> onnx.ModelProto:
     return onnx_model([node], {"start": (4,), "x": shape}, ["last", "y"])
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "attributes",
     [
@@ -56,6 +56,7 @@ def test_scans(attributes: dict[str, Any]) -> None:
     assert_same_as_onnx_runtime(scan(5, **attributes))
 
 
+@pytest.mark.slow
 def test_outputs_of_many_steps() -> None:
     assert_same_as_onnx_runtime(scan(19))
 
@@ -162,6 +163,7 @@ def test_loops() -> None:
     assert_same_as_onnx_runtime(loop(np.array(4)))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("most", [2, 9])
 def test_loops_that_count(most: int) -> None:
     assert_same_as_onnx_runtime(loop(np.array(most), "counted"))

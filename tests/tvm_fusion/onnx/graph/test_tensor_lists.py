@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("body", "shape", "constants"), CASES)
 def test_lists_are_written_out(body: str, shape: str, constants: str) -> None:
     imported = assert_same_as_onnx_runtime(parsed(body, shape, constants))

@@ -52,12 +52,14 @@ def test_imputation_and_thresholds() -> None:
     check(nodes, {"d": INT64}, x=EDGES, i=integers, z=normal(5, 3))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
 def test_columns(shape: tuple[int, ...]) -> None:
     nodes = [node("ArrayFeatureExtractor", "x places", "y")]
     check(nodes, x=normal(*shape), places=np.array([[3, 0, 3]]))
 
 
+@pytest.mark.slow
 def test_labels() -> None:
     keys, values = [5, -3, 5, 2**40], [10, 20, 30, 40]
     nodes = [
@@ -89,6 +91,7 @@ def test_labels_of_tensors() -> None:
     check(nodes, {"y": TensorProto.DOUBLE}, {"": 18, DOMAIN: 4}, x=x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_one_hot(dtype: str) -> None:
     x = np.array([[5, 2], [-3, 7], [2, 5]], dtype)
@@ -131,6 +134,7 @@ def test_linear_models(transform: str) -> None:
     check(nodes, {"l": INT64, "n": INT64}, tolerance=1e-4, x=x)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float64", "int32", "int64"])
 def test_linear_classifier_of_other_types(dtype: str) -> None:
     x = (normal(9, 4) * 3).astype(dtype)
@@ -276,6 +280,7 @@ def test_refusals(op_type: str, attributes: dict[str, Any], message: str) -> Non
         import_onnx(_single(op_type, **attributes))
 
 
+@pytest.mark.slow
 def test_scores_in_front_of_maps_and_beside_labels_of_text() -> None:
     x = normal(5, 3)
     weights: dict[str, Any] = {"coefficients": normal(9).tolist(), "intercepts": [0.5, 0.0, -0.5]}

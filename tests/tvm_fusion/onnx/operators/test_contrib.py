@@ -77,6 +77,7 @@ def test_activations() -> None:
     check(nodes, x=normal(3, 5, 7), b=normal(7, seed=2))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [13, 17])
 def test_normalisations(opset: int) -> None:
     nodes = [
@@ -89,6 +90,7 @@ def test_normalisations(opset: int) -> None:
     check(nodes, opset, x=normal(2, 3, 9), s=normal(2, 3, 9, seed=5), **vectors)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("given", ["segments mask", "-"])
 def test_embeddings(given: str) -> None:
     is_given = given != "-"
@@ -117,7 +119,7 @@ def test_products() -> None:
     check(nodes, a=normal(2, 5, 3), b=normal(2, 5, 4, seed=2))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("activation", ["Relu", "LeakyRelu", "Clip", ""])
 def test_convolutions(activation: str) -> None:
     values = {"LeakyRelu": [0.2], "Clip": [-0.5, 0.7]}.get(activation)
@@ -144,6 +146,7 @@ def test_attention(unidirectional: int, mask: str) -> None:
     check([made], **feeds)
 
 
+@pytest.mark.slow
 def test_attention_of_three_tensors() -> None:
     inputs = "q k v b mask bias"
     feeds = {
@@ -157,7 +160,7 @@ def test_attention_of_three_tensors() -> None:
     check([node("MultiHeadAttention", inputs, "y", num_heads=2)], **feeds)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("queries", "keys"), [(3, 5), (1, 5), (5, 3)])
 def test_causal_attention_to_other_keys(queries: int, keys: int) -> None:
     made = node("MultiHeadAttention", "q k v b", "y", num_heads=2, unidirectional=1)
@@ -310,7 +313,7 @@ def test_grouped_attention_with_buffers_windows_caps_and_sinks(
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("unidirectional", [0, 1])
 def test_masks_of_lengths(unidirectional: int) -> None:
     """A mask of one dimension holds the number of keys of each sequence."""
@@ -352,6 +355,7 @@ def test_embeddings_without_segments() -> None:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("activation", ["Relu", "Tanh", "LeakyRelu"])
 def test_fused_gemm(activation: str) -> None:
     more = {"activation_alpha": 0.2} if activation == "LeakyRelu" else {}

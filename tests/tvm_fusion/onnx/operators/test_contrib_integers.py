@@ -73,6 +73,7 @@ def check(model: onnx.ModelProto, feeds: dict[str, np.ndarray], most: float = 0)
         assert np.abs(found.astype("int32") - wanted.astype("int32")).max() <= most
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["QLinearAdd", "QLinearMul"])
 def test_sums_and_products(op_type: str) -> None:
     left = [bits(2, 3, 5), number(0.02), number(117, "uint8")]
@@ -81,7 +82,7 @@ def test_sums_and_products(op_type: str) -> None:
     check(model, feeds, 1)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("op_type", "attributes"),
     [
@@ -111,7 +112,7 @@ def test_tensors_of_several_scales_in_one() -> None:
     check(model, feeds, 1)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("each_column", [False, True])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_dense_layers(is_float: bool, each_column: bool) -> None:
@@ -154,7 +155,7 @@ def test_products_of_16_bits(left: str, right: str) -> None:
     np.testing.assert_array_equal(found, (a.astype("int64") @ b.astype("int64")).astype(dtype))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(("width", "rows"), [(4, 64), (4, 80), (8, 64)])
 def test_products_with_weights_of_few_bits(width: int, rows: int, has_zeros: bool) -> None:

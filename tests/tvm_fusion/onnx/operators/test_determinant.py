@@ -32,12 +32,14 @@ def check(model: onnx.ModelProto, x: np.ndarray, tolerance: float = 1e-4) -> Non
     assert (np.abs(found - wanted) <= tolerance * scale).all()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2), (5, 3, 3), (2, 3, 7, 7), (33, 33)])
 def test_determinants(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
     check(det_model(shape), x, 1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kind", "tolerance"), [("DOUBLE", 1e-14), ("FLOAT16", 1e-3)])
 def test_other_types(kind: str, tolerance: float) -> None:
     number = getattr(TensorProto, kind)

@@ -70,6 +70,7 @@ def test_no_numbers(dtype: str) -> None:
     np.testing.assert_array_equal(outputs(model, feeds)[0], np.isnan(EDGES))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_remainders_of_floats_have_the_sign_of_the_divisor(dtype: str) -> None:
     pairs = [(x, y) for x in EDGES for y in [*EDGES, 3.0, -3.0]]
@@ -83,7 +84,7 @@ def test_remainders_of_floats_have_the_sign_of_the_divisor(dtype: str) -> None:
     np.testing.assert_array_equal(np.signbit(found[is_number]), np.signbit(wanted[is_number]))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("direction", ["LEFT", "RIGHT"])
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint64"])
 def test_shifts_by_any_number_fill_up_with_copies_of_the_sign(dtype: str, direction: str) -> None:
@@ -107,7 +108,7 @@ def test_shifts_by_any_number_fill_up_with_copies_of_the_sign(dtype: str, direct
     np.testing.assert_array_equal(outputs(known, {"x": x})[0], wanted)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("axis", "kind"), in_turns([0, 1, -1], ["int64", "uint8", "int8", "float32"])
 )
@@ -139,6 +140,7 @@ def test_one_hot_of_a_depth_from_data_is_refused() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["ReduceMax", "ReduceMin"])
 def test_extremes_of_bools(op_type: str) -> None:
     feeds = {"x": np.random.default_rng(0).random((3, 4, 2)) < 0.5}
@@ -187,7 +189,7 @@ def exponential(x: np.ndarray, alpha: float, gamma: float) -> np.ndarray:
     return gamma * np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("op_type", "attributes", "formula"),
@@ -244,7 +246,7 @@ def attention(feeds: Mapping[str, np.ndarray], gaps: int, **attributes: Any) -> 
     return model
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [0, 1])
 def test_attention(causal: int) -> None:
     feeds = {name: normal(2, 3, 5, 8, seed=seed) for seed, name in enumerate("qkv")}
@@ -267,6 +269,7 @@ def test_attention_with_a_cache_and_no_mask() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("axis", "opset"), in_turns([1, -1], [17, 20]))
 def test_mean_and_deviation_of_a_norm(axis: int, opset: int) -> None:
     shape = (2, 3, 5)[axis:]

@@ -70,7 +70,7 @@ def _expected(model: onnx.ModelProto, *arguments: np.ndarray) -> np.ndarray:
     return session.run(None, dict(zip(names, arguments, strict=True)))[0]
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_indices_from_data(name: str) -> None:
     model = _model(name)
@@ -87,6 +87,7 @@ def test_indices_from_data(name: str) -> None:
         np.testing.assert_array_equal(compiled(data, indices), _expected(model, data, indices))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["Gather", "GatherND", "ScatterND"])
 def test_indices_into_an_open_dimension(name: str) -> None:
     model = _model(name, rows="n")
@@ -114,6 +115,7 @@ def test_constant_indices_into_an_open_dimension() -> None:
         compiled(normal(1, 4))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", [(150_001,), (3, 70_000), (1, 90_000)])
 def test_many_indices_are_checked_in_chunks(shape: tuple[int, ...]) -> None:
     """An index in each chunk, in any of which threads may be wrong."""
@@ -156,6 +158,7 @@ def test_only_the_branch_that_is_taken_raises_an_error() -> None:
     np.testing.assert_array_equal(compiled(data, np.array([2, -3]), np.array(False)), data[[2, 0]])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shape", ["bool", "bool[1]"])
 def test_a_branch_in_a_branch_raises_an_error_where_both_are_taken(shape: str) -> None:
     model = onnx.parser.parse_model(f"""
@@ -217,7 +220,7 @@ BRANCHES = {
 """Nodes of a branch that other nodes take the place of."""
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", BRANCHES)
 def test_what_takes_the_place_of_a_node_is_in_the_same_branch(name: str) -> None:
     model = onnx.parser.parse_model(f"""

@@ -65,7 +65,7 @@ def numbers() -> np.ndarray:
     return np.concatenate([spread, *halves, *(-half for half in halves), edges]).astype(np.float32)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("saturate", "name"), in_turns([1, 0], FLOATS))
 def test_floats_are_rounded_to_even(name: str, saturate: int) -> None:
     x = numbers()
@@ -91,6 +91,7 @@ def test_powers_of_two(mode: str) -> None:
     np.testing.assert_array_equal(found[is_normal], wanted[is_normal])
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_whole_numbers_are_taken_modulo(name: str) -> None:
     x = np.arange(-40, 41, dtype=np.int32)
@@ -123,6 +124,7 @@ def test_inputs_of_4_bits_are_refused() -> None:
         import_onnx(model_of([node], x))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name",), in_turns([FLOATS[0], "UINT4", *FLOATS[1:4], "UINT2", "INT4", *FLOATS[5:]], every=5)
 )
@@ -142,6 +144,7 @@ def test_quantised_and_back(name: str) -> None:
     np.testing.assert_allclose(tvm_fusion.compile(model, threads=1)(x), wanted, rtol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["INT4", "FLOAT8E4M3FN"])
 def test_weights_in_blocks(name: str) -> None:
     """A product with weights of few bits, more than stay in the graph."""

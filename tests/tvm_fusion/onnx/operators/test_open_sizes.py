@@ -67,6 +67,7 @@ def test_results_of_two_calls_do_not_share_memory() -> None:
     np.testing.assert_array_equal(first, [np.arange(8)])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axis", [None, 0, -1])
 def test_compress(axis: int | None) -> None:
     attribute = "" if axis is None else f"<axis = {axis}>"
@@ -190,6 +191,7 @@ def test_bins_of_regions(mode: str, ratio: int, pool: str) -> None:
     assert_same(model, feed | {"images": np.array([0, 1, 1, 0, 1])})
 
 
+@pytest.mark.slow
 def test_bins_of_other_types() -> None:
     """Places of samples are as exact as the data."""
     attributes = 'output_height = 4, output_width = 3, sampling_ratio = 3, mode = "max"'
@@ -289,6 +291,7 @@ def test_maxima_of_regions(bins: tuple[int, int], scale: float) -> None:
     np.testing.assert_array_equal(compiled(x, regions), wanted)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_none_are_one_element() -> None:
     x = np.array([np.nan, 2, np.nan, np.inf], np.float32)
     model = parse("float[4] x", "float[a] y, int64[b] place", "y, place = Unique(x)")

@@ -54,6 +54,7 @@ def check(model: onnx.ModelProto, feeds: dict[str, Any], most: float) -> None:
     assert np.abs(found.astype("float64") - wanted.astype("float64")).max() <= most
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("columns", [False, True])
 def test_products(columns: bool) -> None:
     feeds = {"a": integers(3, 7)}
@@ -87,6 +88,7 @@ def test_convolutions() -> None:
     check(model, feeds, 1)  # a half may be rounded up or down
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("depth", [7, 3001])
 def test_exact_products(depth: int) -> None:
     feeds = {"a": np.full((2, depth), 255, "uint8"), "b": integers(depth, 3)}
@@ -100,6 +102,7 @@ def test_exact_convolutions() -> None:
     check(model_of("ConvInteger", feeds, zeros, "int32", pads=[1, 0, 1, 2]), feeds, 0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["MatMulInteger", "ConvInteger"])
 def test_products_that_are_read_as_floats_are_computed_as_such(op_type: str) -> None:
     attributes = {"pads": [1, 1, 1, 1]} if op_type == "ConvInteger" else {}
@@ -116,6 +119,7 @@ def test_products_that_are_read_as_floats_are_computed_as_such(op_type: str) -> 
     assert "float64" not in str(import_onnx(model).mod)
 
 
+@pytest.mark.slow
 def test_products_that_are_read_as_both_stay_exact() -> None:
     data = integers(2, 300)
     model = model_of("MatMulInteger", {"x": data}, {"w": weights(300, 7)}, "float32")
@@ -127,6 +131,7 @@ def test_products_that_are_read_as_both_stay_exact() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [13, 17, 21])
 def test_constants_are_computed_without_a_kernel(opset: int) -> None:
     """ONNX's reference has no DequantizeLinear before opset 19."""
@@ -211,6 +216,7 @@ def test_floats_of_such_scales_are_theirs(scale: float) -> None:
     np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(data), data * scales)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("axis", "inverse", "onesided"), [(1, 0, 0), (2, 0, 1), (1, 1, 0)])
 def test_transforms(axis: int, inverse: int, onesided: int) -> None:
     parts = 1 if onesided else 2
@@ -240,6 +246,7 @@ def test_long_transforms_are_refused() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["int4", "uint4", "int8"])
 def test_clipped_numbers_are_cast_without_wrapping(kind: str) -> None:
     """Nothing looks for infinities or repeats its operand, which takes TVM half a minute."""
@@ -267,6 +274,7 @@ def test_clipped_numbers_are_cast_without_wrapping(kind: str) -> None:
     np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(x), wanted)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("kind", "zero"), [("int16", -6460), ("uint16", 40000)])
 def test_zero_points_that_a_float16_cannot_hold(kind: str, zero: int) -> None:
     """Numbers of 16 bits are quantised in float32, whatever the type of their scale."""

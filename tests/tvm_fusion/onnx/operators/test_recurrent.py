@@ -92,7 +92,7 @@ def check(
         np.testing.assert_allclose(one, other, rtol=limit, atol=limit)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op_type", "direction"), in_turns(GATES, ["forward", "reverse", "bidirectional"], every=3)
 )
@@ -112,12 +112,13 @@ def test_lengths_beyond_the_sequence_read_no_other_memory(op_type: str) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("op_type", GATES)
 def test_weights_from_data(op_type: str) -> None:
     check(*layer(op_type, 3, 2, 4, 16, ("B", "initial_h"), constant=False))
 
 
+@pytest.mark.slow
 def test_reset_after_the_product() -> None:
     check(*layer("GRU", 6, 5, 7, 33, OPTIONAL, linear_before_reset=1, direction="bidirectional"))
 
@@ -143,6 +144,7 @@ def test_coupled_gates_and_clipping() -> None:
     check(*layer("LSTM", 4, 4, 3, 8, ("B", "P"), input_forget=1, clip=0.3))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["GRU", "RNN"])
 def test_clipping(op_type: str) -> None:
     check(*layer(op_type, 4, 4, 3, 8, ("B",), clip=0.2))

@@ -24,7 +24,7 @@ def _expected(model: onnx.ModelProto, *arguments: np.ndarray) -> np.ndarray:
     return session.run(None, dict(zip(names, arguments, strict=True)))[0]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", REDUCTIONS)
 def test_a_shape_that_one_set_of_axes_gives(op_type: str) -> None:
     model = _model(
@@ -82,7 +82,7 @@ def test_the_shape_of_a_result_must_be_known() -> None:
         tvm_fusion.compile(model)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("op_type", ["CumSum", "CumProd"])
 @pytest.mark.parametrize("kind", ["int64", "int32[1]"])
 def test_an_axis_of_a_scan(op_type: str, kind: str) -> None:
@@ -104,6 +104,7 @@ def test_an_axis_of_a_scan(op_type: str, kind: str) -> None:
             compiled(data, np.full(size, axis, dtype))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("op_type", "wanted"), [("ReduceMax", -np.inf), ("ReduceMin", np.inf), ("ReduceSum", 0)]
 )

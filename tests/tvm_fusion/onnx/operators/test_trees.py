@@ -49,7 +49,7 @@ def test_forests(
     check([regressor(forest, outputs)], tolerance=0, x=forest.rows(rows))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_where_thresholds_are_met_or_missing(mode: str) -> None:
     special = (0.0, -0.0, np.inf, -np.inf, float(np.finfo("f4").tiny), np.nan)
@@ -71,7 +71,7 @@ def test_float64_thresholds() -> None:
     check(nodes, tolerance=0, x=forest.rows(64, "float64"))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int32", "int64"])
 def test_integers_as_features(kind: str) -> None:
     forest = RandomForest(3, 6, 4, 3, MODES)
@@ -126,6 +126,7 @@ def test_two_classes(sign: int) -> None:
     check(nodes, types, x=forest.rows(50))
 
 
+@pytest.mark.slow
 def test_classes_without_weights_are_never_chosen() -> None:
     forest = RandomForest(8, 3, 3)
     attributes = forest.attributes("class", 2, classlabels_int64s=[5, 6, 7, 8])

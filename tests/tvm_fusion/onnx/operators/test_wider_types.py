@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_types_of_floats(name: str, dtype: str, capfd: pytest.CaptureFixture[str]) -> None:
     dims = "2,8,3,2" if name == "LRN" else "4,8"

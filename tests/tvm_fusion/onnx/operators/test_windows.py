@@ -71,12 +71,13 @@ def test_corners_are_those_of_the_results() -> None:
     assert imported.outputs[0].shape == (1, 1, 1, 3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 def test_every_axis_can_change(mode: str) -> None:
     assert_same_as_onnx_runtime(resize((5, 7), None, int64(9, 4), mode=mode))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounding", "mode"),
     in_turns(
@@ -125,6 +126,7 @@ def test_sums_of_too_many_slices_are_refused() -> None:
         import_onnx(model)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("image", "block", "attributes"),
     [
@@ -165,7 +167,7 @@ def test_unpooled_maxima() -> None:
     assert_same_as_onnx_runtime(model, {"x": most, "i": places})
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("shape", "attributes"),
     [

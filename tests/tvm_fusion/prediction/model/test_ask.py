@@ -39,6 +39,7 @@ def test_more_ranks():
         ask("ranks=two")
 
 
+@pytest.mark.slow
 def test_our_own_fusions():
     options = {"machine": "znver4", "engine": "tvm_fusion", "fuse": "all"}
     (apart, direct) = ask("fusion=none", "winograd=never", **options).answers

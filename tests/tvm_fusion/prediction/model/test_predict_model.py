@@ -194,6 +194,7 @@ def test_gpu_kernels_are_those_that_compile_chooses_for_the_machine():
     assert row.seconds < 0.95 * max(choice["seconds"].values())
 
 
+@pytest.mark.slow
 def test_lookups_count_the_rows_that_they_read():
     found = predict(model=wide_and_deep(rows=1000, crosses=4))
     takes = [row for row in found.kernels if row.kernel.startswith("take")]
@@ -206,6 +207,7 @@ def test_more_work_is_never_faster():
     assert times == sorted(times)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["tvm_fusion", "pytorch"])
 def test_a_better_machine_is_never_slower(engine):
     for name in ("znver4", "v100"):
@@ -220,6 +222,7 @@ def test_a_better_machine_is_never_slower(engine):
         assert after <= before * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_threads_share_the_work_of_a_cpu():
     alone, both = (predict("znver4", dense_model(1, 56, 64), threads=n) for n in (1, 2))
     assert 1.5 < alone.kernel_seconds / both.kernel_seconds < 2.2
@@ -291,6 +294,7 @@ def test_attention_in_tile_registers_has_cycles():
     assert 1.8 * row.seconds < more.seconds < 2.1 * row.seconds
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["icelake-server", "generic"])
 def test_a_cpu_that_nobody_measured_is_estimated_and_says_so(
     tmp_path, monkeypatch, rename_cpu, cpu

@@ -88,6 +88,7 @@ def test_steps_of_long_vectors_leave_least_of_the_last(size, stride, h, lanes1):
     assert (knobs.h, knobs.lanes1, knobs.lanes2) == (h, lanes1, 16)
 
 
+@pytest.mark.slow
 def test_vectors_of_layer_two_fit_a_step_of_one_row():
     case = replace(NARROW, height=2)
     knobs = default_planar_knobs(kernel_of(case, True, True), LARGE)

@@ -139,7 +139,7 @@ def test_numbers_with_any_knobs(case, size, data, seed):
 IMAGES = [(7, 7), (13, 13), (17, 17), (30, 41), (4, 4), (1, 1), (1, 9), (8, 2)]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("image", "size"), in_turns(IMAGES, TILE_SIZES, every=3))
 def test_numbers_of_image_sizes(image, size):
     layer = ConvLayer(24, 40, (3, 3), padding=SAME, activation=Activation("relu"))
@@ -147,7 +147,7 @@ def test_numbers_of_image_sizes(image, size):
     check(case, size, compile_function(schedule(case, size)), seed=5)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("padding", "size"),
     in_turns([(0, 0, 0, 0), (0, 1, 2, 0), (3, 0, 0, 4), (5, 6, 5, 6)], TILE_SIZES),
@@ -179,6 +179,7 @@ def test_error_is_as_stated(channels, extent, size):
         check(case, size, executable, seed, BOUNDS[size])
 
 
+@pytest.mark.slow
 def test_small_tiles_are_the_more_exact():
     case = Case((ConvLayer(64, 64, (3, 3), padding=SAME),), height=28, width=28)
     errors = []
@@ -214,7 +215,7 @@ def test_one_function_serves_every_batch(size):
         check(replace(case, batch=batch), size, executable, seed=batch)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", TILE_SIZES)
 def test_the_compute_is_the_same_function(size):
     layer = ConvLayer(5, 8, (3, 3), padding=(1, 0, 2, 1), activation=Activation("relu6"))

@@ -62,6 +62,7 @@ def expected(x: Array, w: Array, b: Array, transposed: bool) -> Array:
     return np.maximum(product + b, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 5)
 @given(
     st.sampled_from(ROWS),
@@ -95,7 +96,7 @@ def test_batches(batch, rows, columns, shared):
     close(run(scheduled, a, b)[0], exact, 5)
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("columns", [16, 28, 40, 65, 100])
 @pytest.mark.parametrize("place", [lambda n: 2 * n, lambda n: n + 5, lambda n: 199 - n])
@@ -120,7 +121,7 @@ def test_a_matrix_times_itself():
     close(run(func, a)[0], a.astype("float64") @ a.astype("float64"), 7)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("cores", "depth", "rows"), in_turns([1, 2, 3, 8], [640, 643], [1, 3]))
 def test_large_matrices_are_streamed_on_any_number_of_cores(cores, depth, rows):
     target = Target({**HOST.export(), "num-cores": cores})
@@ -137,6 +138,7 @@ def multiply_adds(text: str) -> tuple[int, int]:
     return len(found), len(set(found))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("target", [AVX2, AVX512], ids=["avx2", "avx512"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_sums_of_a_tile_are_registers(target, transposed):
@@ -163,7 +165,7 @@ def test_many_rows_read_a_copy_of_the_columns():
     assert len(schedule(Dense(), dense(12, 256, 64, False), AVX2).body.block.alloc_buffers) == 1
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("rows", "columns", "transposed"), in_turns([24, 50, 67], [128, 256], [False, True])
 )
@@ -215,6 +217,7 @@ def test_parts_for_the_threads(extent, cores, parts):
     assert even_parts(extent, cores) == parts
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
 def test_other_types(dtype):
     x, w = tensor("x", 5, 20, dtype=dtype), tensor("w", 20, 33, dtype=dtype)

@@ -110,7 +110,7 @@ def test_open_rows_and_values_that_are_not_finite(bits: int) -> None:
         np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 33), (2, 64), (7, 40)])
 def test_floats_of_16_bits(dtype: str, rows: int, columns: int) -> None:
@@ -156,6 +156,7 @@ def in_bytes(x: np.ndarray, matrix: NarrowMatrix) -> Arrays:
     return call(byte_rows(rows, matrix), [x], *results)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("rows", [1, 20])
 def test_rows_become_bytes(rows: int) -> None:
     matrix = matrix_of(96, 64, 4, 32, in_bytes=True)

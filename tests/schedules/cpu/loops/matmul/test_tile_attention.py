@@ -89,6 +89,7 @@ def test_nan_stays_in_its_row():
     assert np.isnan(found[0, 7]).all() and np.isfinite(np.delete(found[0], 7, 0)).all()
 
 
+@pytest.mark.slow
 def test_rows_that_only_minus_infinity_is_added_to_are_nan():
     shape = AttentionShape(1, 1, 8, 20, 4, 16, 1.0, (1, 1, 8, 1), "float32")
     arrays = operands(shape, 3)

@@ -126,6 +126,7 @@ def pools(draw_one: st.DrawFn, layouts: list[str]) -> Pool:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 5)
 @given(pools(["NCHW8c", "NHWC", "NCHW"]))
 def test_numbers_of_float64(pool):
@@ -158,7 +159,7 @@ def test_symbolic_batch():
     close(out.numpy(), pool.reference(x))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 @pytest.mark.parametrize("layout", ["NCHW8c", "NCHW"])
 def test_compiles_for_other_vector_units(target, layout):

@@ -47,6 +47,7 @@ def reference(x: Array, axis: int, log: bool) -> Array:
     return shifted - np.log(total) if log else np.exp(shifted) / total
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("axis", [1, 2])
 def test_all_steps_of_a_row_are_in_one_parallel_loop(axis):
     func = schedule(Softmax(), softmax((4, 130, 136), axis), AVX2)
@@ -125,7 +126,7 @@ def test_symbolic_rows():
     close(out.numpy(), reference(x, 1, False))
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("target", [AVX512, NEON], ids=["avx512", "neon"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_compiles_for_other_vector_units(target, axis):

@@ -92,6 +92,7 @@ def test_numbers_are_those_of_single_rows(monkeypatch, name, size, stream):
         np.testing.assert_allclose(run(scheduled, a)[0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [(8, 20), (9, 21)])
 def test_conditions_on_other_loops(monkeypatch, size):
     func = STENCILS["heat3d"](*size)
@@ -103,7 +104,7 @@ def test_conditions_on_other_loops(monkeypatch, size):
     np.testing.assert_array_equal(run(together, a)[0], run(alone, a)[0])
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("above", [0, 1, 5])
 @pytest.mark.parametrize("below", [0, 2, 9])
 def test_conditions_on_rows_alone(above, below):
@@ -141,6 +142,7 @@ def test_ranks_have_the_bits_of_one(name, sizes):
         np.testing.assert_array_equal(together, expected)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_rows():
     func = STENCILS["heat2d"](9, 40)
     program = distributed.compile(func, 11)
@@ -156,6 +158,7 @@ def test_more_ranks_than_rows():
     np.testing.assert_array_equal(np.concatenate(run_ranks(11, work)), expected)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "condition",
     [

@@ -59,7 +59,7 @@ def filtered(rows: int, cols: int, channels: int, taps: tuple[float, ...]) -> ti
     return te.create_prim_func([a, y], index_dtype_override="int64")
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
 @pytest.mark.parametrize("name", ["pipeline", "gaussian", "convolution"])
 @pytest.mark.parametrize("cols", [512, 331])
@@ -84,7 +84,7 @@ def test_merged_channels_have_plain_addresses_without_an_offset(size, dtype):
     assert not [i for i in loop.instructions if i.name.startswith(SCALAR)], str(loop)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("cols", "name", "stream"),
     in_turns(
@@ -111,7 +111,7 @@ def test_pixels_of_8_bits(monkeypatch, name, cols, stream):
     assert (np.abs(found - rounded + 0.5) <= 0.501).all()
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
 def test_rows_share_their_loads(cpu, dtype):
@@ -145,7 +145,7 @@ def test_few_rows_have_the_bits_of_many():
     np.testing.assert_allclose(alone, sum(x[k : k + 37] * w[k] for k in range(5)), rtol=1e-5)
 
 
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     in_turns(
@@ -161,7 +161,7 @@ def test_streamed_numbers(streamed, shape, dtype):
     np.testing.assert_allclose(found, a + b + b, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "cols"), in_turns(["blur", "heat2d", "gaussian", "cvt_color"], [64, 77])
 )

@@ -32,6 +32,7 @@ def prefetched(func: tirx.PrimFunc) -> list[list[str]]:
     return [each for each, loop in zip(lines, found, strict=True) if each and loop.innermost]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["blur", "heat2d"])
 def test_the_last_row_that_is_read(streamed, name):
     assert ROWS in map(len, prefetched(STENCILS[name](64, 4096)))
@@ -62,6 +63,7 @@ def test_each_tensor_of_adjacent_elements(streamed):
     assert scheduled.script().count(f'"{PREFETCH}"') == 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "index", [lambda i, j: (i, j * 2), lambda i, j: (i, 511 - j), lambda i, j: (i, j // 2)]
 )
