@@ -99,6 +99,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -118,6 +119,7 @@ def test_servers_that_do_not_fit_are_errors(
     wait_for(lambda: tracker.servers() == (2, 2))  # all were given back
 
 
+@pytest.mark.slow
 def test_servers_listen_on_loopback_alone(tracker: Tracker, servers) -> None:
     for server in servers:
         process = psutil.Process(server.pid)
