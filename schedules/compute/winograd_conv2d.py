@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import te, tirx
 
-from ..tir.bfloat16 import round_to_bits, widen_bits
+from ..tir.float_bits import round_to_bits, widen_bits
 from ..workload.conv2d import ConvLayer
 from ..workload.winograd_matrices import TAPS, transforms
 from .conv2d import finished

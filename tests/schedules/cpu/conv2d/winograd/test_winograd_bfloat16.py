@@ -37,7 +37,7 @@ from schedules.cpu.conv2d.winograd.winograd_conv2d import (
 )
 from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.micro_kernel import UNROLLED_STEPS
-from schedules.tir.bfloat16 import round_to_bits
+from schedules.tir.float_bits import round_to_bits
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from schedules.workload.winograd_matrices import TILE_SIZES, transform_words, transforms
 
