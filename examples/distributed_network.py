@@ -24,9 +24,9 @@ from examples.onnx_builder import random_inputs  # noqa: E402
 from examples.zoo import ZOO, read_sizes  # noqa: E402
 from tvm_fusion import distributed  # noqa: E402
 from tvm_fusion.distributed import run_ranks  # noqa: E402
+from tvm_fusion.distributed.compile_network import read_network, resolve_ranks  # noqa: E402
 from tvm_fusion.distributed.local_program import Ranks  # noqa: E402
-from tvm_fusion.distributed.network.compile_network import read_network, resolve_ranks  # noqa: E402
-from tvm_fusion.distributed.network.simulate_network import simulate_network  # noqa: E402
+from tvm_fusion.distributed.simulate import simulate_network  # noqa: E402
 
 
 def compile_and_load(model: Any, ranks: int, exchange: str) -> distributed.DistributedModel:

@@ -115,7 +115,7 @@ def _torch() -> FrontEnd:
 
 def _ranks() -> RankCompiler:
     with plugin.without_torch():
-        from .distributed.network import compile_network
+        from tvm_fusion.distributed import compile_network
 
     return compile_network
 

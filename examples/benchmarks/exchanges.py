@@ -41,7 +41,7 @@ from schedules.distribute.exchange import (
 )
 from tvm_fusion import distributed
 from tvm_fusion.cli.output import FILE_WIDTH
-from tvm_fusion.distributed.rank_timing import renewed_seconds
+from tvm_fusion.distributed.calibrate import renewed_seconds
 from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, always
 from tvm_fusion.machine.host_info import host_info
 

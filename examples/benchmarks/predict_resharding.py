@@ -42,8 +42,11 @@ from examples.benchmarks.prediction.gloo_ranks import (  # noqa: E402
     start_ranks,
 )
 from examples.benchmarks.prediction.rank_trainings import record_rank  # noqa: E402
-from tvm_fusion.distributed.collective_curves import measure_collectives  # noqa: E402
-from tvm_fusion.distributed.process_group import KINDS, ProcessGroup  # noqa: E402
+from tvm_fusion.distributed.collective_curves import (  # noqa: E402
+    GROUP_KINDS,
+    ProcessGroup,
+    measure_collectives,
+)
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
 from tvm_fusion.prediction.api import load_traces, predict_traces  # noqa: E402
 from tvm_fusion.prediction.sharding import EmbeddingTable, assignments  # noqa: E402
@@ -116,7 +119,7 @@ def shardings(launch: Launch) -> dict[str, list[int]]:
 def measure_tasks(folder: Path, tasks: int, rounds: int) -> None:
     """Measure all-to-alls and the steps of all shardings, and record those of one."""
     keep_freed_memory()
-    kinds = {"all_to_all": KINDS["all_to_all"]}
+    kinds = {"all_to_all": GROUP_KINDS["all_to_all"]}
     curves = measure_collectives(ProcessGroup("gloo"), kinds=kinds, transport="gloo")
     if dist.get_rank() == 0:
         curves.save(folder / "collectives.json")

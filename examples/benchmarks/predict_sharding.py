@@ -49,8 +49,11 @@ from examples.benchmarks.prediction.gloo_ranks import (  # noqa: E402
     start_ranks,
 )
 from schedules.cost.machine import load_machine  # noqa: E402
-from tvm_fusion.distributed.collective_curves import measure_collectives  # noqa: E402
-from tvm_fusion.distributed.process_group import KINDS, ProcessGroup  # noqa: E402
+from tvm_fusion.distributed.collective_curves import (  # noqa: E402
+    GROUP_KINDS,
+    ProcessGroup,
+    measure_collectives,
+)
 from tvm_fusion.machine.host_info import host_info  # noqa: E402
 from tvm_fusion.prediction.calibrate.calibration import measured_limits  # noqa: E402
 from tvm_fusion.prediction.collectives import Collectives, collectives_of  # noqa: E402
@@ -168,7 +171,7 @@ def measured(launch: Launch, ways: Sequence[Sequence[int]], rounds: int) -> np.n
 def measure_machine(folder: Path) -> None:
     """Write the file of a machine: limits of a rank beside the others, and their all-to-alls."""
     machine = measured_limits(THREADS)
-    kinds = {"all_to_all": KINDS["all_to_all"]}
+    kinds = {"all_to_all": GROUP_KINDS["all_to_all"]}
     curves: Collectives = measure_collectives(ProcessGroup("gloo"), kinds=kinds, transport="gloo")
     if dist.get_rank() == 0:
         (folder / "machine.json").write_text(json.dumps(machine.to_json()))

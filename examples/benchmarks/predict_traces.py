@@ -29,7 +29,7 @@ from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.prediction.api import TracedRun, load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Curve
 from tvm_fusion.prediction.timeline.path import active_seconds
-from tvm_fusion.prediction.timeline.ranks import simulate
+from tvm_fusion.prediction.timeline.timelines import simulate
 from tvm_fusion.prediction.traces.overheads import Overheads
 from tvm_fusion.written_aside import written_aside
 

@@ -54,7 +54,7 @@ from tvm_fusion.prediction.timeline.execution_graph import (  # noqa: E402
     Kernel,
     Op,
 )
-from tvm_fusion.prediction.timeline.ranks import simulate  # noqa: E402
+from tvm_fusion.prediction.timeline.timelines import simulate  # noqa: E402
 from tvm_fusion.prediction.traces.overheads import Overheads, ProfilerCost  # noqa: E402
 
 THREADS = 2

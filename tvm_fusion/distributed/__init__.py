@@ -2,8 +2,8 @@
 """Programs and networks over MPI ranks: the session, exchanges, reductions, failures.
 
 Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py all but a session
-works. Start with ``program.py``, then ``network`` (models), ``world`` (messages) and
-``accelerator`` (CPU and GPU together).
+works. Start with ``program.py``, then ``compile_network.py`` and ``network_model.py`` (models),
+``world`` (messages) and ``accelerator`` (CPU and GPU together).
 """
 
 # TVM's compiler is imported with the first name that needs it: ranks that run a saved model, or
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .accelerator.device import Device, accelerator_of
     from .accelerator.measure_split import measure_split
     from .calibrate import network_of, processor_of
-    from .network.compile_network import compile_network
-    from .network.model import DistributedModel, load
+    from .compile_network import compile_network
+    from .network_model import DistributedModel, load
     from .program import Program, compile, estimated_processor
     from .rank_reduce import reduce
     from .world.communicator import World
@@ -48,8 +48,8 @@ _LATER = {
     **dict.fromkeys(("network_of", "processor_of"), "calibrate"),
     **dict.fromkeys(("Device", "accelerator_of"), "accelerator.device"),
     "measure_split": "accelerator.measure_split",
-    "compile_network": "network.compile_network",
-    **dict.fromkeys(("DistributedModel", "load"), "network.model"),
+    "compile_network": "compile_network",
+    **dict.fromkeys(("DistributedModel", "load"), "network_model"),
     **dict.fromkeys(("Program", "compile", "estimated_processor"), "program"),
     "reduce": "rank_reduce",
     "World": "world.communicator",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from schedules.distribute.partial_reduction import PartialReduction
 
     from .world.numa_placement import Placement
-    from .world.slot_route import SlotRoute
+    from .world.parcel import SlotRoute
 
 
 def describe_memory(

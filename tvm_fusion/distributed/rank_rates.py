@@ -14,8 +14,8 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Work, work_of
 
 from ..compiler.targets.target import resolve
+from .calibrate import renewed_seconds
 from .program import Program, compile
-from .rank_timing import renewed_seconds
 from .world.communicator import World
 
 _ROWS, _COLUMNS = 512, 1024  # of an image that the last-level cache holds with its result

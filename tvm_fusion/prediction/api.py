@@ -10,16 +10,15 @@ from pathlib import Path
 
 from ..errors import PredictionError
 from .report import Answer, TimelineReport, report
-from .scenario import Scenario
 from .timeline.execution_graph import ExecutionGraph
-from .timeline.ranks import Timeline
+from .timeline.timelines import Timeline
 from .traces.chakra import link, read_execution_trace
 from .traces.gloo import name_groups
-from .traces.json_stream import json_items
-from .traces.kineto import KinetoTrace, read_kineto
+from .traces.kineto import KinetoTrace, json_items, read_kineto
 from .traces.overheads import Overheads, ProfilerCost, measure_overheads
 from .traces.traced_graph import measured_seconds, traced_graph
 from .traces.traced_ops import traced_ops
+from .what_if import Scenario
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from ..errors import PredictionError
 from ..written_aside import written_aside
-from .timeline.critical_path import RankTimeline
 from .timeline.execution_graph import HOST
 from .timeline.path import (
     CAUSES,
@@ -24,7 +23,7 @@ from .timeline.path import (
     idle_seconds,
     streams,
 )
-from .timeline.ranks import Timeline
+from .timeline.timelines import RankTimeline, Timeline
 
 _TOP = 12
 """Rows of the critical path that a table shows."""

@@ -24,7 +24,7 @@ from schedules.cost.trees import read_arrays
 from ..errors import PredictionError
 from .collectives import Collectives, all_to_all_bytes, bus_factor
 from .timeline.execution_graph import Collective, ExecutionGraph, Kernel, Launch, Op
-from .timeline.ranks import simulate
+from .timeline.timelines import simulate
 
 MEMORY_SHARE = 0.8
 """Share of a device's memory that tables may take."""

@@ -14,8 +14,7 @@ import pytest
 from mpi_ranks import needs_mpi, run_ranks
 
 from schedules.cost.machine import load_machine
-from tvm_fusion.distributed.collective_curves import KINDS
-from tvm_fusion.distributed.process_group import process_group
+from tvm_fusion.distributed.collective_curves import KINDS, process_group
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.prediction.collectives import collectives_of, load_collectives
 

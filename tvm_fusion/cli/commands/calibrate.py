@@ -147,10 +147,10 @@ def _calibrate_collectives(output: Path, backend: str, timeout: float, as_json: 
                 _write_collectives(found, output, as_json)
         return
     allow_torch()
-    from ...distributed.process_group import KINDS, process_group
+    from tvm_fusion.distributed.collective_curves import GROUP_KINDS, process_group
 
     with process_group(backend, timeout) as group:
-        found = measure_collectives(group, kinds=KINDS, transport=backend)
+        found = measure_collectives(group, kinds=GROUP_KINDS, transport=backend)
         if group.rank == 0:
             _write_collectives(found, output, as_json)
 

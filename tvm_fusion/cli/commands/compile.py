@@ -30,7 +30,8 @@ from ..output import compile_model, show
 from ..progress import progress_bar
 
 if TYPE_CHECKING:
-    from ...distributed.network.model import DistributedModel
+    from tvm_fusion.distributed.network_model import DistributedModel
+
     from ...runtime.compiled_model import CompiledModel
 
 
@@ -142,7 +143,8 @@ def _compiled(
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
     for_one = ("machine", "weights", "outputs", "precision")
     refuse_given(for_one, "it is for one process")
-    from ...distributed.network.compile_network import compile_network
+    from tvm_fusion.distributed.compile_network import compile_network
+
     from ...distributed.network_figures import read_figures
 
     for name in (*for_gpus, *for_one):

@@ -178,9 +178,10 @@ def predict_model(
     **options: Any,
 ) -> None:
     """Predict and show a model on machines."""
+    from tvm_fusion.prediction.model.ask import predictions_table
+
     from ...prediction.cluster import load_cluster
     from ...prediction.model.ask import Question
-    from ...prediction.model.model_report import predictions_table
     from ...prediction.traces.overheads import load_overheads
 
     if (phase is None) != (step is None):

@@ -104,8 +104,9 @@ def simulate_command(
     Messages and bytes are those of a model compiled for so many ranks. Times are predicted; lines
     within the number of ranks with which the network was measured say so.
     """
-    from ...distributed.network.compile_network import read_network, resolve_ranks
-    from ...distributed.network.simulate_network import simulate_network
+    from tvm_fusion.distributed.compile_network import read_network, resolve_ranks
+    from tvm_fusion.distributed.simulate import simulate_network
+
     from ...distributed.network_figures import read_figures
     from ...distributed.program import default_processor
 

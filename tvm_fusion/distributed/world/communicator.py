@@ -24,9 +24,8 @@ from ...errors import DistributedError
 from . import failure
 from .numa_placement import Placement
 from .packing import Packing, by_constants
-from .parcel import PreparedExchange, as_bytes, name_ranks
+from .parcel import PreparedExchange, SlotRoute, as_bytes, name_ranks, slot_route
 from .shared_slots import NodeSlots
-from .slot_route import SlotRoute, slot_route
 from .watch import NodeRecord, slot_text
 
 _INSTALL = "{}; install both by: pip install 'tvm-fusion[mpi]', or mpi4py for the cluster's own MPI"

@@ -35,8 +35,7 @@ from ...runtime.thread_pool import Crew
 from ...tuning.measure import planes, writer
 from ..model.compiled import describe_cpu_kernels
 from .cases import Case
-from .library_cases import LibraryCase
-from .library_timing import eager_overhead, time_library
+from .library_cases import LibraryCase, eager_overhead, time_library
 
 RUNS = 25
 SECONDS = 0.3

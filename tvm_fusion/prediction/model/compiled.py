@@ -36,8 +36,7 @@ from ...bench.kernel_work import parameter_bytes
 from ...bench.profiler import KernelCost, kernel_costs
 from ...compiler import pipeline
 from ..machines import predicted_cpu
-from .library import conv2d_sizes
-from .lowered import LoweredKernel, LoweredOp
+from .lowered import LoweredKernel, LoweredOp, conv2d_sizes
 
 _CALIBRATED = (*CONVOLUTIONS, "cpu.dense")  # templates whose cycles are related to times
 _NAMES = {"dense": "matvec"}  # products of matrices have knobs, and the name of their template

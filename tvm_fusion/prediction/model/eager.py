@@ -22,10 +22,8 @@ from relay_passes.core.expressions import TUPLE_GET_ITEM, op_name, operands
 from relay_passes.simplify.simplify_inference import simplify
 from schedules.cost.kernel_call import KernelCall
 
-from .eager_rules import EAGER_RULES
-from .fused_attention import FusedAttention, find_attentions
-from .library import Tensor, conv2d, elementwise, gather, gemm, rows
-from .lowered import LoweredKernel, LoweredOp
+from .eager_rules import EAGER_RULES, FusedAttention, find_attentions
+from .lowered import LoweredKernel, LoweredOp, Tensor, conv2d, elementwise, gather, gemm, rows
 
 ELEMENTWISE = {
     **{f"relax.{name}": name for name in ("exp", "log", "sqrt", "rsqrt", "erf", "tanh", "sigmoid")},

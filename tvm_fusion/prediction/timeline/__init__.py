@@ -2,5 +2,5 @@
 """Timelines of execution graphs, simulated: what host, streams and ranks do when.
 
 Pure algorithms without files; the rest of ``prediction`` imports them. Start with
-``execution_graph.py``, then ``simulate`` in ``ranks.py``.
+``execution_graph.py``, then ``simulate`` in ``timelines.py``.
 """

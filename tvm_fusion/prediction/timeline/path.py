@@ -7,9 +7,8 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .critical_path import HostWait, KernelRun, RankTimeline
 from .execution_graph import HOST
-from .ranks import Timeline
+from .timelines import HostWait, KernelRun, RankTimeline, Timeline
 
 CAUSES = ("host", "other rank", "other stream", "end")
 """Causes of idle time; ``end`` is that after a stream's last kernel."""

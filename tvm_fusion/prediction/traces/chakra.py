@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import PredictionError
-from .json_stream import json_items
-from .kineto import WITH_VALUES, HostEvent, KinetoTrace, ProcessGroup, process_groups
+from .kineto import WITH_VALUES, HostEvent, KinetoTrace, ProcessGroup, json_items, process_groups
 
 SCHEMAS = ("1.0.1", "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 """Schemas that are read; 1.0.2 and later may end in ``-chakra.0.0.4``."""

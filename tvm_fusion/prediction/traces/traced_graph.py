@@ -12,9 +12,8 @@ from typing import Any
 from schedules.cost.kernel_call import KernelCall
 
 from ..timeline.execution_graph import HOST, Collective, ExecutionGraph, Kernel, Launch, Op, Wait
-from .collective_kind import collective_kind
-from .host_calls import host_call
-from .kernel_calls import bytes_of, kernel_call
+from .gloo import collective_kind
+from .kernel_calls import bytes_of, host_call, kernel_call
 from .kineto import DeviceEvent, HostEvent, KinetoTrace
 from .overheads import HOST_WORK, MICRO, call_name, own_time
 from .traced_ops import SLACK, TracedCall, TracedOp

@@ -15,7 +15,7 @@ from rank_networks import network, network_case, saved_network
 from examples.models import GraphBuilder
 from examples.onnx_builder import random_inputs
 from tvm_fusion import distributed
-from tvm_fusion.distributed.network import compile_network
+from tvm_fusion.distributed import compile_network
 
 PROGRAM = Path(__file__).with_name("network_program.py")
 

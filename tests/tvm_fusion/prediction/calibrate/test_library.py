@@ -13,7 +13,7 @@ from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import Figure, load_machine
 from tvm_fusion.prediction.calibrate.calibration import all_cases, library_figures
 from tvm_fusion.prediction.calibrate.library_cases import LibraryCase, library_cases
-from tvm_fusion.prediction.host import host_costs
+from tvm_fusion.prediction.model.predict_model import host_costs
 from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Kernel, Launch, Op
 from tvm_fusion.prediction.what_if import change
 
@@ -133,7 +133,7 @@ def test_cases_have_names_of_their_own_and_cover_all_operators():
 
 def test_some_of_each_kind_are_timed():
     torch = pytest.importorskip("torch")
-    from tvm_fusion.prediction.calibrate import library_timing
+    from tvm_fusion.prediction.calibrate.library_cases import eager_overhead, time_library
 
     threads = torch.get_num_threads()
     try:
@@ -144,15 +144,15 @@ def test_some_of_each_kind_are_timed():
                 if case.call.moved_bytes < one.call.moved_bytes:
                     least[case.call.op] = case
             for case in least.values():
-                assert library_timing.time_library(case, 1, 1 << 20) > 0
-        assert library_timing.eager_overhead(1) > 0
+                assert time_library(case, 1, 1 << 20) > 0
+        assert eager_overhead(1) > 0
     finally:
         torch.set_num_threads(threads)
 
 
 def test_results_of_a_kernel_lie_in_memory_that_was_there():
     torch = pytest.importorskip("torch")
-    from tvm_fusion.prediction.calibrate import library_timing
+    from tvm_fusion.prediction.calibrate.library_cases import time_library
 
     faults = []
 
@@ -164,7 +164,7 @@ def test_results_of_a_kernel_lie_in_memory_that_was_there():
     threads = torch.get_num_threads()
     try:
         case = LibraryCase("relu", product(1), ((1 << 20,),), (), run)
-        library_timing.time_library(case, 1, 1 << 20)
+        time_library(case, 1, 1 << 20)
     finally:
         torch.set_num_threads(threads)
     assert sorted(faults)[len(faults) // 2] < 64  # of 3072 pages

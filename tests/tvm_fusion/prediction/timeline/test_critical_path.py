@@ -10,7 +10,7 @@ from small_graphs import US, RoundCosts, graph, launch, op
 
 from tvm_fusion.errors import PredictionError
 from tvm_fusion.prediction.timeline.execution_graph import HOST, ExecutionGraph, Wait
-from tvm_fusion.prediction.timeline.ranks import simulate
+from tvm_fusion.prediction.timeline.timelines import simulate
 
 COSTS = RoundCosts()
 

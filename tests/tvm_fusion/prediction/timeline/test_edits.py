@@ -22,7 +22,7 @@ from tvm_fusion.prediction.timeline.edits import (
     retime,
 )
 from tvm_fusion.prediction.timeline.execution_graph import HOST, Wait
-from tvm_fusion.prediction.timeline.ranks import simulate
+from tvm_fusion.prediction.timeline.timelines import simulate
 
 COSTS = RoundCosts()
 CHAIN = graph(

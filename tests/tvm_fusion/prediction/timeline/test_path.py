@@ -15,7 +15,7 @@ from tvm_fusion.prediction.timeline.path import (
     idle_seconds,
     streams,
 )
-from tvm_fusion.prediction.timeline.ranks import simulate
+from tvm_fusion.prediction.timeline.timelines import simulate
 
 COSTS = RoundCosts()
 

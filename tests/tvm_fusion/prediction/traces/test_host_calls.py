@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tvm_fusion.prediction.model.library import Tensor, elementwise
-from tvm_fusion.prediction.traces.host_calls import host_call
+from tvm_fusion.prediction.model.lowered import Tensor, elementwise
+from tvm_fusion.prediction.traces.kernel_calls import host_call
 from tvm_fusion.prediction.traces.kineto import HostEvent
 
 

@@ -10,8 +10,8 @@ import tracemalloc
 import pytest
 
 from tvm_fusion.errors import PredictionError
-from tvm_fusion.prediction.traces import json_stream
-from tvm_fusion.prediction.traces.json_stream import json_items
+from tvm_fusion.prediction.traces import kineto
+from tvm_fusion.prediction.traces.kineto import json_items
 
 DATA = {
     "a": 12345,
@@ -25,7 +25,7 @@ DATA = {
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_any_chunk(tmp_path, monkeypatch, chunk: int, indent: int | None) -> None:
-    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
+    monkeypatch.setattr(kineto, "_CHUNK", chunk)
     path = tmp_path / "x.json"
     path.write_text(json.dumps(DATA, indent=indent, ensure_ascii=False), encoding="utf-8")
     expected = [
@@ -76,8 +76,8 @@ def test_absent_file(tmp_path) -> None:
 
 
 def test_values_that_do_not_end(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(json_stream, "_MAX_VALUE", 1000)
-    monkeypatch.setattr(json_stream, "_CHUNK", 100)
+    monkeypatch.setattr(kineto, "_MAX_VALUE", 1000)
+    monkeypatch.setattr(kineto, "_CHUNK", 100)
     path = tmp_path / "x.json"
     path.write_text('{"events": ["' + "x" * 5000)
     with pytest.raises(PredictionError, match="a value of more than"):

@@ -28,16 +28,16 @@ from schedules import attributes
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.row_cost import choose_exchanges, row_cost, segments
 from schedules.distribute.rows.row_plan import NetworkStage, Segment, plan_from_json
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.compile_model import Progress, announcer, describe, import_model
+from tvm_fusion.compiler.record_reader import choose_records
+from tvm_fusion.compiler.targets.target import is_gpu, resolve
+from tvm_fusion.errors import InvalidInputError, TargetError
+from tvm_fusion.machine.host import physical_cores
 
-from ...compiler import pipeline
-from ...compiler.compile_model import Progress, announcer, describe, import_model
-from ...compiler.record_reader import choose_records
-from ...compiler.targets.target import is_gpu, resolve
-from ...errors import InvalidInputError, TargetError
-from ...machine.host import physical_cores
-from ..network_figures import check_figures
-from ..program import default_processor
-from .model import DistributedModel
+from .network_figures import check_figures
+from .network_model import DistributedModel
+from .program import default_processor
 
 _LAYOUTS = "pack"  # the phase that chooses kernels and layouts of the whole model
 
