@@ -3,7 +3,8 @@
 
 Everything comes from the target; only the cache sizes are read from the running machine, and only
 when the target names exactly this machine's CPU, so that cross-compiled code does not depend on
-where it was compiled. A tuning job for another machine gives them (:func:`described`).
+where it was compiled. Those of other CPUs that were measured are known by name, and a tuning job
+for another machine gives them (:func:`described`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tvm.target import Target, codegen
 
 from schedules.cost.cpu_kernels import FORK, weights_level
 from schedules.cost.decisions import machine_in_use
-from schedules.cost.machine import Machine
+from schedules.cost.machine import Machine, load_machine
 from schedules.errors import TargetError
 from schedules.workload.conv2d import WORDS
 
-from .machine_costs import MachineCosts, costs_of
+from .machine_costs import MachineCosts, costs_of, known_family
 
 _SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 _DEFAULT_CACHES = (32 * 1024, 512 * 1024, 8 * 1024 * 1024)
@@ -233,7 +234,7 @@ class MeasuredCPU(CPUInfo):
                 " name a machine of the target's family, or a target with its mcpu"
             )
         family, cores = costs_of(info.family, info.vector_bits), info.num_cores
-        known = machine["multiprocessors"]
+        l1d, l2, l3 = _caches_of(machine)
         level = weights_level(kept_bytes, machine)
         per_cycle = machine[f"bandwidth.{level}"] / cores / machine["clock"]
         return cls(
@@ -241,9 +242,9 @@ class MeasuredCPU(CPUInfo):
             num_vector_registers=info.num_vector_registers,
             has_fma=info.has_fma,
             num_cores=cores,
-            l1d_bytes=int(machine["capacity.L1"] / known),
-            l2_bytes=int(machine["capacity.L2"] / known),
-            l3_bytes=int(machine["capacity.L3"]),
+            l1d_bytes=l1d,
+            l2_bytes=l2,
+            l3_bytes=l3,
             family=info.family,
             has_streaming_stores=info.has_streaming_stores,
             word_channels=info.word_channels,
@@ -343,14 +344,22 @@ def _num_cores(target: Target) -> int:
 
 
 def _caches(target: Target) -> tuple[int, int, int]:
-    """L1 data, L2 and L3 bytes: of this machine if the target names its CPU, else defaults."""
-    if str(target.attrs.get("mcpu", "")) != str(codegen.llvm_get_system_cpu()):
-        return _DEFAULT_CACHES
+    """L1 data, L2 and L3 bytes: of this machine if the target names its CPU, else by its name."""
+    family = str(target.attrs.get("mcpu", ""))
+    known = known_family(family)
+    usual = _DEFAULT_CACHES if known is None else _caches_of(load_machine(known))
+    if family != str(codegen.llvm_get_system_cpu()):
+        return usual
     found = _read_sysfs_caches(_SYSFS_CACHE)
-    l1d, l2, l3 = (
-        found.get(level, size) for level, size in zip((1, 2, 3), _DEFAULT_CACHES, strict=True)
-    )
+    l1d, l2, l3 = (found.get(level, size) for level, size in zip((1, 2, 3), usual, strict=True))
     return l1d, l2, l3
+
+
+def _caches_of(machine: Machine) -> tuple[int, int, int]:
+    """L1 data and L2 bytes of a core, and those of the L3."""
+    cores = machine["multiprocessors"]
+    l1d, l2 = (int(machine[f"capacity.{level}"] / cores) for level in ("L1", "L2"))
+    return l1d, l2, int(machine["capacity.L3"])
 
 
 def _read_sysfs_caches(root: Path) -> dict[int, int]:

@@ -178,16 +178,19 @@ FAMILIES = {
 _LIKE_EMERALD_RAPIDS = ("sapphirerapids", "graniterapids", "graniterapids-d")
 
 
+def known_family(family: str) -> str | None:
+    """LLVM's name of the measured CPU that has the cores of one; None if none has."""
+    if family in _LIKE_EMERALD_RAPIDS:
+        return "emeraldrapids"
+    return family if family in FAMILIES else None
+
+
 def measured_family(family: str, vector_bits: int) -> str:
     """LLVM's name of the CPU whose measured figures hold for one: its own, or the most similar.
 
     Like Zen 5, Intel's servers start two multiply-adds of 512 bits a cycle.
     """
-    if family in FAMILIES:
-        return family
-    if family in _LIKE_EMERALD_RAPIDS:
-        return "emeraldrapids"
-    return "znver5" if vector_bits == 512 else "znver3"
+    return known_family(family) or ("znver5" if vector_bits == 512 else "znver3")
 
 
 def costs_of(family: str, vector_bits: int) -> MachineCosts:

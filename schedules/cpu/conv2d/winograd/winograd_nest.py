@@ -246,8 +246,8 @@ class _TaskNest:
             for c, column in half.columns(count):
                 values = [self._load(*at) for at in column]
                 for r, value in enumerate(transform_data(self.size, values)):
-                    place = data.at(r * count + c, block, tile)
-                    self._store(data.buffer, place, self._multiplied(value))
+                    start = data.at(r * count + c, block, tile)
+                    self._store(data.buffer, start, self._multiplied(value))
 
     def _multiplied(self, value: tirx.Expr) -> tirx.Expr:
         """A transformed vector as it is multiplied."""

@@ -6,11 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tvm.target import Target
+from tvm.target import Target, codegen
 from tvm.target.codegen import llvm_get_system_cpu
 
+from schedules.cost.machine import load_machine
 from schedules.cpu.core import machine
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.machine_costs import known_family
 from schedules.errors import TargetError
 
 X86 = "x86_64-linux-gnu"
@@ -99,9 +101,29 @@ def test_arm_of_32_bits_has_no_products_of_words(cpu):
     assert (info.byte_dots, info.half_dots, info.word_channels) == ("", "", 0)
 
 
-def test_caches_of_another_cpu_are_defaults():
-    cpu = CPUInfo.from_target(Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu"}))
-    assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (32 * 1024, 512 * 1024, 8 * 1024**2)
+def caches(**options: object) -> tuple[int, int, int]:
+    cpu = CPUInfo.from_target(Target({"kind": "llvm", **options}))
+    return cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes
+
+
+def test_caches_of_an_unknown_cpu_are_defaults():
+    for options in ({"mtriple": "aarch64-linux-gnu"}, {"mtriple": X86, "mcpu": "skylake-avx512"}):
+        assert caches(**options) == (32 << 10, 512 << 10, 8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["emeraldrapids", "sapphirerapids", "graniterapids"], (48 << 10, 2 << 20, 260 << 20)),
+        (["znver4"], (32 << 10, 1 << 20, 32 << 20)),
+        (["znver5"], (48 << 10, 1 << 20, 32 << 20)),
+    ],
+)
+def test_caches_of_measured_cpus_are_known_by_name(names, found, monkeypatch):
+    monkeypatch.setattr(codegen, "llvm_get_system_cpu", lambda: "another")
+    machine._from_text.cache_clear()
+    assert {caches(mtriple=X86, mcpu=name) for name in names} == {found}
+    machine._from_text.cache_clear()
 
 
 def write_cache(root: Path, index: int, level: str, kind: str, size: str) -> None:
@@ -120,7 +142,9 @@ def test_caches_of_this_cpu_are_read_from_the_kernel(tmp_path, monkeypatch):
     machine._from_text.cache_clear()
     cpu = CPUInfo.from_target(Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu())}))
     machine._from_text.cache_clear()
-    assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (48 * 1024, 2 * 1024**2, 8 * 1024**2)
+    assert (cpu.l1d_bytes, cpu.l2_bytes) == (48 * 1024, 2 * 1024**2)
+    known = known_family(cpu.family)
+    assert cpu.l3_bytes == (8 << 20 if known is None else load_machine(known)["capacity.L3"])
 
 
 def test_other_kinds_of_target_are_an_error():
