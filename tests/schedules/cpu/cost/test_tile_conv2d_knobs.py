@@ -10,6 +10,8 @@ import pytest
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.cost import tile_conv2d_knobs
 from schedules.cpu.cost.tile_conv2d_knobs import (
+    TileConv2DKnobs,
+    TileGeometry,
     default_tile_knobs,
     fastest_blocks,
     fits_tiles,
@@ -58,6 +60,33 @@ def test_measured_layers_are_predicted_to_a_quarter(shape, dtype):
     cycles = tile_cycles(workload, default_tile_knobs(workload, CPU), CPU)
     measured = MEASURED[shape][dtype == "uint8"] * CYCLES_PER_US
     assert 0.75 < cycles / measured < 1.25
+
+
+@pytest.mark.parametrize(
+    ("dtype", "measured", "tiles"), [("bfloat16", 247, (2, 2)), ("uint8", 186, (1, 4))]
+)
+def test_the_measured_stem_is_predicted_to_a_quarter(dtype, measured, tiles):
+    """Pixels of four channels, of which each row of the kernel is one row of a tile."""
+    layer = ConvLayer(3, 64, (7, 7), (2, 2))
+    workload = replace(kernel_of(layer, 230, dtype, 16 * WORDS[dtype]), data_layout="NCHW4c")
+    knobs = TileConv2DKnobs(16, *tiles, 2, 1, 4, interleaved=False)
+    cycles = tile_cycles(workload, knobs, CPU)
+    assert 0.75 < cycles / (measured * CYCLES_PER_US) < 1.25
+
+
+@pytest.mark.parametrize(
+    ("lanes", "dtype", "layer", "share"),
+    [
+        (32, "bfloat16", ConvLayer(64, 64, (1, 1)), 0),
+        (16, "bfloat16", ConvLayer(64, 64, (3, 3)), 0),
+        (48, "uint8", ConvLayer(96, 64, (1, 1)), 1 / 2),
+        (4, "bfloat16", ConvLayer(3, 64, (7, 7), (2, 2)), 3 / 4),
+        (4, "uint8", ConvLayer(3, 64, (7, 7), (2, 2)), 3 / 8),
+    ],
+)
+def test_rows_of_tiles_that_lie_in_two_cache_lines(lanes, dtype, layer, share):
+    kernel = replace(kernel_of(layer, 30, dtype, 64), data_layout=f"NCHW{lanes}c")
+    assert TileGeometry.of(kernel).crossing == share
 
 
 def test_blocks_fill_rows_of_tiles_where_there_are_channels():
