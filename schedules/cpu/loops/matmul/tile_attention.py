@@ -113,12 +113,16 @@ class AttentionShape:
         return -(-tasks // cpu.num_cores) * (packing + -(-found.row_tiles // pieces) * tile)
 
     def separate_cycles(self, cpu: CPUInfo) -> float:
-        """Predict those of two products of float32 and a softmax, with two forks more."""
-        heads = self.batch * self.heads
-        products = heads * self.rows * self.keys * (self.depth + self.columns)
-        rows = heads * self.rows * (-(-self.keys // TILE_WORDS) * _SCORE + _ROW)
-        busy = products / (cpu.lanes(_FLOAT) * cpu.fma_per_cycle) + rows
-        return busy / cpu.num_cores + 2 * cpu.costs.fork
+        """Predict those of two products of float32 and a softmax, with two forks more.
+
+        Cores share the same tiles of rows.
+        """
+        found = _Tiles(self)
+        products = self.keys * (self.depth + self.columns)
+        row = products / (cpu.lanes(_FLOAT) * cpu.fma_per_cycle)
+        row += -(-self.keys // TILE_WORDS) * _SCORE + _ROW
+        tiles = self.batch * self.heads * found.row_tiles
+        return -(-tiles // cpu.num_cores) * found.rows * row + 2 * cpu.costs.fork
 
 
 def tile_attention(shape: AttentionShape, cpu: CPUInfo) -> tirx.PrimFunc:
