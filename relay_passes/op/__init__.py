@@ -11,6 +11,7 @@ import sys
 
 import tvm.relax.script
 
+from .byte_matmul import byte_matmul
 from .channels import channel_norm, channel_shuffle, channel_slice
 from .coalesced_reduce import coalesced_reduce
 from .conv2d import conv2d, fused_conv2d
@@ -23,6 +24,7 @@ from .widen_weight import take_widened, widen_weight
 from .winograd_conv2d import winograd_conv2d
 
 __all__ = [
+    "byte_matmul",
     "channel_norm",
     "channel_shuffle",
     "channel_slice",

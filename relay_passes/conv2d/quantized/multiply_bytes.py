@@ -29,6 +29,15 @@ from ...op.quantized_conv2d import (
     quantized_conv2d,
 )
 from ..conv_chain import read_convolution
+from .activation_products import (
+    QUANTIZE,
+    TURN,
+    ActivationProducts,
+    fold_order,
+    fold_rescaling,
+    fold_rounding,
+    fold_scale,
+)
 from .byte_epilogue import (
     fold_byte_activation,
     fold_byte_bias,
@@ -97,15 +106,16 @@ class MultiplyBytes:
         """Rewrite every Relax function of ``mod``."""
         target = pass_target(self.target, "MultiplyBytes")
         on_gpu = target.kind.name in KINDS
-        if on_gpu:
+        cpu = None if on_gpu else CPUInfo.from_target(target)
+        if cpu is None:
             word = WORD_BYTES * GPUInfo.from_target(target).has_tensor_cores
         else:
-            word = CPUInfo.from_target(target).word_channels
+            word = cpu.word_channels
         if not word:
             return mod
         result = mod.clone()
         for name, graph in function_graphs(mod):
-            rules = _Rules(only_dense=on_gpu, word=word)
+            rules = _Rules(word, cpu)
             if on_gpu:
                 graph.sweep({_CONV2D: [rules.find_groups]})
                 if rules.has_groups:
@@ -119,26 +129,31 @@ class MultiplyBytes:
                     _CONV2D: [rules.convolve_bytes],
                     _MATMUL: [rules.multiply_matrix],
                     "relax.add": [fold_byte_bias],
-                    "relax.multiply": [fold_byte_scale],
+                    "relax.multiply": [fold_byte_scale, fold_scale],
+                    "relax.divide": [fold_scale],
                     **dict.fromkeys(_ACTIVATIONS, [fold_byte_activation]),
-                    ROUND_CLIP: [fold_byte_activation, fold_byte_residual],
+                    ROUND_CLIP: [fold_byte_activation, fold_byte_residual, fold_rounding],
+                    QUANTIZE: [fold_rounding],
                 }
             )
             if not on_gpu:
                 graph.sweep({QUANTIZED_CONV2D.name: [fold_byte_rounding]})
+                graph.sweep({"relax.add": [fold_rescaling]})
+                graph.sweep({TURN: [fold_order]})
             if changed:
                 result.update_func(name, graph.to_function())
         return result
 
 
 class _Rules:
-    """Rules of one function, for all products or only for dense convolutions.
+    """Rules of one function, for all products of a CPU, or a GPU's dense convolutions.
 
     The target multiplies ``word`` channels at once.
     """
 
-    def __init__(self, only_dense: bool, word: int) -> None:
-        self._only_dense, self._word = only_dense, word
+    def __init__(self, word: int, cpu: CPUInfo | None) -> None:
+        self._only_dense, self._word = cpu is None, word
+        self._activations = None if cpu is None else ActivationProducts(cpu)
         self.has_groups = False
         self._roundings: set[relax.Var] = set()  # whose results become bytes
         self._weights: dict[GenericConst, IntegerWeights | None] = {}
@@ -152,6 +167,8 @@ class _Rules:
         source = rounding_of(graph, call.args[0])
         if source is not None and self._layer(graph, call) is not None:
             self._roundings.add(source)
+        if call.op.name == _MATMUL and self._activations is not None:
+            self._roundings.update(self._activations.roundings(graph, call))
 
     def find_summands(self, graph: Graph, call: relax.Call) -> None:
         """Note two rounded tensors that are added up: the sum joins the product that is one."""
@@ -197,6 +214,8 @@ class _Rules:
 
     def multiply_matrix(self, graph: Graph, call: relax.Call) -> Value:
         """Multiply rows of bytes, each the channels of a pixel, by a matrix."""
+        if self._activations is not None and self._activations.takes(graph):
+            return self._activations.multiply(graph, call)
         source = bytes_of(graph, call.args[0])
         if source is None or self._layer(graph, call) is None:
             return None

@@ -131,6 +131,62 @@ def test_products_that_are_read_as_both_stay_exact() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("types", [("uint8", "uint8"), ("uint8", "int8"), ("int8", "int8")])
+def test_products_of_two_activations(types: tuple[str, str]) -> None:
+    """Bytes by bytes in all forms of attention: the bits of ONNX Runtime."""
+    shapes = (2, 3, 40, 24), (2, 3, 40, 24), (2, 3, 40, 20)
+    feeds = {
+        name: integers(*shape, dtype=types[name != "q"], seed=seed) // 2
+        for seed, (name, shape) in enumerate(zip("qkv", shapes, strict=True))
+    }
+    kinds = {name: helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
+    signed, plain = np.iinfo(types[1]), np.iinfo(types[0])
+    constants = {
+        "s": np.array(0.02, "float32"),
+        "zq": np.array((plain.min + plain.max) // 2, types[0]),
+        "zk": np.array((signed.min + signed.max) // 3, types[1]),
+        "sy": np.array(0.31, "float32"),
+        "zy": np.array(plain.max // 3, types[0]),
+        "sp": np.array(1 / 255, "float32"),
+        "zp": np.array(0, "uint8"),
+    }
+    make = helper.make_node
+    nodes = [
+        make("Transpose", ["k"], ["t"], perm=[0, 1, 3, 2]),
+        make("QLinearMatMul", ["q", "s", "zq", "t", "s", "zk", "sy", "zy"], ["a"]),
+        make("DequantizeLinear", ["a", "sy", "zy"], ["b"]),
+        make("Add", ["b", "mask"], ["c"]),
+        make("Softmax", ["c"], ["d"], axis=-1),
+        make("QuantizeLinear", ["d", "sp", "zp"], ["e"]),
+        make("DequantizeLinear", ["e", "sp", "zp"], ["f"]),
+        make("DequantizeLinear", ["v", "s", "zk"], ["g"]),
+        make("MatMul", ["f", "g"], ["h"]),
+        make("QuantizeLinear", ["h", "s", "zk"], ["i"]),
+        make("Transpose", ["i"], ["values"], perm=[0, 2, 1, 3]),
+        make("MatMulInteger", ["q", "t", "zq", "zk"], ["whole"]),
+        make("Cast", ["whole"], ["floats"], to=TensorProto.FLOAT),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "attention",
+        [helper.make_tensor_value_info(n, kinds[n], feeds[n].shape) for n in feeds]
+        + [helper.make_tensor_value_info("mask", TensorProto.FLOAT, [2, 1, 1, 40])],
+        [
+            helper.make_tensor_value_info("values", kinds["v"], None),
+            helper.make_tensor_value_info("floats", TensorProto.FLOAT, None),
+        ],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_operatorsetid("", 21)], ir_version=10
+    )
+    feeds["mask"] = np.linspace(-1, 1, 80, dtype="float32").reshape(2, 1, 1, 40)
+    wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    # Weights of probabilities are below 1/2: ONNX Runtime's sums of two products do not saturate.
+    for found, expected in zip(tvm_fusion.compile(model, threads=2)(feeds), wanted, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [13, 17, 21])
 def test_constants_are_computed_without_a_kernel(opset: int) -> None:

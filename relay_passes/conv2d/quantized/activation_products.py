@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of two quantised tensors that are both known only at run time, with their epilogues."""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.ir import GenericConst
+
+from schedules.cost.decisions import compare
+from schedules.cost.kernel_call import KernelCall
+from schedules.cost.kernels.cpu_kernels import CYCLES
+from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.loops.matmul.byte_product import ByteFactor, ByteProduct, ByteResult
+from schedules.tir.extents import constant, extent_of
+
+from ...core.constants import array_of, numbers, scaled, shifted, uniform
+from ...core.expressions import Value, op_name
+from ...core.graph import Graph
+from ...op.byte_matmul import BYTES, NAME, byte_matmul, changed
+from ...op.elementwise import bounds_of, in_bytes
+from .byte_tensors import ByteTensor, bytes_of, rounding_of
+
+QUANTIZE, TURN = "relax.quantize", "relax.permute_dims"
+_FLOATS = ("float32", "float64")  # the latter of long sums of integers
+_LIMITS = {"uint8": (0, 255), "int8": (-128, 127)}
+
+
+class ActivationProducts:
+    """Products of a function that are computed in bytes; the cost model decides about each."""
+
+    def __init__(self, cpu: CPUInfo) -> None:
+        self._cpu = cpu
+        self._taken: set[relax.Var] = set()
+
+    def roundings(self, graph: Graph, call: relax.Call) -> list[relax.Var]:
+        """The rounded numbers that a product reads, if it is to be computed in bytes."""
+        found: list[relax.Var] = []
+        factors: list[ByteFactor] = []
+        for operand in call.args:
+            rounding = rounding_of(graph, operand)
+            source = None if rounding is not None else _runtime_bytes(graph, operand)
+            if rounding is None and source is None or not _is_matrix(operand):
+                return []
+            axes = _axes_in_memory(graph, operand)
+            shape = [operand.ty.shape.values[axis] for axis in np.argsort(axes)]
+            zero = source is not None and source.zero is not None
+            dtype = "uint8" if source is None else str(source.data.ty.dtype)
+            low = (
+                int(bounds_of(graph.definition(rounding))[0]) if source is None else int(source.low)
+            )
+            factors.append(ByteFactor(tuple(map(extent_of, shape)), axes, dtype, low, zero))
+            found += [rounding] * (rounding is not None)
+        rank = max(len(factor.shape) for factor in factors)
+        left, right = factors
+        product = ByteProduct(left, right, ByteResult(tuple(range(rank))))
+        if str(call.ty.dtype) in _FLOATS and product.fits and self._gains(product):
+            self._taken.add(graph.current)
+            return found
+        return []
+
+    def takes(self, graph: Graph) -> bool:
+        """Return whether the current product was found to be faster in bytes."""
+        return graph.current in self._taken
+
+    def multiply(self, graph: Graph, call: relax.Call) -> Value:
+        """Multiply bytes."""
+        left, right = (_runtime_bytes(graph, operand) for operand in call.args)
+        if left is None or right is None:
+            return None
+        (left_data, left_axes), (right_data, right_axes) = (
+            _unturned(graph, source.data) for source in (left, right)
+        )
+        product = byte_matmul(
+            left_data,
+            right_data,
+            left_axes=left_axes,
+            right_axes=right_axes,
+            offsets=(int(left.low), int(right.low)),
+            zeros=(_byte_zero(graph, left), _byte_zero(graph, right)),
+            scale=float(np.float32(left.scale) * np.float32(right.scale)),
+        )
+        if str(call.ty.dtype) == "float32":
+            return product
+        whole = graph.emit(changed(product, out_dtype="int32"))
+        return relax.op.astype(whole, str(call.ty.dtype))
+
+    def _gains(self, product: ByteProduct) -> bool:
+        """Predict whether a product of bytes is faster than one of float32."""
+        cycles = {
+            "bytes": product.cycles(self._cpu),
+            "float32": product.separate_cycles(self._cpu),
+        }
+        calls = {name: [KernelCall(CYCLES, {"cycles": each})] for name, each in cycles.items()}
+        return compare("product", product.title, calls, 0.0).chosen == "bytes"
+
+
+def fold_scale(graph: Graph, call: relax.Call) -> Value:
+    """Multiply by, or divide by, a number in the product: a constant, or one scalar."""
+    match = scaled(call)
+    operands = [*call.args] if match is None else [match[0]]
+    for data, other in zip(operands, reversed(call.args), strict=False):
+        product = _open_product(graph, data)
+        if product is None:
+            continue
+        if match is None:
+            is_scalar = not isinstance(other, GenericConst) and other.ty.ndim == 0
+            if op_name(call) != "relax.multiply" or not is_scalar or product.attrs["has_factor"]:
+                return None
+            return changed(product, [other], has_factor=True)
+        operand = (
+            call.args[1] if call.args[0] is data or call.args[0].same_as(data) else call.args[0]
+        )
+        number = uniform(numbers(operand))
+        if number is None or operand.ty.ndim > call.ty.ndim:
+            return None
+        scale, by = np.float32(product.attrs["scale"]), np.float32(number)
+        with np.errstate(over="ignore", under="ignore"):
+            result = scale / by if op_name(call) == "relax.divide" else scale * by
+        return changed(product, scale=float(result)) if np.isfinite(result) else None
+    return None
+
+
+def fold_rounding(graph: Graph, call: relax.Call) -> Value:
+    """End the product with the rounding of its result to bytes."""
+    data, *parameters = call.args
+    dtype, by, low, high = "uint8", 1.0, 0.0, 0.0
+    if parameters:
+        scale, point = parameters
+        dtype, number = str(call.attrs.out_dtype), uniform(numbers(scale))
+        zero = uniform(array_of(point)) if isinstance(point, GenericConst) else None
+        if dtype not in BYTES or not number or zero is None:
+            return None
+        by, (low, high) = number, (limit - zero for limit in _LIMITS[dtype])
+    else:
+        low, high = bounds_of(call)
+        if high - low > 255:
+            return None
+    product = _open_product(graph, data)
+    if product is None or product.attrs["has_factor"]:
+        return None
+    with np.errstate(over="ignore"):
+        scale = np.float32(product.attrs["scale"]) / np.float32(by)
+    if not np.isfinite(scale):
+        return None
+    rounded = changed(product, scale=float(scale), low=low, high=high, out_dtype=dtype)
+    if parameters or in_bytes(call):
+        return rounded
+    return ByteTensor(graph.emit(rounded), low=low).floats(graph)
+
+
+def fold_rescaling(graph: Graph, call: relax.Call) -> Value:
+    """Multiply rounded numbers by a constant in the product, and add a tensor that is broadcast.
+
+    The sum of a mask and rounded scores is so one with their product.
+    """
+    for data, added in (call.args, reversed(call.args)):
+        rescaled, low, factor = data, 0.0, 1.0
+        if (match := scaled(_only(graph, rescaled, "relax.multiply"))) is not None:
+            rescaled, factor = match[0], uniform(match[1]) or 0.0
+        if (match := shifted(_only(graph, rescaled, "relax.add"))) is not None:
+            rescaled, low = match[0], uniform(match[1]) or 0.0
+        cast = _only(graph, rescaled, "relax.astype")
+        product = _only(graph, rescaled if cast is None else cast.args[0], NAME)
+        if product is None or bool(product.attrs["is_added_to"]):
+            continue
+        is_rounded = "low" in product.attrs.keys()
+        kind = "uint8" if is_rounded else "float32"
+        stands_for = low == (float(product.attrs["low"]) if is_rounded else 0.0)
+        if str(product.attrs["out_dtype"]) != kind or not stands_for or not factor:
+            continue
+        if (cast is None) == is_rounded or not _broadcasts(added, call):
+            continue
+        whole = [1] * (call.ty.ndim - added.ty.ndim) + [*added.ty.shape.values]
+        if added.ty.ndim < call.ty.ndim:
+            added = graph.emit(relax.op.reshape(added, whole))
+        attrs = {"rescale": factor, "is_added_to": True, "out_dtype": "float32"}
+        return changed(product, [added], **attrs)
+    return None
+
+
+def _broadcasts(added: relax.Expr, call: relax.Call) -> bool:
+    """Return whether a tensor has one element, or as many as the sum, along each of its axes."""
+    known = isinstance(added.ty.shape, relax.ShapeExpr) and str(added.ty.dtype) == "float32"
+    if not known or isinstance(added, GenericConst) and added.ty.ndim == 0:
+        return False
+    extents = [constant(extent) for extent in added.ty.shape.values]
+    sizes = [constant(extent) for extent in call.ty.shape.values][
+        len(call.ty.shape) - len(extents) :
+    ]
+    return all(extent in (1, size) for extent, size in zip(extents, sizes, strict=True))
+
+
+def _only(graph: Graph, expr: relax.Expr, name: str) -> Value:
+    """The call of an op whose result nothing else reads."""
+    return graph.definition(expr, name) if graph.has_one_use(expr) else None
+
+
+def fold_order(graph: Graph, call: relax.Call) -> Value:
+    """Store the result in another order of axes, of which the last one stays."""
+    product = _only(graph, call.args[0], NAME)
+    if product is None:
+        return None
+    axes, order = [*map(int, product.attrs["axes"])], _axes(call)
+    stored = [axes[axis] for axis in order]
+    return changed(product, axes=stored) if stored[-1] == len(axes) - 1 else None
+
+
+def _open_product(graph: Graph, expr: relax.Expr) -> relax.Call | None:
+    """A product in float32 whose result nothing else reads."""
+    product = _only(graph, expr, NAME)
+    is_open = product is not None and str(product.attrs["out_dtype"]) == "float32"
+    return product if is_open and not bool(product.attrs["is_added_to"]) else None
+
+
+def _runtime_bytes(graph: Graph, expr: relax.Expr) -> ByteTensor | None:
+    """The bytes of a factor, whose zero point may be a byte that is known at run time."""
+    source = bytes_of(graph, expr, BYTES)
+    if source is None or not np.isfinite(np.float32(source.scale)):
+        return None
+    if source.zero is not None and (source.low or _byte_zero(graph, source) is None):
+        return None
+    return source
+
+
+def _byte_zero(graph: Graph, source: ByteTensor) -> relax.Expr | None:
+    """The zero point of the bytes in their own type."""
+    cast = None if source.zero is None else graph.definition(source.zero, "relax.astype")
+    is_alike = cast is not None and str(cast.args[0].ty.dtype) == str(source.data.ty.dtype)
+    return cast.args[0] if cast is not None and is_alike else None
+
+
+def _is_matrix(expr: relax.Expr) -> bool:
+    """Return whether a factor has two dimensions of known size, and elements."""
+    if not isinstance(expr.ty.shape, relax.ShapeExpr) or expr.ty.ndim < 2:
+        return False
+    return all(constant(extent) for extent in expr.ty.shape.values)
+
+
+def _axes(turn: relax.Call) -> list[int]:
+    axes, rank = turn.attrs.axes, turn.ty.ndim
+    return [*range(rank)][::-1] if axes is None else [int(axis) % rank for axis in axes]
+
+
+def _unturned(graph: Graph, data: relax.Expr) -> tuple[relax.Expr, list[int]]:
+    """The tensor whose axes ``data`` has in another order, and that order."""
+    order = [*range(data.ty.ndim)]
+    while (turn := graph.definition(data, TURN)) is not None:
+        inner = _axes(turn)
+        data, order = turn.args[0], [inner[axis] for axis in order]
+    return data, order
+
+
+def _axes_in_memory(graph: Graph, expr: relax.Expr) -> tuple[int, ...]:
+    """Order of the axes of a factor in memory, past element-wise steps in front of it."""
+    order = [*range(expr.ty.ndim)]
+    value = graph.definition(expr)
+    while op_name(value) in (TURN, "relax.multiply", "relax.divide", "relax.add", "relax.subtract"):
+        if op_name(value) == TURN:
+            inner = _axes(value)
+            order = [inner[axis] for axis in order]
+        value = graph.definition(value.args[0])
+    return tuple(order)

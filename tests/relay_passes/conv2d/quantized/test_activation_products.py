@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of two quantised tensors by pass ``MultiplyBytes``: forms, epilogues, what stays."""
+
+from __future__ import annotations
+
+import pytest
+import tvm
+from tvm import relax
+from tvm.target import Target
+
+from relay_passes import MultiplyBytes
+from relay_passes.op import byte_matmul, round_clip
+from schedules.cost.decisions import recorded
+from schedules.errors import OpError
+
+AVX2 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver3", "num-cores": 2})
+HEADS = (1, 64, 4, 32)
+
+
+def number(value: float) -> relax.Expr:
+    return relax.const(value, "float32")
+
+
+def module(build, *inputs: tuple[tuple[int, ...], str]) -> tvm.IRModule:
+    """A function whose bindings ``build`` makes by the function that it gets first."""
+    builder = relax.BlockBuilder()
+    given = [relax.Var(f"x{n}", relax.TensorType(*each)) for n, each in enumerate(inputs)]
+    with builder.function("main", given):
+        with builder.dataflow():
+            result = builder.emit_output(build(builder.emit, *given))
+        builder.emit_func_output(result)
+    return relax.transform.CanonicalizeBindings()(builder.get())
+
+
+def numbers_of(emit, data: relax.Expr, low: float, scale: float) -> relax.Expr:
+    moved = emit(relax.op.add(emit(relax.op.astype(data, "float32")), number(low)))
+    return emit(relax.op.multiply(moved, number(scale)))
+
+
+def scores(emit, query, key, mask):
+    """Rounded queries by keys, which are bytes, with a scale and a mask."""
+    rounded = emit(round_clip(emit(relax.op.divide(query, number(0.25))), -128, 127))
+    left = emit(relax.op.permute_dims(emit(relax.op.multiply(rounded, number(0.25))), [0, 2, 1, 3]))
+    right = emit(relax.op.permute_dims(numbers_of(emit, key, -3, 0.5), [0, 2, 3, 1]))
+    quotient = emit(relax.op.divide(emit(relax.op.matmul(left, right)), number(2)))
+    rounded = emit(round_clip(quotient, -100, 155))
+    return relax.op.add(emit(relax.op.multiply(rounded, number(0.75))), mask)
+
+
+def test_scores_of_an_attention():
+    """Bytes, their transposition, scale, rounding and mask are one call."""
+    inputs = (HEADS, "float32"), (HEADS, "uint8"), ((1, 1, 1, 64), "float32")
+    before = module(scores, *inputs)
+    with recorded() as found:
+        after = MultiplyBytes(AVX2)(before)
+    assert [(each.decision, each.chosen) for each in found] == [("product", "bytes")]
+
+    def expected(emit, query, key, mask):
+        rounded = round_clip(emit(relax.op.divide(query, number(0.25))), -128, 127, "uint8")
+        axes = {"left_axes": [0, 2, 1, 3], "right_axes": [0, 2, 3, 1]}
+        call = byte_matmul(emit(rounded), key, **axes, offsets=(-128, -3), scale=0.0625)
+        more = {"low": -100.0, "high": 155.0, "rescale": 0.75, "is_added_to": True}
+        return relax.Call(call.op, [*call.args, mask], dict(call.attrs.items()) | more)
+
+    tvm.ir.assert_structural_equal(after, module(expected, *inputs))
+    tvm.ir.assert_structural_equal(MultiplyBytes(AVX2)(after), after)
+
+
+def weighted(emit, weights, values, left_zero, right_zero, factor):
+    """Bytes whose zero points and factor are known at run time, as heads beside each other."""
+    zeros = [emit(relax.op.astype(zero, "float32")) for zero in (left_zero, right_zero)]
+    floats = [emit(relax.op.astype(each, "float32")) for each in (weights, values)]
+    operands = [
+        emit(relax.op.subtract(each, zero)) for each, zero in zip(floats, zeros, strict=True)
+    ]
+    product = emit(relax.op.matmul(*operands))
+    return relax.op.permute_dims(emit(relax.op.multiply(product, factor)), [0, 2, 1, 3])
+
+
+WEIGHTED = (
+    ((1, 4, 64, 64), "uint8"),
+    ((1, 4, 64, 32), "int8"),
+    ((), "uint8"),
+    ((), "int8"),
+    ((), "float32"),
+)
+
+
+def test_zero_points_of_run_time():
+    def expected(emit, weights, values, left_zero, right_zero, factor):
+        whole = [0, 1, 2, 3]
+        zeros = left_zero, right_zero
+        call = byte_matmul(
+            weights, values, left_axes=whole, right_axes=whole, zeros=zeros, factor=factor
+        )
+        return relax.Call(call.op, call.args, dict(call.attrs.items()) | {"axes": [0, 2, 1, 3]})
+
+    after = MultiplyBytes(AVX2)(module(weighted, *WEIGHTED))
+    tvm.ir.assert_structural_equal(after, module(expected, *WEIGHTED))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {2: ((), "int32")},  # a zero point that no byte holds
+        {1: ((1, 4, 64, 32), "uint8")},  # a zero point of another type than its bytes
+    ],
+)
+def test_what_stays_in_floats(change):
+    inputs = [change.get(place, each) for place, each in enumerate(WEIGHTED)]
+    before = module(weighted, *inputs)
+    tvm.ir.assert_structural_equal(MultiplyBytes(AVX2)(before), before)
+
+
+def test_one_row_does_not_pay_for_packing_all_columns():
+    inputs = ((1, 1, 4, 32), "float32"), (HEADS, "uint8"), ((1, 1, 1, 64), "float32")
+    before = module(scores, *inputs)
+    with recorded() as found:
+        tvm.ir.assert_structural_equal(MultiplyBytes(AVX2)(before), before)
+    assert [(each.decision, each.chosen) for each in found] == [("product", "float32")]
+
+
+def test_readers_of_floats_keep_the_product_apart():
+    """A product that something else reads ends in floats; only one reader ends it otherwise."""
+
+    def twice(emit, left, right):
+        operands = [numbers_of(emit, each, -128, 0.5) for each in (left, right)]
+        product = emit(relax.op.matmul(*operands))
+        return relax.op.add(emit(round_clip(product, 0, 255)), product)
+
+    inputs = ((64, 64), "uint8"), ((64, 64), "uint8")
+    text = str(MultiplyBytes(AVX2)(module(twice, *inputs)))
+    assert "byte_matmul" in text and "round_clip" in text
+
+
+def test_types_and_shapes_are_checked():
+    left, right = (
+        relax.Var(name, relax.TensorType(shape, "uint8"))
+        for name, shape in (("left", (4, 8)), ("right", (6, 8)))
+    )
+    axes = {"left_axes": [0, 1], "right_axes": [1, 0]}
+    assert [*map(int, byte_matmul(left, right, **axes).args[0].ty.shape)] == [4, 8]
+    with pytest.raises(OpError, match="8 columns by 6 rows"):
+        byte_matmul(left, right, left_axes=[0, 1], right_axes=[0, 1])
+    with pytest.raises(OpError, match=r"right_axes are \[0, 2\]"):
+        byte_matmul(left, right, left_axes=[0, 1], right_axes=[0, 2])
+    with pytest.raises(OpError, match="expected uint8 or int8 of known shape"):
+        byte_matmul(left, relax.Var("f", relax.TensorType((8, 8), "float32")), **axes)
+    zero = relax.Var("zero", relax.TensorType((), "int8"))
+    with pytest.raises(OpError, match="other operands are"):
+        byte_matmul(left, right, **axes, zeros=(zero, None))
