@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering of CPU kernels: which of them check their arguments."""
+"""Lowering of CPU kernels: which check their arguments, and what some passes leave alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tvm_ffi
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
-from tvm_fusion.compiler.lowering import HoistConditions, LowerKernels
+from tvm_fusion.compiler.lowering import HoistConditions, LowerKernels, PlaceBuffers
 from tvm_fusion.compiler.targets.target import resolve
 
 TARGET = resolve("x86-64-v3")
@@ -61,3 +61,44 @@ def test_conditions_are_hoisted_where_there_are_any() -> None:
     assert isinstance(alone["other"].body, tirx.IfThenElse)
     tvm.ir.assert_structural_equal(both["other"], alone["other"])
     assert len(both.functions) == 2
+
+
+def staged() -> tirx.PrimFunc:
+    """A schedule that computes a row of an intermediate result where it is read."""
+    data = te.placeholder((8, 4), name="data")
+    held = te.compute(data.shape, lambda i, j: data[i, j] + 1.0, name="held")
+    out = te.compute(data.shape, lambda i, j: held[i, 3 - j], name="out")
+    sch = s_tir.Schedule(te.create_prim_func([data, out]))
+    sch.compute_at("held", sch.get_loops("out")[0])
+    return sch.mod["main"]
+
+
+@T.prim_func(s_tir=True)
+def written(data: T.Buffer((8, 4), "float32"), out: T.Buffer((8, 4), "float32")):
+    T.func_attr({"tirx.noalias": True})
+    for i in range(8):
+        with T.sblock("row"):
+            T.reads(data[i, 0:4])
+            T.writes(out[i, 0:4])
+            held = T.sblock_alloc_buffer((8,), "float32")
+            for j in range(4):
+                held[j] = data[i, j]
+            for j in range(4):
+                out[i, j] = held[3 - j]
+
+
+def sizes(mod: tvm.IRModule, name: str) -> list[list[int]]:
+    """Shapes of the buffers that a function allocates."""
+    found: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(mod[name].body, (s_tir.SBlock, found.append))
+    return [[int(size) for size in own.shape] for block in found for own in block.alloc_buffers]
+
+
+def test_buffers_of_schedules_shrink_and_written_ones_stay() -> None:
+    mod = tvm.IRModule({"staged": staged(), "written": written})
+    assert (sizes(mod, "staged"), sizes(mod, "written")) == ([[8, 4]], [[8]])
+    placed = PlaceBuffers()(mod)
+    assert (sizes(placed, "staged"), sizes(placed, "written")) == ([[1, 4]], [[8]])
+    tvm.ir.assert_structural_equal(
+        PlaceBuffers()(tvm.IRModule({"staged": staged()}))["staged"], placed["staged"]
+    )
