@@ -230,14 +230,20 @@ def test_convolutions_of_bytes_that_are_multiplied_in_16_bits(word):
 VNNI = Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
 
 
-@pytest.mark.parametrize(
-    ("mod", "winograd", "target"),
-    [(of_bytes(14, 64, 2), "never", TARGET), (of_bytes(14, 64, 2), "always", VNNI),
-     (of_bytes(14, 64, 2, strides=(2, 2)), "always", TARGET), (of_bytes(2, 8, 2), "auto", TARGET),
-     (of_bytes(3, 1832, 2), "always", TARGET)],
-    ids=["never", "words of four", "strides", "small", "sums of more than 32 bits"],
-)  # fmt: skip
-def test_convolutions_of_bytes_that_stay(mod, winograd, target):
+STAYS = {
+    "never": ((14, 64), {}, "never", TARGET),
+    "words of four": ((14, 64), {}, "always", VNNI),
+    "strides": ((14, 64), {"strides": (2, 2)}, "always", TARGET),
+    "small": ((2, 8), {}, "auto", TARGET),
+    "sums of more than 32 bits": ((3, 1832), {}, "always", TARGET),
+}
+"""Size and channels, attributes, choice and target."""
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_convolutions_of_bytes_that_stay(name):
+    sizes, attrs, winograd, target = STAYS[name]
+    mod = of_bytes(*sizes, 2, **attrs)
     tvm.ir.assert_structural_equal(ChooseWinograd(winograd, target)(mod), mod)
 
 

@@ -12,16 +12,15 @@ from small_onnx import small_model
 
 import tvm_fusion
 
-pytest.importorskip("fastapi", reason="it is not installed")
-pytest.importorskip("httpx", reason="it is not installed")
-
-from fastapi.testclient import TestClient  # noqa: E402
-
-from examples.http_server import create_app  # noqa: E402
-
 
 @pytest.mark.slow
 def test_requests_at_once_and_wrong_ones(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="it is not installed")
+    pytest.importorskip("httpx", reason="it is not installed")
+    from fastapi.testclient import TestClient
+
+    from examples.http_server import create_app
+
     model = tvm_fusion.compile(small_model(), threads=1)
     model.save(tmp_path / "model.so")
     (spec,), (result,) = model.inputs, model.outputs
