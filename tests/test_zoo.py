@@ -210,7 +210,7 @@ def test_attention_of_bert_sees_no_masked_tokens() -> None:
     np.testing.assert_array_equal(before[0, :7], after[0, :7])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEW)
 def test_seed_decides_the_weights(name: str) -> None:
     assert small(name, seed=1).SerializeToString() == small(name, seed=1).SerializeToString()

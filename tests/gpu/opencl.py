@@ -21,6 +21,7 @@ from opencl_device import choose_device, cl, find_platforms
 from tvm import tirx
 
 from schedules.errors import EngineError, OpError
+from tests.targets import PLAIN
 from tvm_fusion.codegen.host_code import (
     AfterSplit,
     Allocation,
@@ -99,8 +100,9 @@ def compile_opencl(
     if len(mod.functions) != 1:
         raise OpError(f"one function can be compiled at a time, not {len(mod.functions)}")
     split = AfterSplit()
+    target = tvm.target.Target(target or {"kind": "opencl"}, PLAIN)  # the host's code never runs
     with tvm.transform.PassContext(instruments=[split]):
-        built = tirx.build(mod, target=target or tvm.target.Target({"kind": "opencl"}, host="llvm"))
+        built = tirx.build(mod, target=target)
     hosts, kernels = split.functions()
     if not kernels:
         raise OpError("the function launches no kernel: bind its loops to blockIdx, threadIdx")

@@ -23,7 +23,7 @@ from tvm.relax.backend.cuda import pipeline as stock
 from tvm.target import Target
 
 from schedules.errors import OpError
-from tests.targets import PLAIN
+from tests.targets import compile_unchecked
 from tvm_fusion.codegen.host_code import Launch
 
 OPENCL = Target({"kind": "opencl"}, host="llvm")
@@ -64,10 +64,8 @@ class RelaxOnOpenCL:
         inputs = _input_counts(mod)
         with target:
             lowered = _lower_to_vm(target)(mod)
-        executable = tvm.compile(
-            self._with_calls_back(lowered, inputs),
-            PLAIN,
-            relax_pipeline=tvm.transform.Sequential([]),
+        executable = compile_unchecked(
+            self._with_calls_back(lowered, inputs), relax_pipeline=tvm.transform.Sequential([])
         )
         self._machine = relax.VirtualMachine(executable, tvm.cpu())
 

@@ -22,6 +22,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from schedules.errors import OpError
+from tests.targets import PLAIN
 from tvm_fusion.codegen.host_code import AfterSplit, HostCode, Step
 
 WARP = 32
@@ -77,8 +78,9 @@ class Traffic:
         self, func: tirx.PrimFunc, target: Target, arguments: Sequence[np.ndarray | float]
     ) -> None:
         split = AfterSplit()
+        named = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
         with tvm.transform.PassContext(instruments=[split]):
-            tirx.build(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target)
+            tirx.build(named, Target(target, PLAIN))  # the host's code never runs
         device = {
             var.name_hint: kernel
             for var, kernel in split.module.functions.items()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tvm import relax
 
 from schedules.workload.reduce import FLOATS
-from tests.targets import PLAIN
+from tests.targets import compile_unchecked
 
 Array = NDArray[Any]
 
@@ -105,7 +105,7 @@ def module_of(expression: relax.Expr, *params: relax.Var) -> tvm.IRModule:
 
 def run(mod: tvm.IRModule, *inputs: Array) -> Any:
     """Result of ``main`` on the CPU; ``mod`` may be in any state of lowering."""
-    executable = tvm.compile(relax.transform.LegalizeOps()(mod), PLAIN)
+    executable = compile_unchecked(relax.transform.LegalizeOps()(mod))
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](
         *[tvm.runtime.tensor(array) for array in inputs]
     )

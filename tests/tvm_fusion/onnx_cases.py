@@ -13,7 +13,7 @@ import tvm
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
-from tests.targets import PLAIN
+from tests.targets import compile_unchecked
 from tvm_fusion.onnx.frontend import ImportedModel, import_onnx
 
 Dims = Sequence[int | str | None] | None
@@ -69,7 +69,7 @@ def int64(*values: int) -> np.ndarray:
 
 def run_relax(imported: ImportedModel, feeds: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Compile the module by TVM's own pipeline and run it."""
-    executable = tvm.compile(imported.mod, PLAIN)
+    executable = compile_unchecked(imported.mod)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     result = machine["main"](*[tvm.runtime.tensor(value) for value in feeds])
     return [item.numpy() for item in ([result] if hasattr(result, "numpy") else result)]

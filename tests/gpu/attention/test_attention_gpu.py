@@ -239,7 +239,7 @@ def test_symbolic_lengths(rng: np.random.Generator) -> None:
     assert len(machine.launches) == 1
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "arch"),
     in_turns(

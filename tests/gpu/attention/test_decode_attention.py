@@ -167,7 +167,7 @@ def test_queries_of_many_heads_have_their_own_kernel() -> None:
     assert not parted(mod, OPENCL)[1]
 
 
-@pytest.mark.quick_cases("(32, 32)-sm_90")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "arch"), in_turns([(32, 8), (64, 8), (32, 32)], CUDA, every=3), ids=str
 )

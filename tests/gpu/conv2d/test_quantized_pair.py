@@ -138,7 +138,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.quick_cases("pointwise-sm_90")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), in_turns(PAIRS, ["sm_90", "sm_80"], every=3))
 def test_machine_code(name: str, arch: str) -> None:
     """Both products are on tensor cores; as many blocks at once as asked for, without spills."""

@@ -286,7 +286,7 @@ PRODUCTS = {"float16": "HMMA.16816.F32", "bfloat16": "HMMA.16816.F32.BF16"}
 PRODUCTS["float32"] = "HMMA.1688.F32.TF32"
 
 
-@pytest.mark.quick_cases("pointwise-bfloat16-sm_80")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "arch"),
     slow_where(  # compiling one takes a minute

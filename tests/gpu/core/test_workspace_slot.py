@@ -253,7 +253,7 @@ def test_waiting_has_an_end() -> None:
     assert count(opcodes(code), "BPT.TRAP") and not count(opcodes(code), "CALL")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "spoilt"), in_turns(SHAPES, ["slots", "tickets"]))
 def test_a_spoilt_workspace_is_noted_and_can_be_reset(
     form: str, spoilt: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

@@ -51,7 +51,7 @@ def test_legalization_has_the_name_of_the_op():
     assert function_names(legalized) == ["channel_norm"]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("21")
 @pytest.mark.parametrize("channels", [24, 21])
 def test_numbers_of_the_compute(run_module, channels):
     x = np.random.default_rng(0).standard_normal((2, 3, 4, 5, 8)).astype("float32") + 2

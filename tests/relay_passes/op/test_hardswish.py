@@ -14,7 +14,7 @@ from tvm.script import relax as R
 
 from relay_passes.op import hardswish
 from schedules.errors import OpError
-from tests.targets import PLAIN
+from tests.targets import compile_unchecked
 
 
 @I.ir_module
@@ -64,7 +64,7 @@ def test_legalization_has_the_name_of_the_op():
 
 @pytest.fixture(scope="module")
 def compiled():
-    return relax.VirtualMachine(tvm.compile(Module, PLAIN), tvm.cpu())
+    return relax.VirtualMachine(compile_unchecked(Module), tvm.cpu())
 
 
 @settings(max_examples=settings.default.max_examples // 2)

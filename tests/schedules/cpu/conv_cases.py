@@ -16,6 +16,7 @@ from tvm.target import Target
 
 from schedules.compute.conv2d import conv2d, fused_conv2d
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
+from tests.targets import compile_unchecked
 from tvm_fusion.compiler.targets.target import resolve
 
 Array = NDArray[np.float64]
@@ -191,7 +192,7 @@ def arguments(case: Case, seed: int) -> tuple[list[Array], Array]:
 
 def compile_function(func: tirx.PrimFunc, target: Target = TARGET) -> tvm.runtime.Executable:
     """Compile one scheduled function under the name ``main``."""
-    return tvm.compile(tvm.IRModule({"main": func}), target=target)
+    return compile_unchecked(tvm.IRModule({"main": func}), target=target)
 
 
 def run(case: Case, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:

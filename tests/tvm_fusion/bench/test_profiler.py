@@ -148,7 +148,7 @@ def test_the_mean_of_two_measurements() -> None:
     assert [lvl.name for lvl in mean.levels] == ["L2", "L3", "memory"]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_limits_of_this_machine(threads: int) -> None:
     limits = measure_limits(resolve("native", cores=threads), threads)

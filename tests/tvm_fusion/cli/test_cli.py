@@ -275,6 +275,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_done(
         assert (code, out) == (2, "") and "is a directory" in err
 
 
+@pytest.mark.slow
 def test_inspect_shows_a_model_for_another_machine(
     run: Run, model_path: Path, tmp_path: Path
 ) -> None:

@@ -432,7 +432,7 @@ def test_the_loader_finds_the_machine_code(compiled: CompiledModel, saved: Path)
     assert kernels == len(nvrtc.resources(nvrtc.compile_cuda(text, "sm_90"))) == 3
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [CUDA, OPENCL])
 def test_without_a_gpu_nothing_of_the_file_is_loaded(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -489,6 +489,7 @@ def test_opencl_stays_text(tmp_path: Path) -> None:
     assert about["device"]["kind"] == "opencl" and model.needs == DeviceNeeds(**about["device"])
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     nvrtc.compile_cuda.cache_clear()
     monkeypatch.setattr(nvrtc, "nvrtc_libraries", lambda: [])

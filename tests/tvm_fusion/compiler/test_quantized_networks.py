@@ -285,28 +285,32 @@ def test_groups_by_loops_in_place_of_tile_registers(own, tmp_path):
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
-@pytest.mark.quick_cases("sdot")
+@pytest.mark.quick_cases("groups-sdot")
 @pytest.mark.parametrize("dots", ["sdot", "usdot"])
-def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(dots, tmp_path, monkeypatch):
+@pytest.mark.parametrize("block", ["depthwise", "groups"])
+def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
+    block, dots, tmp_path, monkeypatch
+):
     """Dense, first and grouped layers, and a residual; unsigned bytes are multiplied signed."""
-    models = [inverted_residual(), grouped_block(4)]
-    models = [quantized(each, tmp_path, QuantFormat.QDQ, QuantType.QUInt8) for each in models]
+    model = inverted_residual() if block == "depthwise" else grouped_block(4)
+    model = quantized(model, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
     target = resolve("native", 1)
     monkeypatch.setattr(micro_kernel, "add_word_products", portable_products)
     neon = {"vector_bits": 128, "num_vector_registers": 32, "word_channels": 4, "byte_dots": dots}
     with described(target, replace(CPUInfo.from_target(target), **neon)):
-        for model in models:
-            x = next(iter(Images(model).get_next().values()))
-            (wanted,) = run_onnx(model, {"x": x})
-            found = tvm_fusion.compile(model, target, records="none")(x)
-            step = np.diff(np.unique(wanted)).min()
-            assert np.abs(found - wanted).max() < 1.01 * step
-            assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
-        mod = pipeline.optimize(import_onnx(models[1]).mod, target, Options())
+        x = next(iter(Images(model).get_next().values()))
+        (wanted,) = run_onnx(model, {"x": x})
+        found = tvm_fusion.compile(model, target, records="none")(x)
+        mod = pipeline.optimize(import_onnx(model).mod, target, Options())
+    step = np.diff(np.unique(wanted)).min()
+    assert np.abs(found - wanted).max() < 1.01 * step
+    assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
     kernels = [f.attrs for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
-    assert [str(attrs["tvm_fusion.rule"]) for attrs in kernels] == ["Conv2D"] * 3
-    workloads = [from_json(str(attrs["tvm_fusion.workload"])) for attrs in kernels]
-    assert {each.shifted for each in workloads} == {dots == "sdot"}
+    assert block == "depthwise" or (
+        [str(attrs["tvm_fusion.rule"]) for attrs in kernels] == ["Conv2D"] * 3
+        and {from_json(str(attrs["tvm_fusion.workload"])).shifted for attrs in kernels}
+        == {dots == "sdot"}
+    )
 
 
 @pytest.mark.slow

@@ -502,6 +502,7 @@ def test_ranks_share_kernels() -> None:
     assert len(compile(heat2d(64, 8), 8).kernels) == 2  # a border's window is a row shorter
 
 
+@pytest.mark.slow
 def test_explain() -> None:
     program = compile(
         blur(12, 6),

@@ -307,6 +307,7 @@ def test_races(on_host: Path) -> None:
         assert peers <= timed
 
 
+@pytest.mark.slow
 def test_a_stage_goes_on_behind_what_was_begun(on_host: Path) -> None:
     path = on_host / "run.jsonl"
     [name] = [case.name for case in stages.timed_cases() if case.group == "product"]

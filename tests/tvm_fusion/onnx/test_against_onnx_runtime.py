@@ -203,6 +203,7 @@ def test_reductions_of_nothing() -> None:
     check(nodes, feeds, constants)
 
 
+@pytest.mark.slow
 def test_log_sum_exp_of_constant_infinities() -> None:
     constants = {"low": np.full(2, -np.inf, np.float32), "x": normal(3)}
     nodes = [node("ReduceLogSumExp", "low", "none", keepdims=0), node("Add", "y none", "sum")]

@@ -100,6 +100,7 @@ print(json.dumps({"compiler": late, "text": repr(model), "threads": model.thread
 """
 
 
+@pytest.mark.slow
 def test_a_saved_model_runs_without_the_compiler(tmp_path: Path) -> None:
     model, x = dense(), normal(1, 4, 8)
     model.save(tmp_path / "model.so")

@@ -52,6 +52,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_export_describes_itself(exported: Path) -> None:
     read = json.loads((exported / candidates.TASKS).read_text())
     [task] = read["tasks"]

@@ -147,7 +147,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("dilation-True")
 @pytest.mark.parametrize(("name", "is_open"), in_turns(CASES, [False, True]))
 def test_numbers_of_onnx_runtime(name, is_open):
     shape, kernel, attributes = CASES[name]

@@ -144,7 +144,7 @@ def test_numbers_of_bfloat16(case, lanes, out_dtype, seed):
     check_floats(case, func.mod["main"], out_dtype, seed)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "lanes", "shape", "interleaved"),
     [

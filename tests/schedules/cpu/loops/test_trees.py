@@ -10,7 +10,7 @@ from tvm import tirx
 from schedules.cpu.loops.trees import LANES, WORTH_A_FORK, Forest, trees
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", CPUS)
 def test_places_of_descents_stay_in_registers(cpu: str) -> None:
     """A step of all lanes is one loop, which does not branch otherwise or touch the stack."""

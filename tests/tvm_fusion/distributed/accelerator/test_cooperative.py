@@ -148,6 +148,7 @@ def test_any_split_chunks_and_loop(data: st.DataObject) -> None:
         check(program, "blur")
 
 
+@pytest.mark.slow
 def test_ranks_with_devices(opened: list[WatchedDriver]) -> None:
     """Halos of ranks pass through the memory of the host; one rank has two devices."""
     program = compile(

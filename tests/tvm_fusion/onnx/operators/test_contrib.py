@@ -132,7 +132,7 @@ def test_convolutions(activation: str) -> None:
     check([node("FusedConv", inputs, "y", pads=[1, 1, 1, 1], **chosen)], **feeds)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("unidirectional", "mask"), in_turns([0, 1], ["-", "mask"]))
 def test_attention(unidirectional: int, mask: str) -> None:
     inputs = f"x w b {mask}" + (" past" if mask == "-" else "")

@@ -228,7 +228,7 @@ def test_the_place_of_a_number() -> None:
     np.testing.assert_array_equal(compiled(np.float32(2)), [[0]])
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_sorted", "dtype"), in_turns([1, 0], ["float32", "int64"]))
 def test_different_elements(dtype: str, is_sorted: int) -> None:
     """Where each occurs first, which one each element is, and how often it occurs."""

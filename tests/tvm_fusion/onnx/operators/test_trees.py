@@ -57,6 +57,7 @@ def test_each_mode_where_thresholds_are_met_or_missing(mode: str) -> None:
     check([regressor(forest)], tolerance=0, x=forest.rows(300))
 
 
+@pytest.mark.slow
 def test_float64_thresholds() -> None:
     """Neighbours in float64 that are one number in float32."""
     near = [1 + step * 2.0**-40 for step in range(-3, 4)]
@@ -90,6 +91,7 @@ def test_aggregates_and_bases() -> None:
     check(nodes, x=forest.rows(50))
 
 
+@pytest.mark.slow
 def test_targets_without_weights_count_for_nothing() -> None:
     forest = RandomForest(5, 4, 3)
     attributes = forest.attributes("target", 1, n_targets=3, aggregate_function="MIN")
@@ -171,6 +173,7 @@ def test_membership(dtype: str, members: list[float]) -> None:
     check(nodes, {each.output[0]: kind for each in nodes}, {"": 18, DOMAIN: 5}, x=x)
 
 
+@pytest.mark.slow
 def test_missing_values_and_fractions_are_no_members() -> None:
     x = np.array([[np.nan, np.nan], [3.5, 2.0], [3.0, np.nan], [3.0, 2.0]], "float32")
     nodes = [ensemble("float32", [3.0, 4.0])]

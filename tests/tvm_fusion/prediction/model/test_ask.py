@@ -16,6 +16,7 @@ def ask(*changes, machine="v100", engine="pytorch", shapes=None, **options):
     return tvm_fusion.predict(model, machine, engine, shapes, what_if=changes, **options)
 
 
+@pytest.mark.slow
 def test_settings_are_predicted_anew():
     found = ask("machine=p4", "batch=4", "engine=tvm_fusion", "machine=p4 and batch=4")
     slower, larger, ours, both = found.answers

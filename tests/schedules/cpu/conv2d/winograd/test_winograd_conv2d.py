@@ -157,7 +157,7 @@ def test_numbers_of_paddings(padding, size):
     check(case, size, compile_function(schedule(case, size)), seed=6)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_numbers_of_every_activation(kind):
     layer = ConvLayer(13, 24, (3, 3), padding=SAME, activation=Activation(kind, -0.4, 0.7))
