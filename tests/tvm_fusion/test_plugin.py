@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tvm
+from without_torch import WITHOUT_TORCH
 
 import relay_passes  # noqa: F401
 from tvm_fusion import plugin
@@ -59,7 +60,10 @@ def start(folder: Path, entry: str, code: str) -> subprocess.CompletedProcess[st
     (info / "entry_points.txt").write_text(f"[{GROUP}]\ntvm_fusion = {entry}\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", WITHOUT_TORCH + code],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
 
 

@@ -87,7 +87,7 @@ def counted(crew: Crew, kernel, times: int) -> bool:
     return bool((memory == times * np.arange(SIZE)).all())
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("2", "3")
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])
 def test_each_part_of_a_loop_is_computed_once(library: Path, threads: int) -> None:
     module = tvm_ffi.load_module(str(library))

@@ -71,7 +71,7 @@ def test_only_halos_are_copied_between_steps(steps: int, opened: list[WatchedDri
     )
 
 
-@pytest.mark.slow
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("steps", [2, 3, 5])
 def test_halos_of_several_steps(
     steps: int, opened: list[WatchedDriver], monkeypatch: pytest.MonkeyPatch
