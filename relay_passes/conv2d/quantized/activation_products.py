@@ -7,9 +7,9 @@ import numpy as np
 from tvm import relax
 from tvm.ir import GenericConst
 
+from schedules.cost.cpu_kernels import CYCLES
 from schedules.cost.decisions import compare
 from schedules.cost.kernel_call import KernelCall
-from schedules.cost.kernels.cpu_kernels import CYCLES
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.byte_product import ByteFactor, ByteProduct, ByteResult
 from schedules.tir.extents import constant, extent_of
