@@ -309,27 +309,14 @@ def sizes_of(table: TableLookups) -> np.ndarray:
 
 def predict_cpu_lookups(
     tables: Sequence[TableLookups],
-    machine: Machine,
-    is_backward: bool,
+    machine: Machine,  # CPU.
+    is_backward: bool,  # Whether rows are updated.
+    # Other lookups of the batch that pass through the same caches, such as those of other ranks.
     beside: Sequence[TableLookups] = (),
 ) -> Prediction:
     """Predict lookups in some tables, one after the other.
 
-    Parameters
-    ----------
-    tables : sequence of TableLookups
-        Lookups.
-    machine : Machine
-        CPU.
-    is_backward : bool
-        Whether rows are updated.
-    beside : sequence of TableLookups, optional
-        Other lookups of the batch that pass through the same caches, such as those of other ranks.
-
-    Raises
-    ------
-    PredictionError
-        If the machine lacks a figure of its memories.
+    Raises ``PredictionError`` if the machine lacks a figure of its memories.
     """
     launch = (*tables, *beside)
     each = [_predict_bags(table, launch, machine, is_backward) for table in tables]
@@ -422,10 +409,7 @@ def predict_lookups(
 def predict_embedding_bag(call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict lookups in T tables in one launch, forward or (``embedding_bag_backward``) backward.
 
-    Raises
-    ------
-    PredictionError
-        If the call lacks a size, or the machine a figure of its memories.
+    Raises ``PredictionError`` if the call lacks a size, or the machine a figure of its memories.
     """
     is_backward = call.op.endswith("backward")
     tables = tables_of(call)
@@ -438,10 +422,7 @@ def predict_embedding_bag(call: KernelCall, machine: Machine) -> Prediction | No
 def tables_of(call: KernelCall) -> list[TableLookups]:
     """Tables of an ``embedding_bag``, whose rows are equally likely.
 
-    Raises
-    ------
-    PredictionError
-        If the call lacks a size.
+    Raises ``PredictionError`` if the call lacks a size.
     """
     b, t, e, lookups, d = (call.size(name) for name in ("B", "T", "E", "L", "D"))
     elements = -(-d * element_bytes(call.dtype) // 4)

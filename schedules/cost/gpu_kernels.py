@@ -92,26 +92,16 @@ class StreamingTime:
 
 
 def predict_streaming(
-    kernel: StreamingKernel, nbytes: float, machine: Machine, loaded: float | None = None
+    kernel: StreamingKernel,
+    nbytes: float,  # Bytes that it reads and writes.
+    machine: Machine,
+    loaded: float | None = None,  # Those of them that its turns load; all of them by default.
 ) -> StreamingTime:
     """Predict the time of a kernel that moves ``nbytes`` bytes, each of them once.
 
-    Parameters
-    ----------
-    kernel : StreamingKernel
-        The kernel.
-    nbytes : float
-        Bytes that it reads and writes.
-    machine : Machine
-        The GPU.
-    loaded : float, optional
-        Those of them that its turns load; all of them by default.
-
-    Raises
-    ------
-    PredictionError
-        If the machine lacks a figure: ``multiprocessors``, ``clock``, ``bandwidth.memory``,
-        ``share.read`` (the reachable share of it) and ``latency.memory`` (seconds).
+    Raises ``PredictionError`` if the machine lacks a figure: ``multiprocessors``, ``clock``,
+    ``bandwidth.memory``, ``share.read`` (the reachable share of it) and ``latency.memory``
+    (seconds).
     """
     clock, count = machine["clock"], int(machine["multiprocessors"])
     reachable = machine["bandwidth.memory"] * machine["share.read"]
@@ -157,11 +147,8 @@ _START_CYCLES = 50.0  # before the first load
 def predict_gpu_kernel(call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict one of our GPU kernels; None if the machine is no GPU, or it has another model.
 
-    Raises
-    ------
-    PredictionError
-        If the machine lacks a figure: those of :func:`predict_streaming`,
-        ``latency.L2`` and ``launch_floor``.
+    Raises ``PredictionError`` if the machine lacks a figure: those of :func:`predict_streaming`,
+    ``latency.L2`` and ``launch_floor``.
     """
     if machine.kind != "gpu" or call.op not in (REDUCE, STORE):
         return None

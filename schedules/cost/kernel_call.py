@@ -84,10 +84,8 @@ class KernelCall:
     def size(self, name: str, default: int | None = None) -> int:
         """Size by its name.
 
-        Raises
-        ------
-        PredictionError
-            If the call has no such size and there is no default, or it is not positive.
+        Raises ``PredictionError`` if the call has no such size and there is no default, or it is
+        not positive.
         """
         size = self.sizes.get(name, default)
         if size is None or not 0 < size < 1 << 53:
@@ -153,10 +151,8 @@ def roofline(call: KernelCall, machine: Machine) -> tuple[float, str]:
 
     (Dissertation, section 4.3.2.1.2.)
 
-    Raises
-    ------
-    PredictionError
-        If the machine has no peak for the dtype, or no bandwidth of its memory.
+    Raises ``PredictionError`` if the machine has no peak for the dtype, or no bandwidth of its
+    memory.
     """
     arithmetic = call.flops / machine.peak_flops(call.dtype) if call.flops else 0.0
     traffic = call.moved_bytes / machine["bandwidth.memory"]

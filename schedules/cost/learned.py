@@ -90,10 +90,7 @@ def matrix_unit(machine: Machine, dtype: str) -> float:
 def limits(machine: Machine, dtype: str, kernel: str = "") -> Limits:
     """Limits of a machine, and the floor of a kernel's launches by its figure of the harness.
 
-    Raises
-    ------
-    PredictionError
-        If it has no such figure.
+    Raises ``PredictionError`` if it has no such figure.
     """
     names = ("multiprocessors", f"peak_flops.{dtype}", "bandwidth.memory", "capacity.L2", "clock")
     figures = [machine[name] for name in names]
@@ -220,10 +217,7 @@ class LearnedModel:
 def model_from_arrays(arrays: Mapping[str, np.ndarray]) -> LearnedModel:
     """Check the arrays of a model file.
 
-    Raises
-    ------
-    PredictionError
-        If one is missing, of another length, or holds what cannot be.
+    Raises ``PredictionError`` if one is missing, of another length, or holds what cannot be.
     """
     names = ("harness", "latency", "low", "high", "edges", "below", "above", "law")
     found = []
@@ -247,10 +241,7 @@ def model_from_arrays(arrays: Mapping[str, np.ndarray]) -> LearnedModel:
 def load_model(path: Path) -> LearnedModel | None:
     """Read a model, or None where there is no such file.
 
-    Raises
-    ------
-    PredictionError
-        If the file is damaged; the message names it.
+    Raises ``PredictionError`` if the file is damaged; the message names it.
     """
     if not path.is_file():
         return None
@@ -271,26 +262,16 @@ def find_model(kernel: str, dtype: str, machine: str) -> tuple[LearnedModel, str
     return None
 
 
-def seconds(kernel: LearnedKernel, model: LearnedModel, sizes: Sizes, machine: Limits, width: int):
+def seconds(
+    kernel: LearnedKernel,  # How to see the launches.
+    model: LearnedModel,
+    sizes: Sizes,  # (launches,) each.
+    machine: Limits,  # Of one machine, or (launches,) each.
+    width: int,  # Bytes of an element.
+):
     """Times, bases and rooflines of many launches.
 
-    Parameters
-    ----------
-    kernel : LearnedKernel
-        How to see the launches.
-    model : LearnedModel
-        Its model.
-    sizes : Mapping[str, np.ndarray]
-        (launches,) each.
-    machine : Limits
-        Of one machine, or (launches,) each.
-    width : int
-        Bytes of an element.
-
-    Returns
-    -------
-    tuple[np.ndarray, np.ndarray, np.ndarray]
-        (launches,) seconds each.
+    Returns (launches,) seconds each.
     """
     roofline = machine.roofline(*kernel.work(sizes, width))
     unhindered = kernel.unhindered(sizes, machine, width, model.law)
@@ -337,10 +318,7 @@ class Joint:
 def find_joint(kernel: str) -> Joint | None:
     """Joint model of a kernel; None where there is none.
 
-    Raises
-    ------
-    PredictionError
-        If model or report is damaged; the message names the file.
+    Raises ``PredictionError`` if model or report is damaged; the message names the file.
     """
     path = FOLDER / f"{kernel}-joint.npz"
     near, far = load_model(path), load_model(FOLDER / f"{kernel}-far.npz")
@@ -377,10 +355,7 @@ def apart(machine: Limits, others: Sequence[Limits]) -> float:
 def predict_learned(kernel: LearnedKernel, call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict a launch by the learned model, or None where there is none for dtype or machine.
 
-    Raises
-    ------
-    PredictionError
-        If the call lacks a size, or one is not positive.
+    Raises ``PredictionError`` if the call lacks a size, or one is not positive.
     """
     if machine.kind != "gpu" or call.dtype not in _WIDTHS:
         return None
@@ -401,25 +376,14 @@ def predict_learned(kernel: LearnedKernel, call: KernelCall, machine: Machine) -
 
 
 def predict_jointly(
-    kernel: LearnedKernel, call: KernelCall, machine: Machine, **extra: float
+    kernel: LearnedKernel,  # How to see the launch.
+    call: KernelCall,
+    machine: Machine,
+    **extra: float,  # What the features need beside the sizes, such as the harness.
 ) -> Prediction | None:
     """Predict a launch by the joint model, or None where there is none for it.
 
-    Parameters
-    ----------
-    kernel : LearnedKernel
-        How to see the launch.
-    call : KernelCall
-        The launch.
-    machine : Machine
-        The GPU.
-    extra : float
-        What the features need beside the sizes, such as the harness.
-
-    Raises
-    ------
-    PredictionError
-        If the call lacks a size, or one is not positive.
+    Raises ``PredictionError`` if the call lacks a size, or one is not positive.
     """
     figure = f"peak_flops.{call.dtype}"
     if machine.kind != "gpu" or call.dtype not in _WIDTHS or figure not in machine.figures:

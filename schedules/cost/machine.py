@@ -29,22 +29,15 @@ _FOLDER = Path(__file__).with_name("machines")
 _MAX_FILE_BYTES = 4 << 20
 
 
-def read_json(path: Path, largest: int, what: str) -> Any:
+def read_json(
+    path: Path,
+    largest: int,  # Bytes that it may have.
+    what: str,  # Its kind, for the message: ``file of tables``.
+) -> Any:
     """Read a JSON file, if it is not too large to be what it should be.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    largest : int
-        Bytes that it may have.
-    what : str
-        Its kind, for the message: ``file of tables``.
-
-    Raises
-    ------
-    PredictionError
-        If it cannot be read, is larger, or is not JSON: the message names the file.
+    Raises ``PredictionError`` if it cannot be read, is larger, or is not JSON: the message names
+    the file.
     """
     try:
         if path.stat().st_size > largest:
@@ -83,10 +76,7 @@ class Machine:
     def __getitem__(self, figure: str) -> float:
         """Value of a figure.
 
-        Raises
-        ------
-        PredictionError
-            If the machine has no such figure.
+        Raises ``PredictionError`` if the machine has no such figure.
         """
         found = self.figures.get(figure)
         if found is None:
@@ -104,10 +94,7 @@ class Machine:
     def cache_bandwidth(self) -> float:
         """Bytes/s of L2; of a GPU without that figure half of the ports of its multiprocessors.
 
-        Raises
-        ------
-        PredictionError
-            If it has no figure that says so.
+        Raises ``PredictionError`` if it has no figure that says so.
         """
         if "bandwidth.L2" in self.figures or self.kind != "gpu":
             return self["bandwidth.L2"]
@@ -119,10 +106,8 @@ class Machine:
         That holds for integers, and on CPUs for floats: 64 bits are half the lanes, and narrow
         floats are computed in float32.
 
-        Raises
-        ------
-        PredictionError
-            If neither the type nor float32 has a figure, or a GPU has none of a float.
+        Raises ``PredictionError`` if neither the type nor float32 has a figure, or a GPU has none
+        of a float.
         """
         figure = f"peak_flops.{dtype}"
         if figure in self.figures or (self.kind == "gpu" and "float" in dtype):
@@ -183,10 +168,8 @@ def load_machine(machine: str | os.PathLike[str]) -> Machine:
 def machine_from_json(data: Any) -> Machine:
     """Check and build a machine.
 
-    Raises
-    ------
-    PredictionError
-        If a field is missing, or a figure is no positive finite number with an origin.
+    Raises ``PredictionError`` if a field is missing, or a figure is no positive finite number with
+    an origin.
     """
     fields = {"name": str, "kind": str, "title": str, "figures": dict}
     for name, kind in fields.items():

@@ -49,23 +49,14 @@ class Trees:
     features: int  # Features of a row.
     base: float  # Added to each sum.
 
-    def __call__(self, rows: np.ndarray) -> np.ndarray:
+    def __call__(
+        self,
+        rows: np.ndarray,  # (rows, features), finite.
+    ) -> np.ndarray:
         """Sum over all trees.
 
-        Parameters
-        ----------
-        rows : np.ndarray
-            (rows, features), finite.
-
-        Returns
-        -------
-        np.ndarray
-            (rows,) float64.
-
-        Raises
-        ------
-        PredictionError
-            If the shape is another, or a feature is no number.
+        Returns (rows,) float64. Raises ``PredictionError`` if the shape is another, or a feature is
+        no number.
         """
         rows = np.asarray(rows, np.float32)
         if rows.ndim != 2 or rows.shape[1] != self.features or not np.isfinite(rows).all():
@@ -84,22 +75,17 @@ class Trees:
         return self.base + self.leaf[at].sum(axis=1, dtype=np.float64)
 
 
-def trees_from_arrays(arrays: Mapping[str, np.ndarray]) -> Trees:
+def trees_from_arrays(
+    # ``sizes`` (trees,) int32, nodes of each tree; ``split`` (nodes,) uint8, feature or ``LEAF``;
+    # ``bin`` (splits,) uint8 or uint16, which of the feature's thresholds; ``leaf`` (leaves,) int8,
+    # times ``scale`` (trees,) float32 of its tree; ``cuts`` float16 or float32, thresholds of all
+    # features, and ``cut_counts`` (features,) int32, how many each has; ``base`` (1,) float64.
+    arrays: Mapping[str, np.ndarray],
+) -> Trees:
     """Check the arrays of a file and build its trees.
 
-    Parameters
-    ----------
-    arrays : Mapping[str, np.ndarray]
-        ``sizes`` (trees,) int32, nodes of each tree; ``split`` (nodes,) uint8, feature or ``LEAF``;
-        ``bin`` (splits,) uint8 or uint16, which of the feature's thresholds; ``leaf`` (leaves,)
-        int8, times ``scale`` (trees,) float32 of its tree; ``cuts`` float16 or float32, thresholds
-        of all features, and ``cut_counts`` (features,) int32, how many each has; ``base`` (1,)
-        float64.
-
-    Raises
-    ------
-    PredictionError
-        If an array is missing, of another shape or type, not finite, or no trees come of it.
+    Raises ``PredictionError`` if an array is missing, of another shape or type, not finite, or no
+    trees come of it.
     """
     counts = _array(arrays, "cut_counts", "i")
     cuts = _array(arrays, "cuts", "f")
@@ -171,11 +157,8 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
     Nothing is unpickled, and no memory is taken before the sizes are known.
 
-    Raises
-    ------
-    PredictionError
-        If the file is no such archive, is too large, or holds anything but arrays of numbers; the
-        message names file and array.
+    Raises ``PredictionError`` if the file is no such archive, is too large, or holds anything but
+    arrays of numbers; the message names file and array.
     """
     path = Path(path)
     try:

@@ -118,16 +118,11 @@ class Processor:
         return sharing_seconds(alone, self.busy * work.bytes / self.node_bandwidth)
 
 
-def sharing_seconds(alone: float, memory: float) -> float:
-    """Predicted time of parts that share a memory, which needs ``memory`` seconds for all of them.
-
-    Parameters
-    ----------
-    alone : float
-        Seconds of the longest part by itself.
-    memory : float
-        Bytes of all parts by the bandwidth of their memory.
-    """
+def sharing_seconds(
+    alone: float,  # Seconds of the longest part by itself.
+    memory: float,  # Bytes of all parts by the bandwidth of their memory.
+) -> float:
+    """Predicted time of parts that share a memory; for all of them it needs ``memory`` seconds."""
     return (alone**_SHARING + memory**_SHARING) ** (1 / _SHARING)
 
 
@@ -187,23 +182,19 @@ def _operations(expression: tirx.Expr) -> int:
 
 
 def overlap_gain(
-    network: Network, exchange: float, interior: float, borders: int = 2, more: float = 0.0
+    network: Network,  # What connects the ranks.
+    # ``exchange``, ``interior``: predicted seconds of the exchange, and of what does not depend on
+    # it.
+    exchange: float,
+    interior: float,
+    borders: int = 2,  # Kernel calls for what depends on it.
+    # Seconds by which interior and borders take longer than one call, since each computes the halos
+    # of its stages.
+    more: float = 0.0,
 ) -> float:
     """Predicted seconds that are saved where the interior is computed while messages travel.
 
     Less than 0 where it had better be computed afterwards, in one call with its borders.
-
-    Parameters
-    ----------
-    network : Network
-        What connects the ranks.
-    exchange, interior : float
-        Predicted seconds of the exchange, and of what does not depend on it.
-    borders : int
-        Kernel calls for what depends on it.
-    more : float
-        Seconds by which interior and borders take longer than one call, since each computes the
-        halos of its stages.
     """
     return network.progress * min(exchange, interior) - borders * CALL_SECONDS - more
 

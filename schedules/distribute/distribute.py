@@ -206,60 +206,40 @@ class Distribution:
 
 
 def distribute(
+    # The function, or a schedule of which it is the ``main``, before its loops are split.
     source: tirx.PrimFunc | s_tir.Schedule,
+    # Loops of the block that computes the output: names, axes of the output, loops of the schedule.
+    # If there are several outputs, each has such loops, with the same extents. One that is a
+    # reduction is distributed alone (:mod:`.partial_reduction`): the outputs of the function then
+    # have the parts of the ranks along an axis before the others.
     loop: str | int | s_tir.schedule.LoopRV | Sequence[str | int | s_tir.schedule.LoopRV],
+    # Number of ranks; parts differ by at most one iteration. Not needed with ``sizes``.
     ranks: int | None = None,
     *,
+    # Iterations of each part; for several loops a sequence of them for each.
     sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    # Ranks along each of several loops; by default the grid that sends the fewest bytes.
     grid: Sequence[int] | None = None,
+    # Of some inputs, how many indices of its distributed dimension each part owns; by default those
+    # around what it reads. For one loop only.
     owned: Mapping[str, Sequence[int]] | None = None,
+    # Explicit transfers (:func:`send_recv`): of inputs, before the inferred exchange, which does
+    # not repeat them; of outputs, at the end of a run.
     transfers: Sequence[Transfer] = (),
+    # Whether what transfers do not bring is exchanged, too; else it is an error.
     infer: bool = True,
+    # The input that takes the output in the next step, or several with an output each; both have
+    # the same shape and type, and ranks own the same of both. An output then has the window of its
+    # input.
     repeat: str | Mapping[str, str] | None = None,
+    # Steps between two exchanges, which bring halos for all of them; 1 without ``repeat``.
     exchange_every: int = 1,
 ) -> Distribution:
     """Distribute one spatial loop, or a grid of several, over ranks.
 
-    Parameters
-    ----------
-    source : tirx.PrimFunc or s_tir.Schedule
-        The function, or a schedule of which it is the ``main``, before its loops are split.
-    loop : str, int, LoopRV, or a sequence of them
-        Loops of the block that computes the output: names, axes of the output, loops of the
-        schedule. If there are several outputs, each has such loops, with the same extents. One that
-        is a reduction is distributed alone (:mod:`.partial_reduction`): the outputs of the function
-        then have the parts of the ranks along an axis before the others.
-    ranks : int, optional
-        Number of ranks; parts differ by at most one iteration. Not needed with ``sizes``.
-    sizes : Sequence[int], optional
-        Iterations of each part; for several loops a sequence of them for each.
-    grid : Sequence[int], optional
-        Ranks along each of several loops; by default the grid that sends the fewest bytes.
-    owned : Mapping[str, Sequence[int]], optional
-        Of some inputs, how many indices of its distributed dimension each part owns; by default
-        those around what it reads. For one loop only.
-    transfers : Sequence[Transfer]
-        Explicit transfers (:func:`send_recv`): of inputs, before the inferred exchange, which does
-        not repeat them; of outputs, at the end of a run.
-    infer : bool
-        Whether what transfers do not bring is exchanged, too; else it is an error.
-    repeat : str or Mapping[str, str], optional
-        The input that takes the output in the next step, or several with an output each; both have
-        the same shape and type, and ranks own the same of both. An output then has the window of
-        its input.
-    exchange_every : int
-        Steps between two exchanges, which bring halos for all of them; 1 without ``repeat``.
-
-    Returns
-    -------
-    Distribution
-        Parts and messages of all ranks.
-
-    Raises
-    ------
-    OpError
-        If loops, sizes, grid or transfers do not fit the function, or if what a part reads cannot
-        be bounded, is owned by no rank, or without ``infer`` is brought by no transfer.
+    Returns parts and messages of all ranks. Raises ``OpError`` if loops, sizes, grid or transfers
+    do not fit the function, or if what a part reads cannot be bounded, is owned by no rank, or
+    without ``infer`` is brought by no transfer.
     """
     loops = list(loop) if isinstance(loop, Sequence) and not isinstance(loop, str) else [loop]
     if not loops:

@@ -180,10 +180,7 @@ class LocalBuffer:
     def view(self, region: Region) -> np.ndarray:
         """The elements of a region in the window, as a view.
 
-        Raises
-        ------
-        OpError
-            If the region is not inside the window.
+        Raises ``OpError`` if the region is not inside the window.
         """
         if region_size(region) == 0:
             return np.empty([max(0, e - b) for b, e in region], self.array.dtype)
@@ -197,31 +194,19 @@ class LocalBuffer:
 
 
 def messages_of(
-    buffer: str, needed: Sequence[Sequence[Region]], owned: Sequence[Region]
+    buffer: str,  # Name of the buffer.
+    # Disjoint regions for each rank; several where what a loop nest reads has gaps.
+    needed: Sequence[Sequence[Region]],
+    # A region for each rank; they may overlap (copies), and reach beyond what is needed.
+    owned: Sequence[Region],
 ) -> tuple[Message, ...]:
     """Messages after which every rank holds what it needs of a buffer.
 
     Each element that a rank needs and does not own is sent to it exactly once, by an owner with a
     rank nearest to its own.
 
-    Parameters
-    ----------
-    buffer : str
-        Name of the buffer.
-    needed : Sequence[Sequence[Region]]
-        Disjoint regions for each rank; several where what a loop nest reads has gaps.
-    owned : Sequence[Region]
-        A region for each rank; they may overlap (copies), and reach beyond what is needed.
-
-    Returns
-    -------
-    tuple[Message, ...]
-        Ordered by source, destination and region.
-
-    Raises
-    ------
-    OpError
-        If a rank needs elements that no rank owns.
+    They are ordered by source, destination and region. Raises ``OpError`` if a rank needs elements
+    that no rank owns.
     """
     bounds = np.array(owned, dtype=np.int64).reshape(len(owned), -1, 2)
     found: list[Message] = []

@@ -60,22 +60,15 @@ class LocalFunction:
     scheduled."""
 
 
-def localize(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> LocalFunction:
+def localize(
+    nest: LoopNest,  # The whole function.
+    rows: Region,  # Begin and end of each distributed loop; not empty.
+    # What is at hand of each parameter; contains all that the range needs.
+    windows: Mapping[str, Region],
+) -> LocalFunction:
     """Make the function that computes a range of the distributed loops.
 
-    Parameters
-    ----------
-    nest : LoopNest
-        The whole function.
-    rows : Region
-        Begin and end of each distributed loop; not empty.
-    windows : Mapping[str, Region]
-        What is at hand of each parameter; contains all that the range needs.
-
-    Raises
-    ------
-    OpError
-        If the range is empty, or if a window lacks what the range needs.
+    Raises ``OpError`` if the range is empty, or if a window lacks what the range needs.
     """
     if region_size(rows) == 0:
         raise OpError(f"range {rows} of the loops {', '.join(nest.loop_names)} is empty")
@@ -97,16 +90,12 @@ def localize(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> Loc
     return LocalFunction(shape, _write(nest.func.params, nest.stages, shape, frame))
 
 
-def whole_function(params: Sequence[tirx.Buffer], stages: Sequence[Stage]) -> tirx.PrimFunc:
-    """Write the function of some stages; a stage comes after those that it reads.
-
-    Parameters
-    ----------
-    params : Sequence[tirx.Buffer]
-        Its parameters, of constant extents; other buffers are allocated.
-    stages : Sequence[Stage]
-        The stages.
-    """
+def whole_function(
+    # Its parameters, of constant extents; other buffers are allocated.
+    params: Sequence[tirx.Buffer],
+    stages: Sequence[Stage],
+) -> tirx.PrimFunc:
+    """Write the function of some stages; a stage comes after those that it reads."""
     extents = tuple(tuple((extent, 0) for extent in shape_of(stage.output)) for stage in stages)
     bases = {stage.output: tuple(_zeros(stage.output)) for stage in stages}
     shape = LocalShape(extents, tuple(map(shape_of, params)))

@@ -121,24 +121,17 @@ def shape_of(buffer: tirx.Buffer) -> tuple[int, ...]:
 
 
 def read_loop_nest(
-    source: tirx.PrimFunc | s_tir.Schedule, loops: Sequence[str | int | s_tir.schedule.LoopRV]
+    # The function, or a schedule of which it is the ``main``; loops are whole.
+    source: tirx.PrimFunc | s_tir.Schedule,
+    # Spatial loops of the blocks that compute outputs: names, axes of the outputs, or loops of the
+    # schedule. Each is a loop of every output, by its name or axis, with the same extent.
+    loops: Sequence[str | int | s_tir.schedule.LoopRV],
 ) -> LoopNest:
     """Read a function that is to be distributed.
 
-    Parameters
-    ----------
-    source : tirx.PrimFunc or s_tir.Schedule
-        The function, or a schedule of which it is the ``main``; loops are whole.
-    loops : Sequence[str or int or LoopRV]
-        Spatial loops of the blocks that compute outputs: names, axes of the outputs, or loops of
-        the schedule. Each is a loop of every output, by its name or axis, with the same extent.
-
-    Raises
-    ------
-    OpError
-        If the function has another form, if a loop is none of an output's or a reduction, if an
-        extent is symbolic or differs between outputs, or if a block reads what it or a later one
-        writes, or at an index that is loaded.
+    Raises ``OpError`` if the function has another form, if a loop is none of an output's or a
+    reduction, if an extent is symbolic or differs between outputs, or if a block reads what it or a
+    later one writes, or at an index that is loaded.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
     if not isinstance(func, tirx.PrimFunc):
@@ -278,10 +271,7 @@ def _axis(
 def name_of(source: tirx.PrimFunc | s_tir.Schedule, loop: str | s_tir.schedule.LoopRV) -> str:
     """Name of a loop, which may be one of the schedule that is the source.
 
-    Raises
-    ------
-    OpError
-        If it is something else.
+    Raises ``OpError`` if it is something else.
     """
     if isinstance(loop, str):
         return loop

@@ -104,27 +104,17 @@ class OperationSequence:
 
 
 def operation_sequence(
-    nest: LoopNest, rows: Region, chunks: int = 1, slots: int = 2
+    nest: LoopNest,
+    rows: Region,  # Range of each distributed loop; not empty. The first loop is cut.
+    # Number of chunks, which differ by at most one iteration; fewer where there are fewer
+    # iterations.
+    chunks: int = 1,
+    slots: int = 2,  # Chunks that the device has memory for.
 ) -> OperationSequence:
     """Cut rows of a device into chunks.
 
-    Parameters
-    ----------
-    nest : LoopNest
-        The function.
-    rows : Region
-        Range of each distributed loop; not empty. The first loop is cut.
-    chunks : int
-        Number of chunks, which differ by at most one iteration; fewer where there are fewer
-        iterations.
-    slots : int
-        Chunks that the device has memory for.
-
-    Raises
-    ------
-    OpError
-        If there are no rows, no chunk or no slot, or if one output is computed from other rows of
-        another one, which then another chunk or the CPU computes, too.
+    Raises ``OpError`` if there are no rows, no chunk or no slot, or if one output is computed from
+    other rows of another one, which then another chunk or the CPU computes, too.
     """
     if chunks < 1 or slots < 1:
         raise OpError(
@@ -149,38 +139,26 @@ def operation_sequence(
     return OperationSequence(tuple(cut), outputs, tuple(resident), min(slots, len(cut)))
 
 
-def rows_in_place(nest: LoopNest, rows: Region, windows: Mapping[str, Region]) -> OperationSequence:
+def rows_in_place(
+    nest: LoopNest,
+    rows: Region,  # Range of each distributed loop; not empty.
+    windows: Mapping[str, Region],  # The rank's, of each parameter.
+) -> OperationSequence:
     """Rows that a device computes in the host's memory.
 
-    Parameters
-    ----------
-    nest : LoopNest
-        The function.
-    rows : Region
-        Range of each distributed loop; not empty.
-    windows : Mapping[str, Region]
-        The rank's, of each parameter.
-
-    Raises
-    ------
-    OpError
-        As of :func:`operation_sequence`.
+    Raises ``OpError`` as of :func:`operation_sequence`.
     """
     sequence = operation_sequence(nest, rows)
     [chunk] = sequence.chunks
     return replace(sequence, chunks=(replace(chunk, windows=windows),), in_place=True)
 
 
-def sequence_seconds(stages: Sequence[tuple[float, float, float]], slots: int) -> tuple[float, ...]:
-    """End of each chunk's copy out, from the begin of the first copy in.
-
-    Parameters
-    ----------
-    stages : Sequence[tuple[float, float, float]]
-        Seconds of copy in, kernels and copy out of each chunk.
-    slots : int
-        Chunks that the device has memory for.
-    """
+def sequence_seconds(
+    # Seconds of copy in, kernels and copy out of each chunk.
+    stages: Sequence[tuple[float, float, float]],
+    slots: int,  # Chunks that the device has memory for.
+) -> tuple[float, ...]:
+    """End of each chunk's copy out, from the begin of the first copy in."""
     kernels: list[float] = []
     ends: list[float] = []
     copied = 0.0
@@ -193,20 +171,13 @@ def sequence_seconds(stages: Sequence[tuple[float, float, float]], slots: int) -
     return tuple(ends)
 
 
-def own_regions(nest: LoopNest, rows: Region) -> dict[tirx.Buffer, Region]:
+def own_regions(
+    nest: LoopNest,
+    rows: Region,  # Range of each distributed loop.
+) -> dict[tirx.Buffer, Region]:
     """Region of every buffer that rows work on, of the outputs no row more.
 
-    Parameters
-    ----------
-    nest : LoopNest
-        The function.
-    rows : Region
-        Range of each distributed loop.
-
-    Raises
-    ------
-    OpError
-        If one output is computed from other rows of another one.
+    Raises ``OpError`` if one output is computed from other rows of another one.
     """
     wanted = nest.output_regions(rows)
     used = regions_computed(nest, wanted)

@@ -130,22 +130,14 @@ class Owners:
 
 
 def repeated_inputs(
-    nest: LoopNest, repeat: str | Mapping[str, str] | None
+    nest: LoopNest,
+    # Name of the input that takes the only output, or of inputs, each with that of an output.
+    repeat: str | Mapping[str, str] | None,
 ) -> dict[tirx.Buffer, tirx.Buffer]:
     """The inputs that take outputs in the next step, and these outputs.
 
-    Parameters
-    ----------
-    nest : LoopNest
-        The function.
-    repeat : str or Mapping[str, str] or None
-        Name of the input that takes the only output, or of inputs, each with that of an output.
-
-    Raises
-    ------
-    OpError
-        If there is no such input or output, if one has another shape or type than the other, or if
-        an output is taken twice.
+    Raises ``OpError`` if there is no such input or output, if one has another shape or type than
+    the other, or if an output is taken twice.
     """
     if isinstance(repeat, str) and len(nest.outputs) > 1:
         names = ", ".join(buffer.name for buffer in nest.outputs)

@@ -91,29 +91,17 @@ class PartialReduction:
 
 
 def partial_reduction(
+    # The function, or a schedule of which it is the ``main``, before its loops are split.
     source: tirx.PrimFunc | s_tir.Schedule,
     loop: str | int | s_tir.schedule.LoopRV,
+    # Number of parts, which differ by at most one iteration. Not needed with ``sizes``.
     ranks: int | None,
-    sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,  # Iterations of each part.
 ) -> PartialReduction | None:
     """Factor the reduction of an output by the ranks; None if the loop is no reduction.
 
-    Parameters
-    ----------
-    source : tirx.PrimFunc or s_tir.Schedule
-        The function, or a schedule of which it is the ``main``, before its loops are split.
-    loop : str, int or LoopRV
-        The loop.
-    ranks : int, optional
-        Number of parts, which differ by at most one iteration. Not needed with ``sizes``.
-    sizes : Sequence[int], optional
-        Iterations of each part.
-
-    Raises
-    ------
-    OpError
-        If the loop is a reduction whose parts cannot be combined, or of one of several outputs, or
-        of one that another block reads, or if the sizes do not fit the loop.
+    Raises ``OpError`` if the loop is a reduction whose parts cannot be combined, or of one of
+    several outputs, or of one that another block reads, or if the sizes do not fit the loop.
     """
     func = source.mod["main"] if isinstance(source, s_tir.Schedule) else source
     read = read_stages(func, several=True) if isinstance(func, tirx.PrimFunc) else None
@@ -301,24 +289,14 @@ _CONSTANTS = (tirx.IntImm, tirx.FloatImm)
 
 
 def combine_parts(
-    block: Sequence[Stage], outputs: Sequence[tirx.Buffer], ranks: int
+    block: Sequence[Stage],  # The stages of the block, one for each output.
+    outputs: Sequence[tirx.Buffer],  # The outputs, in any order.
+    ranks: int,  # Number of parts.
 ) -> tirx.PrimFunc | None:
     """Function that combines the parts of a selection, in the order of the ranks.
 
-    Parameters
-    ----------
-    block : Sequence[Stage]
-        The stages of the block, one for each output.
-    outputs : Sequence[tirx.Buffer]
-        The outputs, in any order.
-    ranks : int
-        Number of parts.
-
-    Returns
-    -------
-    tirx.PrimFunc or None
-        Takes the parts of all outputs, stacked, then the outputs, in their order; None if the block
-        does not select.
+    It takes the parts of all outputs, stacked, then the outputs, in their order; None if the block
+    does not select.
     """
     new = [_new(stage) for stage in block]
     number = tirx.Var("rank", str(block[0].reduced[0].var.ty.dtype))

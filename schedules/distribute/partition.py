@@ -18,32 +18,21 @@ def balanced(extent: int, parts: int) -> tuple[int, ...]:
 
     Part k is ``[bounds[k], bounds[k + 1])``, with ``bounds[k] = extent * k // parts``.
 
-    Raises
-    ------
-    OpError
-        If there is no part.
+    Raises ``OpError`` if there is no part.
     """
     if parts < 1:
         raise OpError(f"a loop is distributed over {parts} ranks; expected at least 1")
     return tuple(extent * k // parts for k in range(parts + 1))
 
 
-def bounds_of(extent: int, sizes: Sequence[int], what: str) -> tuple[int, ...]:
+def bounds_of(
+    extent: int,  # What the sizes must sum up to.
+    sizes: Sequence[int],  # Iterations of each part; 0 is an empty part.
+    what: str,  # What is divided, for errors.
+) -> tuple[int, ...]:
     """Bounds of parts of given sizes.
 
-    Parameters
-    ----------
-    extent : int
-        What the sizes must sum up to.
-    sizes : Sequence[int]
-        Iterations of each part; 0 is an empty part.
-    what : str
-        What is divided, for errors.
-
-    Raises
-    ------
-    OpError
-        If a size is negative, or if they do not sum up to the extent.
+    Raises ``OpError`` if a size is negative, or if they do not sum up to the extent.
     """
     if any(size < 0 for size in sizes):
         raise OpError(f"sizes {list(sizes)} of {what} have a negative one; expected 0 or more")
@@ -91,26 +80,15 @@ def even(extents: Sequence[int], grid: Sequence[int]) -> Partition:
 
 
 def sized(
+    # ``extents``, ``names``: of the loops.
     extents: Sequence[int],
     names: Sequence[str],
-    sizes: Sequence[int] | Sequence[Sequence[int]],
-    ranks: int | None,
+    sizes: Sequence[int] | Sequence[Sequence[int]],  # Of the parts of one loop, or of each loop.
+    ranks: int | None,  # What the number of parts must be.
 ) -> Partition:
     """Parts of loops of given sizes.
 
-    Parameters
-    ----------
-    extents, names : Sequence
-        Of the loops.
-    sizes : Sequence[int] or Sequence[Sequence[int]]
-        Of the parts of one loop, or of each loop.
-    ranks : int or None
-        What the number of parts must be.
-
-    Raises
-    ------
-    OpError
-        If the sizes do not fit the loops, or the ranks.
+    Raises ``OpError`` if the sizes do not fit the loops, or the ranks.
     """
     if not isinstance(sizes, Iterable):
         raise OpError(f"sizes are {sizes!r}; expected a list of integers")
@@ -133,10 +111,7 @@ def sized(
 def integers(numbers: Any, what: str) -> list[int]:
     """The numbers of a list that a user gives.
 
-    Raises
-    ------
-    OpError
-        If it is none, or holds anything but integers.
+    Raises ``OpError`` if it is none, or holds anything but integers.
     """
     if not isinstance(numbers, Iterable) or isinstance(numbers, Mapping):
         raise OpError(f"{what} are {numbers!r}; expected a list of integers")
@@ -150,10 +125,7 @@ def integers(numbers: Any, what: str) -> list[int]:
 def grid_of(grid: Any, ranks: int, loops: int) -> tuple[int, ...]:
     """Given numbers of ranks along each of some loops.
 
-    Raises
-    ------
-    OpError
-        If they are none, or their product is not the number of ranks.
+    Raises ``OpError`` if they are none, or their product is not the number of ranks.
     """
     counts = list(grid) if isinstance(grid, Iterable) else [grid]
     if len(counts) != loops or not all(map(is_count, counts)) or math.prod(counts) != ranks:

@@ -29,26 +29,16 @@ _MOST_POINTS = 1 << 24  # of an index that is enumerated
 
 
 def index_values(
-    index: tirx.Expr, domain: Domain, conditions: Sequence[tirx.Expr]
+    index: tirx.Expr,  # Integer expression of the domain's variables, without loads.
+    domain: Domain,  # Their ranges, with constant ends.
+    conditions: Sequence[tirx.Expr],  # Conditions that hold, see :func:`known_conditions`.
 ) -> list[tuple[int, int]] | None:
     """The values of an index, as intervals with exclusive ends.
 
     TVM's region analysis tells where they have no gap; else they are listed. Where neither can be
     done, the interval from the least to the greatest is returned.
 
-    Parameters
-    ----------
-    index : tirx.Expr
-        Integer expression of the domain's variables, without loads.
-    domain : Domain
-        Their ranges, with constant ends.
-    conditions : Sequence[tirx.Expr]
-        Conditions that hold, see :func:`known_conditions`.
-
-    Returns
-    -------
-    list[tuple[int, int]] | None
-        Ascending; None if the index cannot be bounded.
+    They ascend; None if the index cannot be bounded.
     """
     about = [c for c in conditions if variables(c) <= variables(index)]
     predicate = _conjunction(about)
@@ -177,28 +167,16 @@ def _evaluate(expression: tirx.Expr, grid: Mapping[ir.Var, np.ndarray]) -> np.nd
 
 
 def regions_needed(
-    nest: LoopNest, wanted: Mapping[tirx.Buffer, Sequence[Region]]
+    nest: LoopNest,
+    # What is wanted of outputs; :meth:`.LoopNest.output_regions` of a range of loops.
+    wanted: Mapping[tirx.Buffer, Sequence[Region]],
 ) -> dict[tirx.Buffer, list[Region]]:
     """The elements of every buffer that regions of outputs need.
 
-    Parameters
-    ----------
-    nest : LoopNest
-        The function.
-    wanted : Mapping[tirx.Buffer, Sequence[Region]]
-        What is wanted of outputs; :meth:`.LoopNest.output_regions` of a range of loops.
-
-    Returns
-    -------
-    dict[tirx.Buffer, list[Region]]
-        Disjoint regions, in which every element is needed where the indices of a read do not
-        depend on each other; no entry where nothing is needed. Of a function that
-        :attr:`.LoopNest.may_trap` all that a part reads, see :func:`regions_computed`.
-
-    Raises
-    ------
-    OpError
-        If what a block reads of a buffer cannot be bounded.
+    Returns disjoint regions, in which every element is needed where the indices of a read do not
+    depend on each other; no entry where nothing is needed. Of a function that
+    :attr:`.LoopNest.may_trap` all that a part reads, see :func:`regions_computed`. Raises
+    ``OpError`` if what a block reads of a buffer cannot be bounded.
     """
     if nest.may_trap:
         return _walk(nest, wanted, lambda stage, regions: [_region(nest, stage.output, regions)])

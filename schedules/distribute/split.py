@@ -37,25 +37,14 @@ from .time_skewing import skewed_seconds
 
 
 def kept_rows(
-    plan: Distribution, rank: int, rows: Region, others: Sequence[Region]
+    plan: Distribution,  # Parts and messages of all ranks, of a function with ``repeat``.
+    rank: int,  # The rank that has the device.
+    rows: Region,  # Rows of the device; not empty.
+    others: Sequence[Region],  # Rows of the rank's CPU and of its other devices; perhaps empty.
 ) -> OperationSequence:
     """The sequence of rows that stay on a device.
 
-    Parameters
-    ----------
-    plan : Distribution
-        Parts and messages of all ranks, of a function with ``repeat``.
-    rank : int
-        The rank that has the device.
-    rows : Region
-        Rows of the device; not empty.
-    others : Sequence[Region]
-        Rows of the rank's CPU and of its other devices; perhaps empty.
-
-    Raises
-    ------
-    OpError
-        As of :func:`operation_sequence`.
+    Raises ``OpError`` as of :func:`operation_sequence`.
     """
     sequence = operation_sequence(plan.nest, _rows_of_steps(plan, rank, rows), 1)
     [chunk] = sequence.chunks
@@ -252,20 +241,13 @@ def predicted_seconds(
     return figures.seconds(stages, sequence.slots)
 
 
-def split_rows(extent: int, seconds: Sequence[SecondsOfRows]) -> tuple[int, ...]:
+def split_rows(
+    extent: int,
+    seconds: Sequence[SecondsOfRows],  # Predicted time of each.
+) -> tuple[int, ...]:
     """Rows of each of several processors, so that the last one ends as early as possible.
 
-    Parameters
-    ----------
-    extent : int
-        All rows.
-    seconds : Sequence[SecondsOfRows]
-        Predicted time of each.
-
-    Returns
-    -------
-    tuple[int, ...]
-        They sum up to ``extent``; who would only delay the others has none.
+    They sum up to ``extent``; who would only delay the others has none.
     """
     least, most = 0.0, min(time(extent) for time in seconds)
     for _ in range(50):
@@ -283,11 +265,8 @@ def split_rows(extent: int, seconds: Sequence[SecondsOfRows]) -> tuple[int, ...]
 def check_split(rows: Sequence[int], extent: int, names: Sequence[str]) -> tuple[int, ...]:
     """Rows that a user gives to the CPU and each device.
 
-    Raises
-    ------
-    OpError
-        If one is negative or no integer, if there are more or fewer of them than there are
-        processors, or if they do not sum up.
+    Raises ``OpError`` if one is negative or no integer, if there are more or fewer of them than
+    there are processors, or if they do not sum up.
     """
     rows = integers(rows, "rows of the split")
     if len(rows) != len(names):

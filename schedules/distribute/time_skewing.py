@@ -54,30 +54,18 @@ class Skew:
 
 
 def skew_of(
-    plan: Distribution, rank: int, rows: Region, cache_bytes: int, threads: int
+    plan: Distribution,  # Parts of all ranks, of a function with ``repeat``.
+    rank: int,
+    rows: Region,  # All of its rows, or those that its CPU computes.
+    cache_bytes: int,  # Bytes that a core keeps in its own cache.
+    threads: int,  # Threads of the rank.
 ) -> Skew | None:
     """Choose how the steps between two exchanges pass over a rank's rows.
 
-    Parameters
-    ----------
-    plan : Distribution
-        Parts of all ranks, of a function with ``repeat``.
-    rank : int
-        The rank.
-    rows : Region
-        All of its rows, or those that its CPU computes.
-    cache_bytes : int
-        Bytes that a core keeps in its own cache.
-    threads : int
-        Threads of the rank.
-
-    Returns
-    -------
-    Skew | None
-        None if there is one step, or more than 64; if another loop than the outermost is
-        distributed; if blocks compute more than outputs, reduce, or read rows at other than
-        constant distances; if the cache holds all rows, or too few for a block and the distances
-        of all steps; or if threads have too few rows to keep away from each other.
+    Returns None if there is one step, or more than 64; if another loop than the outermost is
+    distributed; if blocks compute more than outputs, reduce, or read rows at other than constant
+    distances; if the cache holds all rows, or too few for a block and the distances of all steps;
+    or if threads have too few rows to keep away from each other.
     """
     is_outermost = all(axes == (0,) for axes in plan.nest.loops)
     if not (1 < plan.deep <= _MOST_STEPS and is_outermost and region_size(rows)):
@@ -120,26 +108,18 @@ def row_ends(steps: Sequence[Region]) -> tuple[int, ...]:
 
 
 def skewed_steps(
-    block: tirx.PrimFunc, row: tirx.PrimFunc, repeat: Mapping[str, str], skew: Skew
+    # ``block``, ``row``: scheduled kernels of ``skew.block`` rows, and of one: their parameters are
+    # the windows, then the first row, then where windows begin (:func:`.localize.localize`).
+    block: tirx.PrimFunc,
+    row: tirx.PrimFunc,
+    repeat: Mapping[str, str],  # Inputs, and the outputs that each takes in the next step.
+    skew: Skew,  # How the steps pass over the rows.
 ) -> tirx.PrimFunc:
     """Write the function of the steps between two exchanges.
 
-    Parameters
-    ----------
-    block, row : PrimFunc
-        Scheduled kernels of ``skew.block`` rows, and of one: their parameters are the windows,
-        then the first row, then where windows begin (:func:`.localize.localize`).
-    repeat : Mapping[str, str]
-        Inputs, and the outputs that each takes in the next step.
-    skew : Skew
-        How the steps pass over the rows.
-
-    Returns
-    -------
-    PrimFunc
-        Its parameters are those of ``block`` without the first row, then begin and end of the rows
-        that each step computes, then the first step of a call, from 0. Every odd step reads what
-        is an output of the even ones, and writes what is their input.
+    Its parameters are those of ``block`` without the first row, then begin and end of the rows that
+    each step computes, then the first step of a call, from 0. Every odd step reads what is an
+    output of the even ones, and writes what is their input.
     """
     return _Writer(block, row, repeat, skew).function()
 

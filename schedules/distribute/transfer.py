@@ -111,10 +111,7 @@ class Delivery:
 def check_transfers(transfers: Any) -> None:
     """Refuse what is no list of transfers.
 
-    Raises
-    ------
-    OpError
-        If it is none.
+    Raises ``OpError`` if it is none.
     """
     listed = isinstance(transfers, Iterable) and not isinstance(transfers, str)
     if not listed or not all(isinstance(each, Transfer) for each in transfers):
@@ -122,25 +119,14 @@ def check_transfers(transfers: Any) -> None:
 
 
 def deliver(
-    transfers: Sequence[Transfer],
-    shapes: Mapping[str, tuple[int, ...]],
-    owned: Sequence[Mapping[str, Region]],
+    transfers: Sequence[Transfer],  # In the order in which they happen.
+    shapes: Mapping[str, tuple[int, ...]],  # Shapes of inputs and outputs.
+    owned: Sequence[Mapping[str, Region]],  # What each rank owns of each.
 ) -> Delivery:
     """Check transfers and number them.
 
-    Parameters
-    ----------
-    transfers : Sequence[Transfer]
-        In the order in which they happen.
-    shapes : Mapping[str, tuple[int, ...]]
-        Shapes of inputs and outputs.
-    owned : Sequence[Mapping[str, Region]]
-        What each rank owns of each.
-
-    Raises
-    ------
-    OpError
-        If a rank, a buffer or a region does not exist, or if the source does not hold the region.
+    Raises ``OpError`` if a rank, a buffer or a region does not exist, or if the source does not
+    hold the region.
     """
     check_transfers(transfers)
     done = Delivery(())
@@ -163,26 +149,16 @@ def deliver(
 
 def check_waits(
     delivery: Delivery,
+    # What the blocks of each rank read of each input.
     read: Sequence[Mapping[str, Sequence[Region]]],
+    # The blocks in order, each with the inputs that it reads.
     blocks: Sequence[tuple[str, Collection[str]]],
 ) -> None:
     """Refuse transfers that neither side waits for, or too late.
 
-    Parameters
-    ----------
-    delivery : Delivery
-        All transfers.
-    read : Sequence[Mapping[str, Sequence[Region]]]
-        What the blocks of each rank read of each input.
-    blocks : Sequence[tuple[str, Collection[str]]]
-        The blocks in order, each with the inputs that it reads.
-
-    Raises
-    ------
-    OpError
-        If one does not block, and no block of the receiver, before which it could wait, reads it,
-        or if the function has no block of the name before which it is to wait, or that block comes
-        after one that reads it.
+    Raises ``OpError`` if one does not block, and no block of the receiver, before which it could
+    wait, reads it, or if the function has no block of the name before which it is to wait, or that
+    block comes after one that reads it.
     """
     for transfer in delivery.transfers:
         if transfer.before is not None:
@@ -236,26 +212,15 @@ def _name(transfer: Transfer) -> str:
     return f"transfer of {transfer.buffer!r}[{ends}] from rank {transfer.source} to {transfer.dest}"
 
 
-def with_waits(func: tirx.PrimFunc, transfers: Sequence[Transfer]) -> tirx.PrimFunc:
+def with_waits(
+    func: tirx.PrimFunc,  # Scheduled function of a part.
+    transfers: Sequence[Transfer],  # Those to wait for, each with a block.
+) -> tirx.PrimFunc:
     """Wait for transfers before the blocks that they name.
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        Scheduled function of a part.
-    transfers : Sequence[Transfer]
-        Those to wait for, each with a block.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        The function, with a call of :data:`FINISH` for each transfer before the outermost loops in
-        which the block is computed, or those of the first statement that reads what is received.
-
-    Raises
-    ------
-    OpError
-        If the schedule has left no such block, and nothing reads what is received.
+    Returns the function, with a call of :data:`FINISH` for each transfer before the outermost loops
+    in which the block is computed, or those of the first statement that reads what is received.
+    Raises ``OpError`` if the schedule has left no such block, and nothing reads what is received.
     """
     root = func.body.block
     body = list(root.body) if isinstance(root.body, tirx.SeqStmt) else [root.body]

@@ -44,18 +44,12 @@ def round_to_bits(value: tirx.Expr) -> tirx.Expr:
     return T.Cast(_as_type(value, "uint16"), bits)
 
 
-def keep_roundings(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def keep_roundings(
+    func: tirx.PrimFunc,  # A scheduled function.
+) -> tirx.PrimFunc:
     """Round to bfloat16 within expressions, too, not only where the result is stored.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function.
-
-    Returns
-    -------
-    PrimFunc
-        The same function when there is nothing to do.
+    Returns the same function when there is nothing to do.
     """
     return share_values(func, _with_roundings)
 
@@ -94,20 +88,14 @@ _MOST_REPEATED = 3
 """Choices in a value that is written twice; a chain of bounds would double it at each."""
 
 
-def keep_nan(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def keep_nan(
+    func: tirx.PrimFunc,  # A function, scheduled or not.
+) -> tirx.PrimFunc:
     """Make float minima and maxima of a constant and anything, or of two loads, propagate NaN.
 
     Reductions and larger expressions on both sides are left alone: there it would be too slow.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A function, scheduled or not.
-
-    Returns
-    -------
-    PrimFunc
-        The same function when there is nothing to do.
+    Returns the same function when there is nothing to do.
     """
 
     def rewrite(store: tirx.BufferStore) -> tirx.BufferStore:

@@ -124,23 +124,15 @@ COMPARISONS: dict[type[Any], Callable[[int], bool]] = {
 _MOST_CUTS = 64
 
 
-def cut_points(sch: s_tir.Schedule, block: SBlockRV, position: int) -> list[int]:
+def cut_points(
+    sch: s_tir.Schedule,  # The schedule that holds the block.
+    block: SBlockRV,  # A block with constant extents.
+    position: int,  # Position of the iteration variable.
+) -> list[int]:
     """Iterations at which a condition on one iteration variable changes its value.
 
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule that holds the block.
-    block : SBlockRV
-        A block with constant extents.
-    position : int
-        Position of the iteration variable.
-
-    Returns
-    -------
-    list[int]
-        Ascending, without 0 and the extent: between two of them each comparison is true, false, or
-        (where it depends on other variables too) still open. Empty if a comparison is not linear.
+    They ascend, without 0 and the extent: between two of them each comparison is true, false, or
+    (where it depends on other variables too) still open. Empty if a comparison is not linear.
     """
     stmt = sch.get(block)
     axis = stmt.iter_vars[position]

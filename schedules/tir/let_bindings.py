@@ -18,7 +18,12 @@ from .expression_walk import is_if_then_else, substitute
 Rewrite = Callable[[ir.Expr], ir.Expr]
 
 
-def share_values(func: tirx.PrimFunc, rewrite: Rewrite) -> tirx.PrimFunc:
+def share_values(
+    func: tirx.PrimFunc,  # A scheduled function.
+    # From a stored value to a new one with pure lets, each of its own variable; to the same object
+    # where there is nothing to do.
+    rewrite: Rewrite,
+) -> tirx.PrimFunc:
     """Rewrite what a function stores, each let becoming a store before it.
 
     With ``let b = x[v] + 1 in b * b`` as the new value of ``y[v]``, v being ``o * 8 + i``::
@@ -31,19 +36,8 @@ def share_values(func: tirx.PrimFunc, rewrite: Rewrite) -> tirx.PrimFunc:
                                                                 b[lane] = x[v] + 1
                                                                 y[v] = b[lane] * b[lane]
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function.
-    rewrite : callable
-        From a stored value to a new one with pure lets, each of its own variable; to the same
-        object where there is nothing to do.
-
-    Returns
-    -------
-    PrimFunc
-        The same function when nothing is rewritten. Lets inside a branch of ``if_then_else`` are
-        computed only where the branch is taken.
+    Returns the same function when nothing is rewritten. Lets inside a branch of ``if_then_else``
+    are computed only where the branch is taken.
     """
 
     def in_vector(loop: tirx.For) -> tirx.Stmt:

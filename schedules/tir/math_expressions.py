@@ -101,7 +101,9 @@ EXP_REACH = 0.34657359
 """Half of ln(2)."""
 
 
-def keep_digits(value: ir.Expr) -> ir.Expr:
+def keep_digits(
+    value: ir.Expr,  # Any expression.
+) -> ir.Expr:
     """Rewrite expressions that cancel near one.
 
     ::
@@ -110,16 +112,8 @@ def keep_digits(value: ir.Expr) -> ir.Expr:
         exp(x) - 1, 1 - exp(x)          a polynomial where x is small
         tanh(log(y))                    a quotient, as Mish has it with y = 1 + exp(x)
 
-    Parameters
-    ----------
-    value : Expr
-        Any expression.
-
-    Returns
-    -------
-    Expr
-        The same expression where nothing cancels. The logarithm in every float type, the others in
-        float32.
+    Returns the same expression where nothing cancels. The logarithm in every float type, the others
+    in float32.
     """
     shorter = tvm_ffi.structural_map(value, (ir.Call, _tanh_of_log))
     rules = ((ir.Call, _log_of_sum), (tirx.Add, _sum), (tirx.Sub, _difference))

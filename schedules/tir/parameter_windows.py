@@ -29,21 +29,12 @@ def windows_of(func: tirx.PrimFunc) -> dict[int, Window]:
 
 
 def with_window(
-    func: tirx.PrimFunc, position: int, shape: Sequence[int], window: Window
+    func: tirx.PrimFunc,  # A function that is not scheduled, whose parameter has no window.
+    position: int,  # Place of the parameter; its shape is that of the window.
+    shape: Sequence[int],  # Shape of the larger tensor.
+    window: Window,
 ) -> tirx.PrimFunc:
-    """The same function on a region of a larger tensor.
-
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        A function that is not scheduled, whose parameter has no window.
-    position : int
-        Place of the parameter; its shape is that of the window.
-    shape : Sequence[int]
-        Shape of the larger tensor.
-    window : Window
-        The region.
-    """
+    """The same function on a region of a larger tensor."""
     old = func.params[position]
     new = tirx.decl_buffer(list(shape), str(old.dtype), old.name)
 

@@ -82,18 +82,12 @@ _ERF_REACH = 3.9
 """From here on the quotient is above 1, so that what is cut off is 1 exactly."""
 
 
-def vectorize_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def vectorize_math(
+    func: tirx.PrimFunc,  # A function after all inlining: the new expressions bind variables.
+) -> tirx.PrimFunc:
     """Replace float32 library calls in the stores of ``func`` by vector code.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A function after all inlining: the new expressions bind variables.
-
-    Returns
-    -------
-    PrimFunc
-        The same function when it calls none of the known functions, ``isnan`` or ``nearbyint``.
+    Returns the same function when it calls none of the known functions, ``isnan`` or ``nearbyint``.
     """
     if any(op_name(call) in _SCALARIZED for call in nodes(func.body, ir.Call)):
         func = func.with_body(tvm_ffi.structural_map(func.body, (ir.Call, _for_vectors)))

@@ -37,15 +37,11 @@ class ChannelBlocks:
 
     A tensor has as few blocks of at most ``most`` channels as hold its own, and these as narrow as
     possible: 144 channels are three blocks of 48, where blocks are multiples of 16 up to 64.
-
-    Parameters
-    ----------
-    least, most : int
-        Blocks are multiples of the former up to the latter.
     """
 
     least: int
     most: int
+    """``least`` and ``most``: blocks are multiples of the former up to the latter."""
 
     def of(self, channels: int) -> int:
         """Channels in a block of a tensor."""
@@ -60,20 +56,14 @@ class ChannelBlocks:
 
 @dataclass(frozen=True)
 class Activation:
-    """The element-wise function that ends a layer.
-
-    Parameters
-    ----------
-    kind : str
-        One of ``none``, ``relu``, ``relu6``, ``clip``, ``sigmoid``, ``hardswish``, ``silu``,
-        ``gelu``, ``round_clip``, which rounds to whole numbers before it bounds.
-    low, high : float
-        The bounds of ``clip`` and ``round_clip``; unused otherwise.
-    """
+    """The element-wise function that ends a layer."""
 
     kind: str = "none"
+    """One of ``none``, ``relu``, ``relu6``, ``clip``, ``sigmoid``, ``hardswish``, ``silu``,
+    ``gelu``, ``round_clip``, which rounds to whole numbers before it bounds."""
     low: float = 0.0
     high: float = 0.0
+    """``low`` and ``high``: the bounds of ``clip`` and ``round_clip``; unused otherwise."""
 
     def __post_init__(self) -> None:
         if self.kind not in ACTIVATIONS:
@@ -93,28 +83,18 @@ class ByteAddition:
     ::
 
         out = round((layer * factor + (bytes + shift) * bytes_factor) / divisor)    within bounds
-
-    Parameters
-    ----------
-    factor, bytes_factor : float
-        Scales of both summands.
-    shift : float
-        Whole number that the bytes are short of the numbers that they stand for.
-    divisor : float
-        Scale of the sum.
-    low, high : float
-        Bounds of the rounded sum.
-    bytes_first : bool
-        Whether the bytes are the first summand; of two products the compiler rounds one.
     """
 
     factor: float
     bytes_factor: float
-    shift: float
-    divisor: float
+    """``factor`` and ``bytes_factor``: scales of both summands."""
+    shift: float  # Whole number that the bytes are short of the numbers that they stand for.
+    divisor: float  # Scale of the sum.
     low: float
     high: float
+    """``low`` and ``high``: bounds of the rounded sum."""
     bytes_first: bool = False
+    """Whether the bytes are the first summand; of two products the compiler rounds one."""
 
     @property
     def activation(self) -> Activation:
@@ -129,18 +109,12 @@ class ByteRounding:
     ::
 
         byte = round(number / divisor) - low    within bounds
-
-    Parameters
-    ----------
-    divisor : float
-        Scale of the whole numbers.
-    low, high : float
-        Bounds of these, at most 0 and at least 0.
     """
 
-    divisor: float
+    divisor: float  # Scale of the whole numbers.
     low: float
     high: float
+    """``low`` and ``high``: bounds of these, at most 0 and at least 0."""
 
     def __post_init__(self) -> None:
         if not (self.divisor and math.isfinite(self.divisor) and self.low <= 0 <= self.high):
@@ -162,30 +136,20 @@ class ByteRounding:
 
 @dataclass(frozen=True)
 class ConvLayer:
-    """One convolution with its activation; spatial pairs are (height, width).
-
-    Parameters
-    ----------
-    in_channels, out_channels : int
-        Channels of the whole input and output (not per group).
-    kernel, strides, dilation : tuple[int, int]
-        Height and width.
-    padding : tuple[int, int, int, int]
-        Zero padding at top, left, bottom, right.
-    groups : int
-        Number of channel groups; ``groups == in_channels == out_channels`` is depthwise.
-    activation : Activation
-        Applied after bias and residual.
-    """
+    """One convolution with its activation; spatial pairs are (height, width)."""
 
     in_channels: int
     out_channels: int
+    """``in_channels`` and ``out_channels``: channels of the whole input and output (not per
+    group)."""
     kernel: tuple[int, int]
     strides: tuple[int, int] = (1, 1)
-    padding: tuple[int, int, int, int] = (0, 0, 0, 0)
+    padding: tuple[int, int, int, int] = (0, 0, 0, 0)  # Zero padding at top, left, bottom, right.
     dilation: tuple[int, int] = (1, 1)
+    """``kernel``, ``strides`` and ``dilation``: height and width."""
     groups: int = 1
-    activation: Activation = Activation()
+    """Number of channel groups; ``groups == in_channels == out_channels`` is depthwise."""
+    activation: Activation = Activation()  # Applied after bias and residual.
 
     @property
     def is_depthwise(self) -> bool:
@@ -322,31 +286,22 @@ class ConvLayer:
 
 @dataclass(frozen=True)
 class FusedConv2DWorkload:
-    """Two neighbouring convolutions on concrete shapes.
-
-    Parameters
-    ----------
-    batch, height, width : int
-        Of the first layer's input.
-    layer1, layer2 : ConvLayer
-        The layers in order.
-    residual : bool
-        Whether a tensor of the output's shape is added before the second activation.
-    dtype : str
-        Element type of every tensor.
-    plain_data, plain_out : bool
-        Whether the input, or the output, is in NCHW, as those of a model are.
-    """
+    """Two neighbouring convolutions on concrete shapes."""
 
     batch: int
     height: int
     width: int
+    """``batch``, ``height`` and ``width``: of the first layer's input."""
     layer1: ConvLayer
     layer2: ConvLayer
+    """``layer1`` and ``layer2``: the layers in order."""
     residual: bool = False
-    dtype: str = "float32"
+    """Whether a tensor of the output's shape is added before the second activation."""
+    dtype: str = "float32"  # Element type of every tensor.
     plain_data: bool = False
     plain_out: bool = False
+    """``plain_data`` and ``plain_out``: whether the input, or the output, is in NCHW, as those of a
+    model are."""
 
     @property
     def item_bytes(self) -> int:
@@ -388,75 +343,52 @@ class FusedConv2DWorkload:
 
 @dataclass(frozen=True)
 class Conv2DKernel:
-    """Workload of one generated kernel; stored as JSON in a PrimFunc attribute.
+    """Workload of one generated kernel; stored as JSON in a PrimFunc attribute."""
 
-    Parameters
-    ----------
-    layers : tuple[ConvLayer, ...]
-        One layer, or the two of a fused pair.
-    batch, height, width : int | None
-        Of the first layer's input; None where symbolic.
-    residual : bool
-        Whether a tensor of the output's shape is added before the last activation.
-    dtype : str
-        Element type of every tensor if it is a float, but for the next ones; ``uint8`` for data of
-        bytes with weights of int8, and scales and biases of float32.
-    data_layout, out_layout : str
-        ``NCHW`` or ``NCHW{x}c``.
-    plain_data, plain_out : bool
-        Whether the kernel itself packs its data from NCHW, or unpacks its output to NCHW.
-    winograd : int
-        Height and width of the output tiles of Winograd's algorithm; 0 for a direct convolution.
-    data_dtype : str | None
-        ``uint8`` for bytes that a depthwise layer converts to ``dtype``; else None.
-    out_dtype : str | None
-        Element type of the output, if not ``dtype``. ``uint8`` stands for rounded numbers from
-        which the activation's lower bound is subtracted.
-    word : int
-        Channels whose products one instruction adds up; see :data:`WORDS`. 1 for convolutions of
-        bfloat16 with ``sums`` whose weights are not in words, as of depthwise layers.
-    limited : bool
-        Whether the weights are such that two neighbouring products of bytes fit in 16 bits.
-    shifted : bool
-        Whether 128 is subtracted from bytes as they are multiplied, and the weights contain what
-        the sums lack; see :mod:`schedules.compute.quantized_conv2d`.
-    addition : ByteAddition | None
-        What a convolution of bytes does with its residual, which is of ``uint8``.
-    sums : str | None
-        Element type of sums and biases, if not ``dtype``: ``float32`` of bfloat16.
-    rounding : ByteRounding | None
-        What a convolution of bytes makes these of, if its data is a float32 image in NCHW.
-    residual_dtype : str | None
-        That of the residual, if not ``dtype``: that of the sums.
-    weight_dtype : str | None
-        ``int8`` for weights that are widened to ``dtype`` as they are multiplied, with a scale for
-        each output channel after the biases; else None.
-    mid_layout : str | None
-        Layout between the two layers of a pair in tile registers; else None.
-    """
-
-    layers: tuple[ConvLayer, ...]
+    layers: tuple[ConvLayer, ...]  # One layer, or the two of a fused pair.
     batch: int | None
     height: int | None
     width: int | None
+    """``batch``, ``height`` and ``width``: of the first layer's input; None where symbolic."""
     residual: bool = False
+    """Whether a tensor of the output's shape is added before the last activation."""
     dtype: str = "float32"
+    """Element type of every tensor if it is a float, but for the next ones; ``uint8`` for data of
+    bytes with weights of int8, and scales and biases of float32."""
     data_layout: str = "NCHW"
     out_layout: str = "NCHW"
+    """``data_layout`` and ``out_layout``: ``NCHW`` or ``NCHW{x}c``."""
     plain_data: bool = False
     plain_out: bool = False
+    """``plain_data`` and ``plain_out``: whether the kernel itself packs its data from NCHW, or
+    unpacks its output to NCHW."""
     winograd: int = 0
+    """Height and width of the output tiles of Winograd's algorithm; 0 for a direct convolution."""
     data_dtype: str | None = None
+    """``uint8`` for bytes that a depthwise layer converts to ``dtype``; else None."""
     out_dtype: str | None = None
+    """Element type of the output, if not ``dtype``. ``uint8`` stands for rounded numbers from which
+    the activation's lower bound is subtracted."""
     word: int = WORD_BYTES
+    """Channels whose products one instruction adds up; see :data:`WORDS`. 1 for convolutions of
+    bfloat16 with ``sums`` whose weights are not in words, as of depthwise layers."""
     addition: ByteAddition | None = None
+    """What a convolution of bytes does with its residual, which is of ``uint8``."""
     limited: bool = False
+    """Whether the weights are such that two neighbouring products of bytes fit in 16 bits."""
     sums: str | None = None
+    """Element type of sums and biases, if not ``dtype``: ``float32`` of bfloat16."""
     rounding: ByteRounding | None = None
-    residual_dtype: str | None = None
+    """What a convolution of bytes makes these of, if its data is a float32 image in NCHW."""
+    residual_dtype: str | None = None  # That of the residual, if not ``dtype``: that of the sums.
     weight_dtype: str | None = None
+    """``int8`` for weights that are widened to ``dtype`` as they are multiplied, with a scale for
+    each output channel after the biases; else None."""
     shifted: bool = False
+    """Whether 128 is subtracted from bytes as they are multiplied, and the weights contain what the
+    sums lack; see :mod:`schedules.compute.quantized_conv2d`."""
     mid_layout: str | None = None
+    """Layout between the two layers of a pair in tile registers; else None."""
 
     @property
     def is_quantized(self) -> bool:

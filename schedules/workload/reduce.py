@@ -76,10 +76,8 @@ class ReduceWorkload:
     ) -> ReduceWorkload:
         """Check the arguments of a user and fill in the defaults.
 
-        Raises
-        ------
-        OpError
-            If the operator, an axis, a type or the finish is unknown or does not fit the others.
+        Raises ``OpError`` if the operator, an axis, a type or the finish is unknown or does not fit
+        the others.
         """
         if operator not in OPERATORS:
             raise OpError(f"reduction {operator!r} is unknown; expected one of {_list(OPERATORS)}")
@@ -123,10 +121,7 @@ def accumulation_dtype(operator: str, dtype: str) -> str:
 def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Ascending axes without negative ones; None stands for all.
 
-    Raises
-    ------
-    OpError
-        If an axis is out of range or given twice.
+    Raises ``OpError`` if an axis is out of range or given twice.
     """
     if axes is None:
         return tuple(range(ndim))

@@ -71,28 +71,16 @@ def timed(ranks: MeasuredRanks, call: Callable[[], object], seconds: float = _SE
 
 
 def renewed_seconds(
-    ranks: MeasuredRanks,
+    ranks: MeasuredRanks,  # Of the exchange.
+    # Lets those begin at the same time that exchange something; a barrier of many does not.
     meet: Callable[[], object],
-    renew: Callable[[], object],
+    renew: Callable[[], object],  # Writes what this rank sends.
     run: Callable[[], object],
-    seconds: float,
+    seconds: float,  # About how long to measure.
 ) -> float:
     """Median seconds of an exchange on the slower rank, before each of which it is written anew.
 
     Else the other core would have in its cache what is sent. All together take about ``seconds``.
-
-    Parameters
-    ----------
-    ranks : MeasuredRanks
-        Of the exchange.
-    meet : Callable[[], object]
-        Lets those begin at the same time that exchange something; a barrier of many does not.
-    renew : Callable[[], object]
-        Writes what this rank sends.
-    run : Callable[[], object]
-        The exchange.
-    seconds : float
-        About how long to measure.
     """
 
     def once() -> float:
@@ -121,18 +109,12 @@ _MOST_SEGMENTS = 1 << 16
 _LEAST_PITCH = 256  # bytes from a segment to the next: none shares a cache line with another
 
 
-def parcel_times(world: World) -> dict[str, float]:
+def parcel_times(
+    world: World,  # At least two ranks.
+) -> dict[str, float]:
     """Measure all routes for all shapes, between pairs of ranks; called by all ranks together.
 
-    Parameters
-    ----------
-    world : World
-        At least two ranks.
-
-    Returns
-    -------
-    dict[str, float]
-        Seconds by the names of figures, for :func:`.packing_of`.
+    Returns seconds by the names of figures, for :func:`.packing_of`.
     """
     return {
         figure_name(shape, route): seconds
@@ -158,18 +140,14 @@ class PairExchange:
 
     Each region has rows of float32, of which one side sends the first columns, and the other one
     the next.
-
-    Parameters
-    ----------
-    world : World
-        All ranks, which make it together.
-    shape : ParcelShape
-        Of what each sends.
-    number : int
-        Of the exchange.
     """
 
-    def __init__(self, world: World, shape: ParcelShape, number: int = 0) -> None:
+    def __init__(
+        self,
+        world: World,  # All ranks, which make it together.
+        shape: ParcelShape,  # Of what each sends.
+        number: int = 0,  # Of the exchange.
+    ) -> None:
         self._world = world
         length = shape.segment // 4
         rows = shape.nbytes // shape.regions // shape.segment
@@ -311,26 +289,19 @@ def processor_of(machine: Machine) -> Processor:
 def write_machine(machine: Machine, path: Path) -> None:
     """Write a machine's file, aside first.
 
-    Raises
-    ------
-    ArtifactError
-        If it cannot be written.
+    Raises ``ArtifactError`` if it cannot be written.
     """
     with written_aside(path) as aside:
         aside.write_text(json.dumps(machine.to_json(), indent=2) + "\n")
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+def fit(
+    sizes: Sequence[int],  # Bytes of some messages.
+    seconds: Sequence[float],
+) -> tuple[float, float]:
     """Latency and bandwidth of ``seconds = latency + size / bandwidth``, by least squares.
 
     Relative errors count, so that short messages do as much as long ones.
-
-    Parameters
-    ----------
-    sizes : Sequence[int]
-        Bytes of some messages.
-    seconds : Sequence[float]
-        Their times.
     """
     times = np.array(seconds)
     rows = np.stack([1 / times, np.array(sizes) / times], axis=1)

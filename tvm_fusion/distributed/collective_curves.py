@@ -29,15 +29,12 @@ Call = Callable[[], object]
 
 
 class ProcessGroup:
-    """A rank among those that ``torchrun`` has started.
+    """A rank among those that ``torchrun`` has started."""
 
-    Parameters
-    ----------
-    backend : str
-        ``gloo`` or ``nccl``, with which each rank of a machine has a GPU.
-    """
-
-    def __init__(self, backend: str) -> None:
+    def __init__(
+        self,
+        backend: str,  # ``gloo`` or ``nccl``, with which each rank of a machine has a GPU.
+    ) -> None:
         import torch.distributed
 
         self._torch, self._dist = torch, torch.distributed
@@ -116,21 +113,14 @@ GROUP_KINDS: dict[str, Callable[[ProcessGroup, int], Call]] = {
 
 
 @contextmanager
-def process_group(backend: str, timeout: float) -> Iterator[ProcessGroup]:
+def process_group(
+    backend: str,  # ``gloo`` or ``nccl``.
+    timeout: float,  # Seconds for which a rank waits for another.
+) -> Iterator[ProcessGroup]:
     """Connect the ranks of a job.
 
-    Parameters
-    ----------
-    backend : str
-        ``gloo`` or ``nccl``.
-    timeout : float
-        Seconds for which a rank waits for another.
-
-    Raises
-    ------
-    DistributedError
-        If PyTorch is not installed, the job was not started by ``torchrun``, or a rank does not
-        answer.
+    Raises ``DistributedError`` if PyTorch is not installed, the job was not started by
+    ``torchrun``, or a rank does not answer.
     """
     if importlib.util.find_spec("torch") is None:
         raise DistributedError("PyTorch is not installed; install it by: pip install torch")
@@ -207,40 +197,21 @@ KINDS: dict[str, Callable[[World, int], Call]] = {
 
 
 def measure_collectives(
-    ranks: MeasuredRanks,
+    ranks: MeasuredRanks,  # At least two: a :class:`.World`, or a :class:`.ProcessGroup`.
+    # Bytes, rounded up to what divides among the ranks; the larger of what a rank puts in and gets
+    # out.
     messages: tuple[int, ...] = MESSAGES,
-    rounds: int = ROUNDS,
+    rounds: int = ROUNDS,  # Number of rounds.
+    # How these ranks start a collective of so many bytes.
     kinds: Mapping[str, Callable[[Any, int], Call]] = KINDS,
-    transport: str = "MPI",
+    transport: str = "MPI",  # What connects them, for the origin.
 ) -> Collectives:
     """Measure a curve of each kind; called by all ranks together.
 
     Messages take turns in several rounds, whose median counts; the origin of a curve tells by how
     much its rounds differ.
 
-    Parameters
-    ----------
-    ranks : MeasuredRanks
-        At least two: a :class:`.World`, or a :class:`.ProcessGroup`.
-    messages : tuple of int
-        Bytes, rounded up to what divides among the ranks; the larger of what a rank puts in and
-        gets out.
-    rounds : int
-        Number of rounds.
-    kinds : mapping
-        How these ranks start a collective of so many bytes.
-    transport : str
-        What connects them, for the origin.
-
-    Returns
-    -------
-    Collectives
-        On all ranks the same.
-
-    Raises
-    ------
-    InvalidInputError
-        If there is one rank only.
+    The result is the same on all ranks. Raises ``InvalidInputError`` if there is one rank only.
     """
     if ranks.size < 2:
         raise InvalidInputError(

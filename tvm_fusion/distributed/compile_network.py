@@ -131,10 +131,7 @@ def compile_for_ranks(
 ) -> DistributedModel:
     """Compile with the options of :func:`tvm_fusion.compile`.
 
-    Raises
-    ------
-    TargetError
-        If one is given that has no effect on ranks.
+    Raises ``TargetError`` if one is given that has no effect on ranks.
     """
     if fast_math or reproducible or cuda_graph:
         raise TargetError(
@@ -167,12 +164,8 @@ def resolve_ranks(
 ) -> Target:
     """The CPU of each rank.
 
-    Raises
-    ------
-    InvalidInputError
-        If the number of ranks is not possible.
-    TargetError
-        If the target is unknown, or no CPU.
+    Raises ``InvalidInputError`` if the number of ranks is not possible. Raises ``TargetError`` if
+    the target is unknown, or no CPU.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InvalidInputError(f"ranks is {ranks!r}; expected a positive integer")
@@ -183,30 +176,18 @@ def resolve_ranks(
 
 
 def read_network(
+    # ``model``, ``shapes``, ``fuse``, ``winograd``: as for :func:`tvm_fusion.compile`.
     model: Any,
-    target: Target,
+    target: Target,  # A result of :func:`resolve_ranks`.
     shapes: Mapping[str, Any] | None = None,
     fuse: str | Callable[..., Any] = "auto",
     winograd: str = "auto",
-    ranks: int = 2,
+    ranks: int = 2,  # One, or several, for all numbers of which the stages are the same.
 ) -> list[NetworkStage]:
     """Stages of a model, whose kernels are chosen and not compiled.
 
-    Parameters
-    ----------
-    model, shapes, fuse, winograd
-        As for :func:`tvm_fusion.compile`.
-    target : Target
-        A result of :func:`resolve_ranks`.
-    ranks : int
-        One, or several, for all numbers of which the stages are the same.
-
-    Raises
-    ------
-    InvalidModelError, UnsupportedOperatorError, CompilationError
-        As for :func:`tvm_fusion.compile`.
-    OpError
-        If a size is only known at run time.
+    Raises ``InvalidModelError, UnsupportedOperatorError, CompilationError`` as for
+    :func:`tvm_fusion.compile`. Raises ``OpError`` if a size is only known at run time.
     """
     whole, _ = _phases(target, pipeline.Options(fuse=fuse, winograd=winograd), ranks)
     mod = pipeline.run_phases(import_model(model, shapes).mod, target, whole)

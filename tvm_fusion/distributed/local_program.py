@@ -167,19 +167,6 @@ def _finish_exchange(number: int) -> None:
 class LocalProgram:
     """One rank's share of a program; :meth:`.Program.on` makes it.
 
-    Parameters
-    ----------
-    plan : Distribution
-        Parts and messages of all ranks.
-    world : Ranks
-        All ranks.
-    pieces : Sequence[KernelPiece]
-        This rank's kernel calls.
-    kernels : Mapping[str, Callable]
-        Their kernels, and the one that combines the parts of a selection.
-    library : tvm_ffi.Module | None
-        The kernels' library, if there are any.
-
     Attributes
     ----------
     buffers : dict[str, LocalBuffer]
@@ -195,11 +182,12 @@ class LocalProgram:
 
     def __init__(
         self,
-        plan: Distribution,
+        plan: Distribution,  # Parts and messages of all ranks.
         world: Ranks,
-        pieces: Sequence[KernelPiece],
+        pieces: Sequence[KernelPiece],  # This rank's kernel calls.
+        # Their kernels, and the one that combines the parts of a selection.
         kernels: Mapping[str, Callable[..., Any]],
-        library: tvm_ffi.Module | None,
+        library: tvm_ffi.Module | None,  # The kernels' library, if there are any.
     ) -> None:
         self.plan = plan
         self.world = world
@@ -239,10 +227,7 @@ class LocalProgram:
     def input(self, name: str) -> LocalArray:
         """Window of an input that this rank holds.
 
-        Raises
-        ------
-        InvalidInputError
-            If there is no input of that name.
+        Raises ``InvalidInputError`` if there is no input of that name.
         """
         names = [buffer.name for buffer in self.plan.nest.inputs]
         if name not in names:
@@ -264,26 +249,18 @@ class LocalProgram:
         """Return a line for each window: its bytes, and the NUMA nodes on which its pages lie."""
         return describe_memory(self.world.rank, self.world.placement, self.buffers)
 
-    def __call__(self, steps: int = 1) -> np.ndarray | tuple[np.ndarray, ...]:
+    def __call__(
+        self,
+        # How many times; the output of a step is the input ``repeat`` of the next, so that several
+        # steps overwrite it: get the input and write it before the next call.
+        steps: int = 1,
+    ) -> np.ndarray | tuple[np.ndarray, ...]:
         """Run the program; called by all ranks together.
 
-        Parameters
-        ----------
-        steps : int
-            How many times; the output of a step is the input ``repeat`` of the next, so that
-            several steps overwrite it: get the input and write it before the next call.
-
-        Returns
-        -------
-        np.ndarray or tuple[np.ndarray, ...]
-            This rank's part of the output, of several a tuple in their order; valid until the next
-            call. If the distributed loop is a reduction, the whole result, on all ranks, of which
-            the parts are combined in their order.
-
-        Raises
-        ------
-        InvalidInputError
-            If there are several steps and no input takes the output.
+        Returns this rank's part of the output, of several a tuple in their order; valid until the
+        next call. If the distributed loop is a reduction, the whole result, on all ranks, of which
+        the parts are combined in their order. Raises ``InvalidInputError`` if there are several
+        steps and no input takes the output.
         """
         if not is_count(steps) or (steps > 1 and not self.plan.repeat):
             raise InvalidInputError(
@@ -411,10 +388,7 @@ class LocalProgram:
 def check_ranks(world: Ranks, ranks: int, what: str) -> None:
     """Refuse a world of another size than a model or program was compiled for.
 
-    Raises
-    ------
-    InvalidInputError
-        If the sizes differ, or it is no world.
+    Raises ``InvalidInputError`` if the sizes differ, or it is no world.
     """
     if not hasattr(world, "agree"):
         raise InvalidInputError(

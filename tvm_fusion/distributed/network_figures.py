@@ -21,22 +21,16 @@ _UNITS = {
 _FIELDS = {"alpha": "latency", "beta": "bandwidth", "progress": "progress"}
 
 
-def read_figures(text: str | None) -> tuple[Network, int]:
+def read_figures(
+    # A file that ``tvm-fusion calibrate --network`` wrote, or figures: ``alpha``, the latency,
+    # ``beta``, the bandwidth, and ``progress``, as in ``alpha=1.5us,beta=12GB/s``, which are those
+    # of a network between nodes; None for estimates of one node.
+    text: str | None,
+) -> tuple[Network, int]:
     """Figures of a network, and the number of ranks with which they were measured, 0 if none.
 
-    Parameters
-    ----------
-    text : str | None
-        A file that ``tvm-fusion calibrate --network`` wrote, or figures: ``alpha``, the latency,
-        ``beta``, the bandwidth, and ``progress``, as in ``alpha=1.5us,beta=12GB/s``, which are
-        those of a network between nodes; None for estimates of one node.
-
-    Raises
-    ------
-    InvalidInputError
-        If it is neither.
-    PredictionError
-        If the file is not one of a network.
+    Raises ``InvalidInputError`` if it is neither. Raises ``PredictionError`` if the file is not one
+    of a network.
     """
     if text is None:
         return Network(), 0
@@ -61,10 +55,8 @@ def read_figures(text: str | None) -> tuple[Network, int]:
 def check_figures(network: object, processor: object, threads: object) -> None:
     """Refuse arguments of a compilation that are no figures, and threads that are none.
 
-    Raises
-    ------
-    InvalidInputError
-        If one of the figures is not None and of another type, or threads are no positive number.
+    Raises ``InvalidInputError`` if one of the figures is not None and of another type, or threads
+    are no positive number.
     """
     if not is_count(threads):
         raise InvalidInputError(f"threads is {threads!r}; expected a positive integer")

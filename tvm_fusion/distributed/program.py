@@ -62,40 +62,19 @@ _CLOCK = 3.5e9  # Hz, where no measured figures are given
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled function whose loops are distributed over ranks.
+    """A compiled function whose loops are distributed over ranks."""
 
-    Parameters
-    ----------
-    distribution : Distribution
-        Parts and messages of all ranks.
-    pieces : tuple[tuple[KernelPiece, ...], ...]
-        The kernel calls of each rank, in order.
-    kernels : Mapping[str, tirx.PrimFunc]
-        The scheduled kernels.
-    library : tvm_ffi.Module | None
-        Their code, if there are any.
-    target : tvm.target.Target
-        What they are compiled for.
-    network, processor : Network, Processor
-        Figures of the predictions.
-    overlap : str
-        Whether interiors are computed while messages travel, as it was asked for.
-    shares : Shares
-        Rows of each rank's CPU and devices.
-    threads : int
-        Threads of each rank's kernels.
-    """
-
-    distribution: Distribution
-    pieces: tuple[tuple[KernelPiece, ...], ...]
-    kernels: Mapping[str, tirx.PrimFunc]
-    library: Any
-    target: Target
+    distribution: Distribution  # Parts and messages of all ranks.
+    pieces: tuple[tuple[KernelPiece, ...], ...]  # The kernel calls of each rank, in order.
+    kernels: Mapping[str, tirx.PrimFunc]  # The scheduled kernels.
+    library: Any  # Their code, if there are any.
+    target: Target  # What they are compiled for.
     network: Network
     processor: Processor
-    overlap: Overlap
-    shares: Shares
-    threads: int
+    """``network`` and ``processor``: figures of the predictions."""
+    overlap: Overlap  # Whether interiors are computed while messages travel, as it was asked for.
+    shares: Shares  # Rows of each rank's CPU and devices.
+    threads: int  # Threads of each rank's kernels.
 
     @property
     def ranks(self) -> int:
@@ -118,31 +97,23 @@ class Program:
         plan = self.distribution
         return kernel_seconds(plan, rank, self.pieces[rank], self.processor) / plan.deep
 
-    def on(self, world: Ranks, gpu_aware: bool = False) -> LocalProgram:
+    def on(
+        self,
+        # The ranks: of MPI (``distributed.session()``), or of one process (:mod:`.local_world`).
+        world: Ranks,
+        # Whether MPI is given the memory of devices between steps (``repeat``), where a device
+        # computes all rows of its rank; by default halos pass through pinned memory of the host.
+        gpu_aware: bool = False,
+    ) -> LocalProgram:
         """Share of the program of one rank, with memory for its windows.
 
         Called by all ranks together.
 
-        Parameters
-        ----------
-        world : World
-            The ranks: of MPI (``distributed.session()``), or of one process
-            (:mod:`.local_world`).
-        gpu_aware : bool
-            Whether MPI is given the memory of devices between steps (``repeat``), where a device
-            computes all rows of its rank; by default halos pass through pinned memory of the host.
-
-        Raises
-        ------
-        InvalidInputError
-            If there are more or fewer ranks than the program was compiled for, or if with
-            ``gpu_aware`` some rows of a rank are not on one device, there are transfers, or ranks
-            exchange an input that no step computes.
-        TargetError
-            If the rank has not the devices that the program names.
-        DistributedError
-            If ranks have different programs, a device has not the memory, or MPI takes no memory
-            of devices.
+        Raises ``InvalidInputError`` if there are more or fewer ranks than the program was compiled
+        for, or if with ``gpu_aware`` some rows of a rank are not on one device, there are
+        transfers, or ranks exchange an input that no step computes. Raises ``TargetError`` if the
+        rank has not the devices that the program names. Raises ``DistributedError`` if ranks have
+        different programs, a device has not the memory, or MPI takes no memory of devices.
         """
         check_ranks(world, self.ranks, "program")
         if gpu_aware:
@@ -169,12 +140,8 @@ class Program:
     def alone(self) -> LocalProgram:
         """The program of one rank, in this process, without MPI.
 
-        Raises
-        ------
-        InvalidInputError
-            If the program was compiled for several ranks.
-        TargetError
-            If this machine has not the devices that the program names.
+        Raises ``InvalidInputError`` if the program was compiled for several ranks. Raises
+        ``TargetError`` if this machine has not the devices that the program names.
         """
 
         def work(world: LocalWorld) -> LocalProgram:

@@ -29,18 +29,10 @@ def rank_rates(world: World) -> dict[str, float]:
 
     Each rank computes with as many threads as the session gave it.
 
-    Parameters
-    ----------
-    world : World
-        All ranks.
-
-    Returns
-    -------
-    dict[str, float]
-        Figures for :func:`.processor_of`: ``rank.rate`` (arithmetic operations/s of filters of 3x3
-        pixels, geometric mean of one stage and of two), ``rank.bandwidth`` (bytes/s read and
-        written by a rank while the others rest), ``node.bandwidth`` (by all ranks of a node at
-        once) and ``node.ranks``.
+    Returns figures for :func:`.processor_of`: ``rank.rate`` (arithmetic operations/s of filters of
+    3x3 pixels, geometric mean of one stage and of two), ``rank.bandwidth`` (bytes/s read and
+    written by a rank while the others rest), ``node.bandwidth`` (by all ranks of a node at once)
+    and ``node.ranks``.
     """
     rates = []
     for function in (_window(), _separable()):

@@ -68,33 +68,18 @@ _AT_ONCE_BYTES = 16 * 1024  # of one rank's states; more are shared out
 
 
 class StateKernel:
-    """Compiled kernel of the states of a part.
-
-    Parameters
-    ----------
-    operator : str
-        The reduction; ``variance`` takes the means, of the accumulators' type and with reduced
-        extents of 1, as a second input.
-    shape : tuple[int, ...]
-        Of the part; no extent is 0.
-    dtype : str
-        Of the part.
-    axes : tuple[int, ...]
-        Reduced axes, ascending.
-    target : str
-        A CPU.
-    threads : int
-        Of the kernel.
-    """
+    """Compiled kernel of the states of a part."""
 
     def __init__(
         self,
+        # The reduction; ``variance`` takes the means, of the accumulators' type and with reduced
+        # extents of 1, as a second input.
         operator: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        axes: tuple[int, ...],
+        shape: tuple[int, ...],  # Of the part; no extent is 0.
+        dtype: str,  # Of the part.
+        axes: tuple[int, ...],  # Reduced axes, ascending.
         target: str,
-        threads: int,
+        threads: int,  # Of the kernel.
     ) -> None:
         specs = [TensorSpec("part", shape, dtype)]
         if operator == "variance":

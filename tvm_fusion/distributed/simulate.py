@@ -207,10 +207,7 @@ def simulate(
 def check_ranks(ranks: Sequence[int]) -> None:
     """Refuse numbers of ranks that are none.
 
-    Raises
-    ------
-    InvalidInputError
-        If there is none, or they do not ascend from 1 or more.
+    Raises ``InvalidInputError`` if there is none, or they do not ascend from 1 or more.
     """
     numbers = [] if isinstance(ranks, int | str) else list(ranks)
     if not numbers or not all(map(is_count, numbers)) or numbers != sorted({*numbers}):

@@ -35,31 +35,16 @@ _SPREAD = 1.5
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that are alike; ranks are numbered node by node.
+    """Nodes that are alike; ranks are numbered node by node."""
 
-    Parameters
-    ----------
-    name : str
-        Name of the cluster.
-    machine : Machine
-        GPU of each rank.
-    nodes, gpus_per_node : int
-        Numbers of nodes, and of GPUs in each.
-    bandwidth : float
-        Bytes/s of a GPU to other nodes in each direction.
-    latency : float
-        Seconds of a message to another node.
-    origin : str
-        Where bandwidth and latency come from.
-    """
-
-    name: str
-    machine: Machine
+    name: str  # Name of the cluster.
+    machine: Machine  # GPU of each rank.
     nodes: int
     gpus_per_node: int
-    bandwidth: float
-    latency: float
-    origin: str
+    """``nodes`` and ``gpus_per_node``: numbers of nodes, and of GPUs in each."""
+    bandwidth: float  # Bytes/s of a GPU to other nodes in each direction.
+    latency: float  # Seconds of a message to another node.
+    origin: str  # Where bandwidth and latency come from.
 
     def predict(self, kind: str, ranks: Sequence[int], message: float) -> CollectiveTime:
         """Predict a collective of some ranks, wherever they are.

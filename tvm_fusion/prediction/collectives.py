@@ -59,18 +59,13 @@ def bus_bandwidth(kind: str, ranks: int, message: float, seconds: float) -> floa
     return message / seconds * bus_factor(kind, ranks)
 
 
-def all_to_all_bytes(sent: Sequence[Sequence[float]]) -> float:
+def all_to_all_bytes(
+    # Bytes from each rank (rows) to each rank (columns), also what it keeps.
+    sent: Sequence[Sequence[float]],
+) -> float:
     """Message of an unequal all-to-all: the most that a rank sends or receives.
 
-    Parameters
-    ----------
-    sent : sequence of sequences of float
-        Bytes from each rank (rows) to each rank (columns), also what it keeps.
-
-    Raises
-    ------
-    PredictionError
-        If it is not square, or a number is negative or not finite.
+    Raises ``PredictionError`` if it is not square, or a number is negative or not finite.
     """
     table = np.asarray(sent, dtype=np.float64)
     if table.ndim != 2 or table.shape[0] != table.shape[1] or not table.size:
@@ -82,41 +77,20 @@ def all_to_all_bytes(sent: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Predicted time of a collective.
+    """Predicted time of a collective."""
 
-    Parameters
-    ----------
-    seconds : float
-        Most likely time.
-    low, high : float
-        Interval from the 10th and 90th percentile of the leave-one-out errors.
-    model : str
-        ``interpolation``, ``equation 5.2`` or ``equation 5.1``.
-    in_range : bool
-        Whether the message lies between the measured ones.
-    """
-
-    seconds: float
+    seconds: float  # Most likely time.
     low: float
     high: float
-    model: str
-    in_range: bool
+    """``low`` and ``high``: interval from the 10th and 90th percentile of the leave-one-out
+    errors."""
+    model: str  # ``interpolation``, ``equation 5.2`` or ``equation 5.1``.
+    in_range: bool  # Whether the message lies between the measured ones.
 
 
 @dataclass(frozen=True)
 class Curve:
     """Measured times of a collective on so many ranks.
-
-    Parameters
-    ----------
-    kind : str
-        Kind of the collective.
-    ranks : int
-        Number of ranks.
-    bytes, seconds : tuple of float
-        Messages, ascending, and their times.
-    origin : str
-        Where they were measured.
 
     Raises
     ------
@@ -125,11 +99,12 @@ class Curve:
         before.
     """
 
-    kind: str
-    ranks: int
+    kind: str  # Kind of the collective.
+    ranks: int  # Number of ranks.
     bytes: tuple[float, ...]
     seconds: tuple[float, ...]
-    origin: str = ""
+    """``bytes`` and ``seconds``: messages, ascending, and their times."""
+    origin: str = ""  # Where they were measured.
 
     def __post_init__(self) -> None:
         name = f"{self.kind} of {self.ranks} ranks"
@@ -258,15 +233,9 @@ MODELS: dict[str, Callable[[np.ndarray, np.ndarray], Model]] = {
 
 @dataclass(frozen=True)
 class Collectives:
-    """Curves of the collectives of a machine.
+    """Curves of the collectives of a machine."""
 
-    Parameters
-    ----------
-    curves : Mapping of (str, int) to Curve
-        By kind and number of ranks.
-    """
-
-    curves: Mapping[tuple[str, int], Curve]
+    curves: Mapping[tuple[str, int], Curve]  # By kind and number of ranks.
 
     def predict(self, kind: str, ranks: int, message: float) -> CollectiveTime:
         """Predict a collective.
@@ -297,10 +266,7 @@ class Collectives:
         In a machine's file curves of the same kind and number of ranks are replaced; any other file
         is replaced as a whole.
 
-        Raises
-        ------
-        PredictionError
-            If the file cannot be written, or exists and is no JSON.
+        Raises ``PredictionError`` if the file cannot be written, or exists and is no JSON.
         """
         known = _machine_file(path)
         merged = {**_curves_of(path, known), **self.curves}
@@ -339,10 +305,7 @@ def _curves_of(path: Path, data: Mapping[str, Any]) -> dict[tuple[str, int], Cur
 def load_collectives(path: Path) -> Collectives:
     """Read what :meth:`Collectives.save` wrote.
 
-    Raises
-    ------
-    PredictionError
-        If the file cannot be read or a curve is none: the message names it.
+    Raises ``PredictionError`` if the file cannot be read or a curve is none: the message names it.
     """
     data = read_json(path, _MAX_FILE_BYTES, "file of collectives")
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
@@ -356,10 +319,7 @@ def load_collectives(path: Path) -> Collectives:
 def link_bandwidth(machine: Machine) -> float:
     """Bytes/s of a GPU to others of its node in each direction: NVLink, else PCIe.
 
-    Raises
-    ------
-    PredictionError
-        If the machine has neither figure.
+    Raises ``PredictionError`` if the machine has neither figure.
     """
     return machine.get("bandwidth.nvlink", 0.0) or machine["bandwidth.pcie"]
 
@@ -370,10 +330,7 @@ def node_collectives(machine: Machine) -> tuple[Collectives, str]:
     A machine that was not measured takes those of the one with the most similar link; what a
     message takes beyond the shortest one is scaled by the bandwidth of the links.
 
-    Raises
-    ------
-    PredictionError
-        If the machine has no figure of a link.
+    Raises ``PredictionError`` if the machine has no figure of a link.
     """
     return _node_curves(machine.name, link_bandwidth(machine))
 
@@ -398,10 +355,7 @@ def _node_curves(machine: str, bandwidth: float) -> tuple[Collectives, str]:
 def collectives_of(path: Path) -> Collectives | None:
     """Curves that the file of a machine holds beside its figures; None if it has none.
 
-    Raises
-    ------
-    PredictionError
-        If the file cannot be read or a curve is none: the message names it.
+    Raises ``PredictionError`` if the file cannot be read or a curve is none: the message names it.
     """
     return Collectives(curves) if (curves := _curves_of(path, _machine_file(path))) else None
 

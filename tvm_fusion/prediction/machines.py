@@ -45,22 +45,17 @@ def calibrated() -> list[Path]:
     return [path for path in files if path.stem.removeprefix(f"{cpu}-").isdecimal()]
 
 
-def find_machine(name: str | os.PathLike[str], threads: int | None = None) -> Machine:
+def find_machine(
+    # ``native`` is this CPU: its newest calibration, else the data of its family, else those of the
+    # most similar one, which the machine's ``note`` says; so are other CPUs of which there are no
+    # data.
+    name: str | os.PathLike[str],
+    # Threads of a CPU; by default those of the file, of ``native`` one a physical core.
+    threads: int | None = None,
+) -> Machine:
     """Read a machine: ``native``, the name of a known one or of any CPU, or a file.
 
-    Parameters
-    ----------
-    name : str or path
-        ``native`` is this CPU: its newest calibration, else the data of its family, else those of
-        the most similar one, which the machine's ``note`` says; so are other CPUs of which there
-        are no data.
-    threads : int, optional
-        Threads of a CPU; by default those of the file, of ``native`` one a physical core.
-
-    Raises
-    ------
-    PredictionError
-        If there is no such machine.
+    Raises ``PredictionError`` if there is no such machine.
     """
     machine = _native(threads) if name == NATIVE else _other(name, threads)
     if machine.kind != "cpu":
@@ -144,10 +139,7 @@ def _with_threads(machine: Machine, threads: int) -> Machine:
 def cpu_target(machine: Machine) -> Target:
     """Target of code for a CPU, whose name LLVM knows; this machine's own features if it is here.
 
-    Raises
-    ------
-    TargetError
-        If LLVM knows no CPU of this name.
+    Raises ``TargetError`` if LLVM knows no CPU of this name.
     """
     threads = int(machine["multiprocessors"])
     if machine.name == host_cpu():
@@ -161,12 +153,8 @@ def cpu_target(machine: Machine) -> Target:
 def gpu_target(machine: Machine) -> Target:
     """Target of code for an NVIDIA GPU.
 
-    Raises
-    ------
-    PredictionError
-        If the machine has no figure ``compute_capability``.
-    TargetError
-        If our code cannot run on it.
+    Raises ``PredictionError`` if the machine has no figure ``compute_capability``. Raises
+    ``TargetError`` if our code cannot run on it.
     """
     return resolve("cuda", machine=machine)
 

@@ -31,102 +31,47 @@ _TOP = 12
 
 @dataclass(frozen=True)
 class RankReport:
-    """Figures of one rank, in seconds.
-
-    Parameters
-    ----------
-    rank : int
-        Rank.
-    trace : str
-        Name of its file.
-    seconds : float
-        Predicted time from its start to its end.
-    measured : float, optional
-        The same in the trace; None for a graph that was changed.
-    active : float
-        Time in which a kernel runs, without waits for other ranks.
-    stream : int, optional
-        Stream with most work; None without a device.
-    idle : dict of str to float
-        Idle time of that stream by cause: ``host``, ``other rank``, ``other stream``, ``end``.
-    """
+    """Figures of one rank, in seconds."""
 
     rank: int
-    trace: str
-    seconds: float
-    measured: float | None
-    active: float
-    stream: int | None
+    trace: str  # Name of its file.
+    seconds: float  # Predicted time from its start to its end.
+    measured: float | None  # The same in the trace; None for a graph that was changed.
+    active: float  # Time in which a kernel runs, without waits for other ranks.
+    stream: int | None  # Stream with most work; None without a device.
     idle: dict[str, float]
+    """Idle time of that stream by cause: ``host``, ``other rank``, ``other stream``, ``end``."""
 
 
 @dataclass(frozen=True)
 class PathRow:
-    """Operator's share of the critical path.
+    """Operator's share of the critical path."""
 
-    Parameters
-    ----------
-    op : str
-        Operator.
-    where : str
-        ``host``, ``device`` or ``collective``.
-    seconds : float
-        Sum.
-    count : int
-        Number of its parts.
-    """
-
-    op: str
-    where: str
-    seconds: float
-    count: int
+    op: str  # Operator.
+    where: str  # ``host``, ``device`` or ``collective``.
+    seconds: float  # Sum.
+    count: int  # Number of its parts.
 
 
 @dataclass(frozen=True)
 class TimelineReport:
-    """Report of ranks that ran together.
+    """Report of ranks that ran together."""
 
-    Parameters
-    ----------
-    name : str
-        What ran.
-    seconds : float
-        Time from the first rank's start to the last rank's end.
-    ranks : tuple of RankReport
-        Figures of each rank.
-    path : tuple of PathRow
-        Critical path, the largest share first.
-    """
-
-    name: str
-    seconds: float
-    ranks: tuple[RankReport, ...]
-    path: tuple[PathRow, ...]
+    name: str  # What ran.
+    seconds: float  # Time from the first rank's start to the last rank's end.
+    ranks: tuple[RankReport, ...]  # Figures of each rank.
+    path: tuple[PathRow, ...]  # Critical path, the largest share first.
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Prediction of a changed run.
+    """Prediction of a changed run."""
 
-    Parameters
-    ----------
-    change : str
-        What was changed.
-    seconds : float
-        Time from the first rank's start to the last rank's end.
-    gain : float
-        Seconds that it saves.
-    critical : PathRow
-        Largest share of the critical path now.
-    notes : tuple of str
-        What the answer rests on: models, and kernels without one.
-    """
-
-    change: str
-    seconds: float
-    gain: float
-    critical: PathRow
-    notes: tuple[str, ...]
+    change: str  # What was changed.
+    seconds: float  # Time from the first rank's start to the last rank's end.
+    gain: float  # Seconds that it saves.
+    critical: PathRow  # Largest share of the critical path now.
+    notes: tuple[str, ...]  # What the answer rests on: models, and kernels without one.
 
 
 def report(
@@ -221,10 +166,8 @@ def _ms(seconds: float) -> str:
 def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write a timeline as a Chrome trace (.json, .json.gz) or as a picture (.png, .svg, .pdf).
 
-    Raises
-    ------
-    PredictionError
-        If the name has another ending, matplotlib is missing, or the file cannot be written.
+    Raises ``PredictionError`` if the name has another ending, matplotlib is missing, or the file
+    cannot be written.
     """
     if path.name.endswith((".json", ".json.gz")):
         text = json.dumps({"traceEvents": chrome_events(timeline), "displayTimeUnit": "ms"})

@@ -71,33 +71,17 @@ class _Held:
 
 def reshard(
     graphs: Sequence[ExecutionGraph],
-    sharder: str,
+    sharder: str,  # Name of one of the six, see :func:`.sharding.assignments`.
+    # Device of a rank; without it each table takes along its share of the measured times.
     machine: Machine | None,
+    # Measured all-to-alls; without them an exchange takes longer in proportion to its bytes, and
+    # never shorter.
     curves: Collectives | None = None,
 ) -> tuple[tuple[ExecutionGraph, ...], tuple[str, ...]]:
     """Share the tables of a run out by another sharder.
 
-    Parameters
-    ----------
-    graphs : sequence of ExecutionGraph
-        All ranks.
-    sharder : str
-        Name of one of the six, see :func:`.sharding.assignments`.
-    machine : Machine, optional
-        Device of a rank; without it each table takes along its share of the measured times.
-    curves : Collectives, optional
-        Measured all-to-alls; without them an exchange takes longer in proportion to its bytes, and
-        never shorter.
-
-    Returns
-    -------
-    tuple
-        Changed graphs, and notes on what their times rest on.
-
-    Raises
-    ------
-    PredictionError
-        If there is no such sharder, a single rank, or no table that the ranks share out.
+    Returns changed graphs, and notes on what their times rest on. Raises ``PredictionError`` if
+    there is no such sharder, a single rank, or no table that the ranks share out.
     """
     held = _find_tables(graphs)
     tables = [table for table, _ in held.owners]

@@ -36,25 +36,15 @@ _MAX_STEPS = 200
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """Embedding table.
-
-    Parameters
-    ----------
-    name : str
-        Name.
-    rows, width : int
-        Rows E and their width D, of float32.
-    lookups : float
-        Mean number L of rows that a sample looks up.
-    data : TableLookups, optional
-        Lookups of a batch of all ranks; without them all rows are equally likely.
-    """
+    """Embedding table."""
 
     name: str
     rows: int
     width: int
-    lookups: float
+    """``rows`` and ``width``: rows E and their width D, of float32."""
+    lookups: float  # Mean number L of rows that a sample looks up.
     data: TableLookups | None = None
+    """Lookups of a batch of all ranks; without them all rows are equally likely."""
 
     @property
     def bytes(self) -> int:
@@ -64,10 +54,7 @@ class EmbeddingTable:
     def batch_of(self, bags: int) -> TableLookups:
         """Lookups of so many samples: those of its data, else of rows that are equally likely.
 
-        Raises
-        ------
-        PredictionError
-            If its data are of another number of samples.
+        Raises ``PredictionError`` if its data are of another number of samples.
         """
         if self.data is None:
             return TableLookups(bags, self.rows, self.width, max(round(self.lookups * bags), 1))
@@ -81,30 +68,14 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Prediction of one way to share tables out.
+    """Prediction of one way to share tables out."""
 
-    Parameters
-    ----------
-    sharder : str
-        Name.
-    ranks : tuple of int
-        Rank of each table.
-    seconds : float
-        Predicted iteration.
-    balance : float
-        Lookup time of the mean rank over that of the slowest; 1 is best.
-    memory : tuple of int
-        Bytes of each rank.
-    fits : bool
-        Whether no rank has more than ``MEMORY_SHARE`` of its memory.
-    """
-
-    sharder: str
-    ranks: tuple[int, ...]
-    seconds: float
-    balance: float
-    memory: tuple[int, ...]
-    fits: bool
+    sharder: str  # Name.
+    ranks: tuple[int, ...]  # Rank of each table.
+    seconds: float  # Predicted iteration.
+    balance: float  # Lookup time of the mean rank over that of the slowest; 1 is best.
+    memory: tuple[int, ...]  # Bytes of each rank.
+    fits: bool  # Whether no rank has more than ``MEMORY_SHARE`` of its memory.
 
 
 @dataclass(frozen=True)
@@ -112,26 +83,14 @@ class ShardingTask:
     """Tables, and what they are to be shared out on.
 
     Ranks of CPUs share one, with its caches and its memory; GPUs have their own.
-
-    Parameters
-    ----------
-    tables : tuple of EmbeddingTable
-        Tables.
-    batch : int
-        Samples of each rank.
-    machine : Machine
-        Device of each rank.
-    ranks : int
-        Number of ranks.
-    collectives : Collectives, optional
-        Measured all-to-alls; without them the bandwidth of PCIe says how long one takes.
     """
 
     tables: tuple[EmbeddingTable, ...]
-    batch: int
-    machine: Machine
-    ranks: int
+    batch: int  # Samples of each rank.
+    machine: Machine  # Device of each rank.
+    ranks: int  # Number of ranks.
     collectives: Collectives | None = None
+    """Measured all-to-alls; without them the bandwidth of PCIe says how long one takes."""
     _known: dict[tuple, float] = field(default_factory=dict, repr=False, compare=False)
 
     def sharding(self, name: str, ranks: Sequence[int]) -> Sharding:
@@ -288,10 +247,7 @@ def assignments(
 def shard(task: ShardingTask, seed: int = 0) -> tuple[Sharding, ...]:
     """Predict the six sharders and the search, the fastest that fits first.
 
-    Raises
-    ------
-    PredictionError
-        If the tables fit into the memory of the ranks in none of these ways.
+    Raises ``PredictionError`` if the tables fit into the memory of the ranks in none of these ways.
     """
     tables, ranks = task.tables, task.ranks
     ways = assignments(tables, ranks, seed)
@@ -339,10 +295,8 @@ def load_tables(path: Path) -> tuple[tuple[EmbeddingTable, ...], int]:
     "lookups": 20}, ...]}``. In place of ``lookups`` a table may have ``data``, an ``.npz`` file
     beside it with ``indices`` and ``offsets`` of a batch of all ranks.
 
-    Raises
-    ------
-    PredictionError
-        If it cannot be read, or a number is not positive and finite: the message names the table.
+    Raises ``PredictionError`` if it cannot be read, or a number is not positive and finite: the
+    message names the table.
     """
     data = read_json(path, _MAX_FILE_BYTES, "file of tables")
     entries = data.get("tables") if isinstance(data, dict) else None

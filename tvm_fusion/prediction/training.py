@@ -105,30 +105,19 @@ class GPTTraining:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Predicted step of a training.
+    """Predicted step of a training."""
 
-    Parameters
-    ----------
-    seconds : float
-        The whole step.
-    compute, tensor, pipeline, data, optimizer : float
-        Seconds of kernels or of the host where that is slower, of all-reduces within layers, of
-        sends between stages with what stages wait, of the all-reduce of gradients, and of the
-        update.
-    memory_bytes : float
-        Peak of a rank.
-    fits : bool
-        Whether the machine has as much.
-    """
-
-    seconds: float
+    seconds: float  # The whole step.
     compute: float
     tensor: float
     pipeline: float
     data: float
     optimizer: float
-    memory_bytes: float
-    fits: bool
+    """``compute``, ``tensor``, ``pipeline``, ``data`` and ``optimizer``: seconds of kernels or of
+    the host where that is slower, of all-reduces within layers, of sends between stages with what
+    stages wait, of the all-reduce of gradients, and of the update."""
+    memory_bytes: float  # Peak of a rank.
+    fits: bool  # Whether the machine has as much.
 
 
 def predict_training(training: GPTTraining, cluster: Cluster) -> StepPrediction:

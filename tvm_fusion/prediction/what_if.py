@@ -43,22 +43,17 @@ _FIXED = ("all_reduce", "broadcast")
 
 @dataclass(frozen=True)
 class ChangedRun:
-    """Graphs after a change.
+    """Graphs after a change."""
 
-    Parameters
-    ----------
-    graphs : tuple of ExecutionGraph
-        Graph of each rank.
-    notes : tuple of str
-        What the new times rest on.
-    """
-
-    graphs: tuple[ExecutionGraph, ...]
-    notes: tuple[str, ...] = ()
+    graphs: tuple[ExecutionGraph, ...]  # Graph of each rank.
+    notes: tuple[str, ...] = ()  # What the new times rest on.
 
 
 def change(graphs: Sequence[ExecutionGraph], text: str, device: str | Machine) -> ChangedRun:
     """Change the graphs of all ranks.
+
+    Raises ``PredictionError`` if a change is unknown, its value is wrong, or it matches no operator
+    or collective.
 
     Parameters
     ----------
@@ -82,11 +77,6 @@ def change(graphs: Sequence[ExecutionGraph], text: str, device: str | Machine) -
         =========================== ========================================================
     device : str or Machine
         Device that the times are of; a name is as its driver gives it.
-
-    Raises
-    ------
-    PredictionError
-        If a change is unknown, its value is wrong, or it matches no operator or collective.
     """
     current = ChangedRun(tuple(graphs))
     for part in text.split(" and "):
@@ -193,10 +183,7 @@ def device_machine(device: str | Machine) -> Machine:
 
     A trace without a device is of a CPU, and taken as of this one.
 
-    Raises
-    ------
-    PredictionError
-        If it is none of the known machines.
+    Raises ``PredictionError`` if it is none of the known machines.
     """
     if isinstance(device, Machine):
         return device
@@ -392,32 +379,18 @@ _CHANGES: dict[str, Callable[[Sequence[ExecutionGraph], str, str | Machine], Cha
 
 @dataclass(frozen=True)
 class Scenario:
-    """Graphs of all ranks and the costs of their hosts; each method returns a changed one.
+    """Graphs of all ranks and the costs of their hosts; each method returns a changed one."""
 
-    Parameters
-    ----------
-    graphs : tuple of ExecutionGraph
-        Graph of each rank.
-    costs : HostCosts
-        Overheads of the host.
-    device : str or Machine
-        Device that the times are of; a name as the driver gives it.
-    notes : tuple of str
-        What times rest on that were not measured.
-    """
-
-    graphs: tuple[ExecutionGraph, ...]
-    costs: HostCosts
-    device: str | Machine
-    notes: tuple[str, ...] = ()
+    graphs: tuple[ExecutionGraph, ...]  # Graph of each rank.
+    costs: HostCosts  # Overheads of the host.
+    device: str | Machine  # Device that the times are of; a name as the driver gives it.
+    notes: tuple[str, ...] = ()  # What times rest on that were not measured.
 
     def change(self, text: str) -> Scenario:
         """Make the changes of a text, see :func:`tvm_fusion.prediction.what_if.change`.
 
-        Raises
-        ------
-        PredictionError
-            If a change is unknown, its value is wrong, or it matches no operator.
+        Raises ``PredictionError`` if a change is unknown, its value is wrong, or it matches no
+        operator.
         """
         after = change(self.graphs, text, self.device)
         return replace(self, graphs=after.graphs, notes=(*self.notes, *after.notes))

@@ -32,37 +32,23 @@ CHUNK = 1 << 16
 
 
 def check_indices(
-    shape: Sequence[Extent],
+    shape: Sequence[Extent],  # Of the indices; it may be symbolic.
+    # Sizes of the indexed dimensions; they may be symbolic. Several belong to the coordinates along
+    # the last axis.
     extents: Sequence[Extent],
-    dtype: str,
+    dtype: str,  # ``"int32"`` or ``"int64"``.
+    # Of the ``ValueError`` that an index outside of ``-extent`` to ``extent - 1`` raises.
     message: str,
+    # Shape of a bool of one element, without which there is no error.
     taken: Sequence[Extent] | None = None,
+    # Whether the reader reads no element where an extent is 0; else an extent of 0, which has no
+    # nearest index, is an error, whatever ``taken`` is.
     guarded: bool = False,
 ) -> tirx.PrimFunc:
     """Build the kernel that checks indices, and counts negative ones from the beginning.
 
-    Parameters
-    ----------
-    shape : Sequence
-        Of the indices; it may be symbolic.
-    extents : Sequence
-        Sizes of the indexed dimensions; they may be symbolic. Several belong to the coordinates
-        along the last axis.
-    dtype : str
-        ``"int32"`` or ``"int64"``.
-    message : str
-        Of the ``ValueError`` that an index outside of ``-extent`` to ``extent - 1`` raises.
-    taken : Sequence, optional
-        Shape of a bool of one element, without which there is no error.
-    guarded : bool
-        Whether the reader reads no element where an extent is 0; else an extent of 0, which has no
-        nearest index, is an error, whatever ``taken`` is.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        ``main(indices, [taken,] *bounds, checked)``; ``bounds`` are those of ``extents`` that are
-        symbolic, as int64.
+    Returns ``main(indices, [taken,] *bounds, checked)``; ``bounds`` are those of ``extents`` that
+    are symbolic, as int64.
     """
     shape = own_extents(shape)
     bounds = [

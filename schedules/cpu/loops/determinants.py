@@ -21,23 +21,15 @@ from schedules.tir.extents import Extent
 from .selections import Shapes, cpu_kernel, long, own_extents
 
 
-def determinants(batch: Extent, size: int, dtype: str) -> tirx.PrimFunc:
+def determinants(
+    batch: Extent,  # Number of matrices; it may be symbolic.
+    size: int,  # Rows and columns of a matrix, at least 1.
+    dtype: str,  # ``"float32"`` or ``"float64"``.
+) -> tirx.PrimFunc:
     """Build the kernel of the determinants of square matrices.
 
-    Parameters
-    ----------
-    batch : int or tirx.Expr
-        Number of matrices; it may be symbolic.
-    size : int
-        Rows and columns of a matrix, at least 1.
-    dtype : str
-        ``"float32"`` or ``"float64"``.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        ``main(x, det, work, pivot)``: ``x`` [batch, size, size]; ``det`` [batch]; ``work`` as
-        ``x`` and ``pivot`` int64 [batch] are for the kernel's own use.
+    Returns ``main(x, det, work, pivot)``: ``x`` [batch, size, size]; ``det`` [batch]; ``work`` as
+    ``x`` and ``pivot`` int64 [batch] are for the kernel's own use.
     """
     (batch,) = own_extents((batch,))
     shape = (batch, size, size)

@@ -34,18 +34,11 @@ _BLOCKS = (4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class _Walk:
-    """Group of loops along which one side is contiguous.
+    """Group of loops along which one side is contiguous."""
 
-    Parameters
-    ----------
-    group : int
-        Position in the list of merged groups.
-    run : int | None
-        Iterations after which contiguity ends (the lanes of a packed channel), None for never.
-    """
-
-    group: int
+    group: int  # Position in the list of merged groups.
     run: int | None
+    """Iterations after which contiguity ends (the lanes of a packed channel), None for never."""
 
 
 class LayoutTransform(CPURule):

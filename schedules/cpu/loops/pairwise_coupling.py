@@ -25,23 +25,16 @@ _LEAST = 1e-7
 _DTYPE = "float32"
 
 
-def pairwise_coupling(rows: Extent, classes: int) -> tirx.PrimFunc:
+def pairwise_coupling(
+    rows: Extent,  # Rows of probabilities; it may be symbolic.
+    classes: int,  # At least 2.
+) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Parameters
-    ----------
-    rows : int or tirx.Expr
-        Rows of probabilities; it may be symbolic.
-    classes : int
-        At least 2.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        ``main(pairs, p, quadratic, product)``: ``pairs`` float32 [rows, classes * (classes - 1) /
-        2], the probability of the first class of each pair (0, 1), (0, 2), ... (1, 2), ...; ``p``
-        float32 [rows, classes]; ``quadratic`` float32 [rows, classes, classes] and ``product`` as
-        ``p`` are for the kernel's own use.
+    Returns ``main(pairs, p, quadratic, product)``: ``pairs`` float32 [rows, classes * (classes - 1)
+    / 2], the probability of the first class of each pair (0, 1), (0, 2), ... (1, 2), ...; ``p``
+    float32 [rows, classes]; ``quadratic`` float32 [rows, classes, classes] and ``product`` as ``p``
+    are for the kernel's own use.
     """
     (rows,) = own_extents((rows,))
     pairs = list(combinations(range(classes), 2))

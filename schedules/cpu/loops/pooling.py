@@ -42,18 +42,10 @@ _UNROLLED = 16
 
 @dataclass(frozen=True)
 class PoolingLoops:
-    """Loops of a pooling block.
+    """Loops of a pooling block."""
 
-    Parameters
-    ----------
-    slide : int
-        Position of the innermost axis along which the window slides.
-    vector : int
-        Position of the axis along which the output is contiguous.
-    """
-
-    slide: int
-    vector: int
+    slide: int  # Position of the innermost axis along which the window slides.
+    vector: int  # Position of the axis along which the output is contiguous.
 
 
 def sliding_axes(facts: BlockFacts) -> list[int]:
@@ -147,20 +139,15 @@ def _last_two(loops: list[LoopRV]) -> tuple[LoopRV, list[LoopRV]]:
     return loops[-1], loops[-2:-1]
 
 
-def tile_cuts(points: list[int], extent: int, tile: int) -> list[int]:
+def tile_cuts(
+    points: list[int],  # Elements before which a condition changes.
+    # ``extent``, ``tile``: elements in all and in a tile; the last tile overlaps the one before it.
+    extent: int,
+    tile: int,
+) -> list[int]:
     """Cuts of a loop over tiles that separate tiles with a cut point from those without.
 
-    Parameters
-    ----------
-    points : list[int]
-        Elements before which a condition changes.
-    extent, tile : int
-        Elements in all and in a tile; the last tile overlaps the one before it.
-
-    Returns
-    -------
-    list[int]
-        Ends of the parts, the last one being the number of tiles.
+    Returns ends of the parts, the last one being the number of tiles.
     """
     count = -(-extent // tile)
     starts = [min(index * tile, extent - tile) for index in range(count)]
@@ -238,34 +225,18 @@ _TASK = 20.0  # cycles of beginning a tile
 
 @dataclass(frozen=True)
 class PoolingWorkload:
-    """Loops of a pooling.
+    """Loops of a pooling."""
 
-    Parameters
-    ----------
-    kinds : str
-        ``S`` (an output's axis) or ``R`` (of the window) for each loop.
-    extents : tuple[int | None, ...]
-        Iterations; None where symbolic.
-    strides : tuple[int | None, ...]
-        Of the data's address, along each loop; None where it is no constant.
-    slide, vector : int
-        As in :class:`PoolingLoops`.
-    item_bytes : int
-        Of the widest element.
-    is_guarded : bool
-        Whether padding begins along the vectors.
-    is_large : bool
-        Whether there is enough work for threads.
-    """
-
-    kinds: str
-    extents: tuple[int | None, ...]
+    kinds: str  # ``S`` (an output's axis) or ``R`` (of the window) for each loop.
+    extents: tuple[int | None, ...]  # Iterations; None where symbolic.
     strides: tuple[int | None, ...]
+    """Of the data's address, along each loop; None where it is no constant."""
     slide: int
     vector: int
-    item_bytes: int
-    is_guarded: bool
-    is_large: bool
+    """``slide`` and ``vector``: as in :class:`PoolingLoops`."""
+    item_bytes: int  # Of the widest element.
+    is_guarded: bool  # Whether padding begins along the vectors.
+    is_large: bool  # Whether there is enough work for threads.
 
     @classmethod
     def of(cls, facts: BlockFacts, window: PoolingLoops) -> PoolingWorkload:
@@ -285,10 +256,7 @@ class PoolingWorkload:
     def from_json(cls, text: str) -> PoolingWorkload:
         """Read the JSON of a workload.
 
-        Raises
-        ------
-        ValueError
-            If it is anything else, or an extent is symbolic.
+        Raises ``ValueError`` if it is anything else, or an extent is symbolic.
         """
         values = json.loads(text)
         lists = {name: tuple(values[name]) for name in ("extents", "strides")}
@@ -322,24 +290,13 @@ class PoolingWorkload:
 
 @dataclass(frozen=True)
 class PoolingKnobs:
-    """Knobs of a pooling.
-
-    Parameters
-    ----------
-    vector_bits : int
-        Of a vector.
-    pixels : int
-        Outputs of a tile in registers, at most; 1 where windows slide along the vectors.
-    copied : bool
-        Whether windows along the vectors read a padded copy, not the data under conditions.
-    threads : bool
-        Whether threads share the outputs.
-    """
+    """Knobs of a pooling."""
 
     vector_bits: int
-    pixels: int
+    pixels: int  # Outputs of a tile in registers, at most; 1 where windows slide along the vectors.
     copied: bool
-    threads: bool
+    """Whether windows along the vectors read a padded copy, not the data under conditions."""
+    threads: bool  # Whether threads share the outputs.
 
 
 def default_pooling(workload: PoolingWorkload, cpu: CPUInfo) -> PoolingKnobs:

@@ -52,18 +52,10 @@ _FREE_REGISTERS = 4
 
 @dataclass(frozen=True)
 class ProductTile:
-    """Sums that a loop over the state holds in registers.
+    """Sums that a loop over the state holds in registers."""
 
-    Parameters
-    ----------
-    rows : int
-        Of the batch.
-    gates : int
-        Vectors of ``LANES`` units in each row.
-    """
-
-    rows: int
-    gates: int
+    rows: int  # Of the batch.
+    gates: int  # Vectors of ``LANES`` units in each row.
 
 
 def vectors_of(dtype: str, cpu: CPUInfo) -> int:
@@ -71,26 +63,20 @@ def vectors_of(dtype: str, cpu: CPUInfo) -> int:
     return max(1, LANES // cpu.lanes(dtype))
 
 
-def product_tile(batch: int, gates: int, dtype: str, cpu: CPUInfo) -> ProductTile:
+def product_tile(
+    # ``batch``, ``gates``: rows, and vectors of ``LANES`` units in each.
+    batch: int,
+    gates: int,
+    dtype: str,  # Type of the elements.
+    cpu: CPUInfo,
+) -> ProductTile:
     """The tile of the product of a state and its weights.
 
     As many rows as fit, because all tiles of a batch read the same weights: with R rows,
     a core with two multiply-adds a cycle needs two vectors of weights in R cycles. A row has two
     vectors at least, so that the state is loaded less often than it is multiplied.
 
-    Parameters
-    ----------
-    batch, gates : int
-        Rows, and vectors of ``LANES`` units in each.
-    dtype : str
-        Type of the elements.
-    cpu : CPUInfo
-        The CPU.
-
-    Returns
-    -------
-    ProductTile
-        At most ``batch`` rows and ``gates`` gates; the last of each may be less.
+    Returns at most ``batch`` rows and ``gates`` gates; the last of each may be less.
     """
     vectors = vectors_of(dtype, cpu)
     sums = cpu.num_vector_registers - cpu.num_vector_registers // _FREE_REGISTERS
@@ -153,42 +139,24 @@ _MOST_UNROLLED = 4
 
 @dataclass(frozen=True)
 class RecurrentCell:
-    """A recurrent layer of one direction.
+    """A recurrent layer of one direction."""
 
-    Parameters
-    ----------
-    kind : str
-        ``LSTM``, ``GRU`` or ``RNN``.
-    steps, batch, hidden : int
-        Length of the sequences, their number, and the units of the state.
-    activations : tuple
-        Name, alpha and beta of each, as in ONNX.
-    clip : float
-        Bound of what the activations of gates get; none if 0.
-    reverse : bool
-        From the last step to the first.
-    has_lengths : bool
-        Whether sequences have lengths of their own, at most ``steps``; after its end the outputs of
-        one are 0.
-    has_peepholes : bool
-        Whether the gates of an LSTM read its cell.
-    coupled : bool
-        Whether the forget gate of an LSTM is 1 minus its input gate.
-    reset_after : bool
-        Whether a GRU resets after the product (ONNX's ``linear_before_reset``).
-    """
-
-    kind: str
+    kind: str  # ``LSTM``, ``GRU`` or ``RNN``.
     steps: int
     batch: int
     hidden: int
-    activations: tuple[tuple[str, float, float], ...]
-    clip: float = 0.0
-    reverse: bool = False
+    """``steps``, ``batch`` and ``hidden``: length of the sequences, their number, and the units of
+    the state."""
+    activations: tuple[tuple[str, float, float], ...]  # Name, alpha and beta of each, as in ONNX.
+    clip: float = 0.0  # Bound of what the activations of gates get; none if 0.
+    reverse: bool = False  # From the last step to the first.
     has_lengths: bool = False
-    has_peepholes: bool = False
-    coupled: bool = False
+    """Whether sequences have lengths of their own, at most ``steps``; after its end the outputs of
+    one are 0."""
+    has_peepholes: bool = False  # Whether the gates of an LSTM read its cell.
+    coupled: bool = False  # Whether the forget gate of an LSTM is 1 minus its input gate.
     reset_after: bool = False
+    """Whether a GRU resets after the product (ONNX's ``linear_before_reset``)."""
     dtype: str = "float32"
 
     @property
@@ -207,29 +175,18 @@ class RecurrentCell:
         return GATES[self.kind]
 
 
-def recurrent_cell(cell: RecurrentCell, cpu: CPUInfo) -> tirx.PrimFunc:
+def recurrent_cell(
+    cell: RecurrentCell,
+    cpu: CPUInfo,  # The CPU, whose registers hold the sums.
+) -> tirx.PrimFunc:
     """The scheduled function of a recurrent layer.
 
-    Parameters
-    ----------
-    cell : RecurrentCell
-        The layer.
-    cpu : CPUInfo
-        The CPU, whose registers hold the sums.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Of ``products`` [steps, batch, blocks * gates * LANES], ``weights`` [blocks, gates, hidden,
-        LANES], ``state`` [batch, hidden], ``memory`` [batch, padded], ``lengths`` int32 [batch],
-        ``peepholes`` [blocks, 3 * LANES] (i, o, f), ``bias`` of a GRU's last gate [padded], and the
-        results: all states [steps, batch, padded], the last one, and the last memory [batch,
-        padded]. Lanes past the last unit are undefined.
-
-    Raises
-    ------
-    OpError
-        If the kind or an activation is unknown.
+    Its parameters are ``products`` [steps, batch, blocks * gates * LANES], ``weights`` [blocks,
+    gates, hidden, LANES], ``state`` [batch, hidden], ``memory`` [batch, padded], ``lengths`` int32
+    [batch], ``peepholes`` [blocks, 3 * LANES] (i, o, f), ``bias`` of a GRU's last gate [padded],
+    and the results: all states [steps, batch, padded], the last one, and the last memory [batch,
+    padded]. Lanes past the last unit are undefined. Raises ``OpError`` if the kind or an activation
+    is unknown.
     """
     unknown = [name for name, _, _ in cell.activations if name not in ACTIVATIONS]
     if cell.kind not in GATES or unknown:

@@ -29,21 +29,14 @@ Shapes = dict[str, tuple[Sequence[Extent], str] | tirx.Var]
 """The arguments of a kernel: the shapes and types of its buffers, or numbers."""
 
 
-def find_nonzero(shape: Sequence[Extent], dtype: str) -> tirx.PrimFunc:
+def find_nonzero(
+    shape: Sequence[Extent],  # Extents of the tensor, at least one; they may be symbolic.
+    dtype: str,  # Its element type.
+) -> tirx.PrimFunc:
     """Build the kernel that lists the coordinates of the elements that are not 0.
 
-    Parameters
-    ----------
-    shape : Sequence
-        Extents of the tensor, at least one; they may be symbolic.
-    dtype : str
-        Its element type.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        ``main(x, places, size)``: ``places`` int64 [elements, rank], the coordinates in row-major
-        order; ``size`` int64 [2].
+    Returns ``main(x, places, size)``: ``places`` int64 [elements, rank], the coordinates in
+    row-major order; ``size`` int64 [2].
     """
     shape = own_extents(shape)
     total = _product(shape)
@@ -66,29 +59,21 @@ def find_nonzero(shape: Sequence[Extent], dtype: str) -> tirx.PrimFunc:
 
 
 def suppress_boxes(
-    batch: Extent, classes: Extent, boxes: Extent, most: int, centred: bool, dtype: str
+    # ``batch``, ``classes``, ``boxes``: images, classes, and boxes of an image.
+    batch: Extent,
+    classes: Extent,
+    boxes: Extent,
+    most: int,  # Most boxes that a class of an image keeps.
+    # Whether a box is its centre's x and y, width and height; else two opposite corners.
+    centred: bool,
+    dtype: str,  # Type of boxes and scores.
 ) -> tirx.PrimFunc:
     """Build the kernel of non-maximum suppression.
 
-    Parameters
-    ----------
-    batch, classes, boxes : int or tirx.Expr
-        Images, classes, and boxes of an image.
-    most : int
-        Most boxes that a class of an image keeps.
-    centred : bool
-        Whether a box is its centre's x and y, width and height; else two opposite corners.
-    dtype : str
-        Type of boxes and scores.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        ``main(boxes, scores, order, overlap, score, found, size)``: ``boxes`` [batch, boxes, 4];
-        ``scores`` [batch, classes, boxes] and ``order`` int64, the boxes of each class by falling
-        score; ``overlap`` and ``score`` [1], above which a box is suppressed and considered;
-        ``found`` int64 [batch * classes * min(most, boxes), 3], image, class and box; ``size``
-        int64 [2].
+    Returns ``main(boxes, scores, order, overlap, score, found, size)``: ``boxes`` [batch, boxes,
+    4]; ``scores`` [batch, classes, boxes] and ``order`` int64, the boxes of each class by falling
+    score; ``overlap`` and ``score`` [1], above which a box is suppressed and considered; ``found``
+    int64 [batch * classes * min(most, boxes), 3], image, class and box; ``size`` int64 [2].
 
     Notes
     -----

@@ -45,21 +45,11 @@ from schedules.tuning.template import Template
 
 @dataclass
 class RowStage:
-    """One block of the chain with its loops over the rows.
-
-    Parameters
-    ----------
-    info : SBlockInfo
-        The block.
-    facts : BlockFacts
-        Its facts.
-    rows : list[int]
-        Positions of the iteration variables that number the rows.
-    """
+    """One block of the chain with its loops over the rows."""
 
     info: SBlockInfo
     facts: BlockFacts
-    rows: list[int]
+    rows: list[int]  # Positions of the iteration variables that number the rows.
 
 
 def find_stages(kernel: Kernel, blocks: list[SBlockInfo]) -> list[RowStage] | None:
@@ -135,25 +125,15 @@ MAP = "map"
 
 @dataclass(frozen=True)
 class RowChain:
-    """A chain of reductions and element-wise steps, row by row.
+    """A chain of reductions and element-wise steps, row by row."""
 
-    Parameters
-    ----------
-    rows : tuple[int | None, ...]
-        Extents of the loops over rows; None where symbolic.
-    stages : tuple[tuple[str, int, bool], ...]
-        For each block its operator, ``map`` if it reduces nothing; the elements of a row that it
-        computes or reduces; and whether each takes an elementary function.
-    item_bytes : int
-        Of the widest element.
-    side_by_side : bool
-        Whether neighbouring rows are adjacent in memory, not the elements of a row.
-    """
-
-    rows: tuple[int | None, ...]
+    rows: tuple[int | None, ...]  # Extents of the loops over rows; None where symbolic.
     stages: tuple[tuple[str, int, bool], ...]
-    item_bytes: int
+    """For each block its operator, ``map`` if it reduces nothing; the elements of a row that it
+    computes or reduces; and whether each takes an elementary function."""
+    item_bytes: int  # Of the widest element.
     side_by_side: bool = False
+    """Whether neighbouring rows are adjacent in memory, not the elements of a row."""
 
     @classmethod
     def of(cls, kernel: Kernel, stages: Sequence[RowStage], side_by_side: bool) -> RowChain:
@@ -170,10 +150,7 @@ class RowChain:
     def from_json(cls, text: str) -> RowChain:
         """Read the JSON of a workload.
 
-        Raises
-        ------
-        ValueError
-            If it is anything else, or the number of rows is symbolic.
+        Raises ``ValueError`` if it is anything else, or the number of rows is symbolic.
         """
         values = json.loads(text)
         stages = tuple((str(name), int(size), bool(more)) for name, size, more in values["stages"])
@@ -200,21 +177,12 @@ class RowChain:
 
 @dataclass(frozen=True)
 class RowChainKnobs:
-    """Knobs of a chain.
-
-    Parameters
-    ----------
-    vector_bits : int
-        Of a vector.
-    vectors : int
-        Vectors of sums of one row; of rows that are side by side, vectors of rows of a tile.
-    threads : bool
-        Whether threads share the rows.
-    """
+    """Knobs of a chain."""
 
     vector_bits: int
     vectors: int
-    threads: bool
+    """Vectors of sums of one row; of rows that are side by side, vectors of rows of a tile."""
+    threads: bool  # Whether threads share the rows.
 
 
 def default_row_chain(chain: RowChain, cpu: CPUInfo) -> RowChainKnobs:

@@ -45,28 +45,17 @@ NEUTRAL = {"SUM": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
 
 @dataclass(frozen=True)
 class Forest:
-    """Sizes of the tables of an ensemble, and types of their elements.
+    """Sizes of the tables of an ensemble, and types of their elements."""
 
-    Parameters
-    ----------
-    nodes, trees, outputs : int
-        Nodes of all trees, trees, and values of a leaf.
-    steps : int
-        Steps of a row through all trees.
-    feature, first, dtype : str
-        Types of indices of features, of places in a tree, and of thresholds and values.
-    aggregate : str
-        ``"SUM"``, ``"MIN"`` or ``"MAX"`` of the values of all trees.
-    """
-
-    nodes: int
+    nodes: int  # of all trees
     trees: int
-    outputs: int
-    steps: int
+    outputs: int  # values of a leaf
+    steps: int  # of a row through all trees
     feature: str
     first: str
     dtype: str
-    aggregate: str
+    """Types of the indices of features, of places in a tree, and of thresholds and values."""
+    aggregate: str  # ``"SUM"``, ``"MIN"`` or ``"MAX"`` of the values of all trees.
 
     def is_worth_threads(self, rows: Extent) -> bool:
         """Return whether threads share the descents of rows; they do if their number is open."""
@@ -74,27 +63,18 @@ class Forest:
         return not isinstance(known, int) or known * self.steps >= WORTH_A_FORK
 
 
-def trees(rows: Extent, features: int, forest: Forest, chunks: int = 1) -> tirx.PrimFunc:
+def trees(
+    rows: Extent,  # Rows of the input; it may be symbolic.
+    features: int,  # Numbers of a row.
+    forest: Forest,
+    chunks: int = 1,  # Parts of equally many trees, each with results of its own.
+) -> tirx.PrimFunc:
     """Build the kernel of an ensemble of trees.
 
-    Parameters
-    ----------
-    rows : int or tirx.Expr
-        Rows of the input; it may be symbolic.
-    features : int
-        Numbers of a row.
-    forest : Forest
-        The trees.
-    chunks : int
-        Parts of equally many trees, each with results of its own.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        ``main(x, roots, depths, feature, threshold, first, value, out)``: ``x`` [rows, features];
-        ``roots`` and ``depths`` int32 [trees], the first node of each tree, and the steps to its
-        farthest leaf; ``feature``, ``threshold`` and ``first`` [nodes], the last from the root on;
-        ``value`` [nodes, outputs]; ``out`` [chunks, rows, outputs].
+    Returns ``main(x, roots, depths, feature, threshold, first, value, out)``: ``x`` [rows,
+    features]; ``roots`` and ``depths`` int32 [trees], the first node of each tree, and the steps to
+    its farthest leaf; ``feature``, ``threshold`` and ``first`` [nodes], the last from the root on;
+    ``value`` [nodes, outputs]; ``out`` [chunks, rows, outputs].
     """
     (rows,) = own_extents((rows,))
     buffers: Shapes = {

@@ -26,27 +26,16 @@ from ..core.machine import CPUInfo
 
 @dataclass
 class Access:
-    """One load or store, as a flat offset into its buffer.
+    """One load or store, as a flat offset into its buffer."""
 
-    Parameters
-    ----------
-    buffer : Var
-        The buffer that is read or written.
-    offset : Expr
-        Elements from the start of the buffer, simplified over the block's iteration domain.
-    strides : tuple[int | None, ...]
-        Change of the offset by a step of each iteration variable; ``None`` where it is no constant.
-    written : tuple[Expr, ...]
-        Its index in each dimension, as written.
-    domain : Domain
-        The block's iteration domain.
-    """
-
-    buffer: ir.Var
+    buffer: ir.Var  # The buffer that is read or written.
     offset: ir.Expr
+    """Elements from the start of the buffer, simplified over the block's iteration domain."""
     strides: tuple[int | None, ...]
-    written: tuple[ir.Expr, ...]
-    domain: Domain
+    """Change of the offset by a step of each iteration variable; ``None`` where it is no
+    constant."""
+    written: tuple[ir.Expr, ...]  # Its index in each dimension, as written.
+    domain: Domain  # The block's iteration domain.
 
     @cached_property
     def indices(self) -> tuple[ir.Expr, ...]:
@@ -56,45 +45,22 @@ class Access:
 
 @dataclass
 class BlockFacts:
-    """A block in normal form: one loop for each iteration variable.
+    """A block in normal form: one loop for each iteration variable."""
 
-    Parameters
-    ----------
-    block : SBlockRV
-        The block in the schedule.
-    name : str
-        Its name, unique in the function.
-    kinds : str
-        ``S`` (spatial), ``R`` (reduced) or ``O`` for each iteration variable.
-    extents : tuple[int | None, ...]
-        Extents of the iteration variables, ``None`` where symbolic.
-    vars : tuple[Var, ...]
-        The iteration variables.
-    store : Access
-        Where the block writes (its first store).
-    loads : list[Access]
-        What it reads, without the accumulator of a reduction.
-    guards : frozenset[int]
-        Positions of the variables on which a condition depends (padding, concatenation).
-    itemsize : int
-        Bytes of the widest element read or written.
-    float_bytes : int
-        Bytes of the widest float read, written or cast to; 0 where all are integers.
-    indirect : bool
-        Whether an index is itself loaded from memory.
-    """
-
-    block: SBlockRV
-    name: str
-    kinds: str
-    extents: tuple[int | None, ...]
-    vars: tuple[ir.Var, ...]
-    store: Access
+    block: SBlockRV  # The block in the schedule.
+    name: str  # Its name, unique in the function.
+    kinds: str  # ``S`` (spatial), ``R`` (reduced) or ``O`` for each iteration variable.
+    extents: tuple[int | None, ...]  # Extents of the iteration variables, ``None`` where symbolic.
+    vars: tuple[ir.Var, ...]  # The iteration variables.
+    store: Access  # Where the block writes (its first store).
     loads: list[Access] = field(default_factory=list)
+    """What it reads, without the accumulator of a reduction."""
     guards: frozenset[int] = frozenset()
-    itemsize: int = 4
+    """Positions of the variables on which a condition depends (padding, concatenation)."""
+    itemsize: int = 4  # Bytes of the widest element read or written.
     float_bytes: int = 0
-    indirect: bool = False
+    """Bytes of the widest float read, written or cast to; 0 where all are integers."""
+    indirect: bool = False  # Whether an index is itself loaded from memory.
 
     def positions(self, kind: str) -> list[int]:
         """Positions of the variables of ``kind`` that iterate more than once."""
@@ -120,21 +86,11 @@ class BlockFacts:
 
 @dataclass
 class Kernel:
-    """A function opened for scheduling.
+    """A function opened for scheduling."""
 
-    Parameters
-    ----------
-    sch : Schedule
-        A fresh schedule; blocks are in normal form.
-    blocks : list[SBlockInfo]
-        The leaf blocks in order.
-    cpu : CPUInfo
-        The machine that the target names.
-    """
-
-    sch: s_tir.Schedule
-    blocks: list[SBlockInfo]
-    cpu: CPUInfo
+    sch: s_tir.Schedule  # A fresh schedule; blocks are in normal form.
+    blocks: list[SBlockInfo]  # The leaf blocks in order.
+    cpu: CPUInfo  # The machine that the target names.
 
     def lanes(self, facts: BlockFacts) -> int:
         """Number of the block's widest elements in a vector (at least 1)."""
@@ -176,20 +132,13 @@ def _has_strides(block: s_tir.SBlock) -> bool:
     return any(list(region.source.strides) for region in (*block.reads, *block.writes))
 
 
-def block_facts(sch: s_tir.Schedule, block: SBlockRV) -> BlockFacts | None:
+def block_facts(
+    sch: s_tir.Schedule,  # The schedule that holds the block.
+    block: SBlockRV,  # A block whose loops are its iteration variables, in order.
+) -> BlockFacts | None:
     """Collect the facts of a block in normal form; None if it stores nothing.
 
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule that holds the block.
-    block : SBlockRV
-        A block whose loops are its iteration variables, in order.
-
-    Returns
-    -------
-    BlockFacts | None
-        The facts as of now; a later primitive outdates them.
+    Returns the facts as of now; a later primitive outdates them.
     """
     stmt = sch.get(block)
     iters = list(stmt.iter_vars)

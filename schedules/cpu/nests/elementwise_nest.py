@@ -21,23 +21,13 @@ from .vector_loads import is_interleaved
 
 
 def schedule_spatial(
-    kernel: Kernel, block: SBlockRV, known: BlockFacts | None = None
+    kernel: Kernel,  # The kernel; the block's loops are its iteration variables.
+    block: SBlockRV,  # An injective block.
+    known: BlockFacts | None = None,  # Its facts, if they have been collected.
 ) -> list[Overlap]:
     """Schedule an injective block as a separate nest: one parallel loop, vectors innermost.
 
-    Parameters
-    ----------
-    kernel : Kernel
-        The kernel; the block's loops are its iteration variables.
-    block : SBlockRV
-        An injective block.
-    known : BlockFacts | None
-        Its facts, if they have been collected.
-
-    Returns
-    -------
-    list[Overlap]
-        Tails for :func:`finish`.
+    Returns tails for :func:`finish`.
     """
     sch = kernel.sch
     facts, loops = known or block_facts(sch, block), sch.get_loops(block)

@@ -30,20 +30,13 @@ from .vector_loads import is_interleaved
 Facts = Sequence[BlockFacts | None]
 
 
-def merge_shifted_loops(kernel: Kernel, known: Facts) -> tuple[Kernel, Facts]:
+def merge_shifted_loops(
+    kernel: Kernel,  # A function whose blocks have been inlined where that is possible.
+    known: Facts,
+) -> tuple[Kernel, Facts]:
     """Merge the loops that every access traverses as one, where their sum would be lost.
 
-    Parameters
-    ----------
-    kernel : Kernel
-        A function whose blocks have been inlined where that is possible.
-    known : sequence of BlockFacts | None
-        Facts of its blocks.
-
-    Returns
-    -------
-    tuple[Kernel, sequence of BlockFacts | None]
-        The same kernel and facts where no block is of that kind; else facts are None.
+    Returns the same kernel and facts where no block is of that kind; else facts are None.
     """
     func = kernel.sch.mod["main"]
     parameters = set(func.params)

@@ -24,31 +24,16 @@ Tiled = Sequence[tuple[LoopRV, int]]
 
 def follow(
     sch: s_tir.Schedule,
-    block: SBlockRV,
-    consumers: Sequence[SBlockRV],
-    loop: LoopRV,
+    block: SBlockRV,  # The block that they consume.
+    consumers: Sequence[SBlockRV],  # Injective blocks of the outermost level, in normal form.
+    loop: LoopRV,  # A loop around ``block``.
+    # Loops around ``block`` whose last tile overlaps the one before it, if it has to.
     tiled: Tiled,
 ) -> tuple[list[SBlockRV], list[SBlockRV]]:
     """Compute the consumers of a block at ``loop``, in order, where that is possible.
 
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule.
-    block : SBlockRV
-        The block that they consume.
-    consumers : Sequence[SBlockRV]
-        Injective blocks of the outermost level, in normal form.
-    loop : LoopRV
-        A loop around ``block``.
-    tiled : Tiled
-        Loops around ``block`` whose last tile overlaps the one before it, if it has to.
-
-    Returns
-    -------
-    tuple[list[SBlockRV], list[SBlockRV]]
-        Those that moved, and those that did not: from the first on that, along an overlapping axis,
-        reads another element than its own.
+    Returns those that moved, and those that did not: from the first on that, along an overlapping
+    axis, reads another element than its own.
     """
     found = [overlap_of(sch, block, tiles, size) for tiles, size in tiled]
     overlapping = {k for overlap in found if overlap is not None for k in overlap.positions}
@@ -139,18 +124,12 @@ def _is_reshape(facts: BlockFacts, load: Access) -> bool:
     return bool(list(sym.detect_iter_map(indices, domain, check_level="bijective").indices))
 
 
-def vectorize_under(kernel: Kernel, block: SBlockRV, depth: int) -> None:
-    """Vectorise the innermost of the loops that a block shares with no other.
-
-    Parameters
-    ----------
-    kernel : Kernel
-        The kernel.
-    block : SBlockRV
-        An injective block.
-    depth : int
-        Number of outer loops that it shares with other blocks.
-    """
+def vectorize_under(
+    kernel: Kernel,
+    block: SBlockRV,  # An injective block.
+    depth: int,  # Number of outer loops that it shares with other blocks.
+) -> None:
+    """Vectorise the innermost of the loops that a block shares with no other."""
     sch = kernel.sch
     loops = sch.get_loops(block)[depth:]
     facts = block_facts(sch, block)

@@ -56,18 +56,12 @@ class Range:
 _ANY = Range(-math.inf, math.inf)
 
 
-def drop_limits(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def drop_limits(
+    func: tirx.PrimFunc,  # A scheduled function.
+) -> tirx.PrimFunc:
     """Drop the limits of values that are converted to integers and are within these anyway.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function.
-
-    Returns
-    -------
-    PrimFunc
-        The same function if there are none.
+    Returns the same function if there are none.
     """
 
     def rewrite(block: s_tir.SBlock) -> s_tir.SBlock:
@@ -153,20 +147,13 @@ def attempt(step: Callable[..., object], *args: object) -> bool:
     return True
 
 
-def inline_blocks(kernel: Kernel, keep: Sequence[SBlockInfo] = ()) -> list[SBlockInfo]:
+def inline_blocks(
+    kernel: Kernel,  # Its list of blocks is updated.
+    keep: Sequence[SBlockInfo] = (),  # Blocks that stay.
+) -> list[SBlockInfo]:
     """Inline every injective block that can be, except those in ``keep``.
 
-    Parameters
-    ----------
-    kernel : Kernel
-        Its list of blocks is updated.
-    keep : Sequence[SBlockInfo]
-        Blocks that stay.
-
-    Returns
-    -------
-    list[SBlockInfo]
-        The remaining blocks in order.
+    Returns the remaining blocks in order.
     """
     sch = kernel.sch
     remaining = []
@@ -201,20 +188,13 @@ def _inlined_facts(facts: KernelFacts) -> list[BlockFacts | None]:
     return [block_facts(kernel.sch, info.block_rv) for info in kernel.blocks] if kernel else []
 
 
-def merge_groups(facts: BlockFacts, positions: Sequence[int]) -> list[list[int]]:
+def merge_groups(
+    facts: BlockFacts,
+    positions: Sequence[int],  # Consecutive positions of loops, outermost first.
+) -> list[list[int]]:
     """Group neighbouring loops that every access traverses as if they were one.
 
-    Parameters
-    ----------
-    facts : BlockFacts
-        The block.
-    positions : Sequence[int]
-        Consecutive positions of loops, outermost first.
-
-    Returns
-    -------
-    list[list[int]]
-        The positions in groups; loops with a guard or a symbolic extent stay alone.
+    Returns the positions in groups; loops with a guard or a symbolic extent stay alone.
     """
     groups: list[list[int]] = []
     for k in positions:
@@ -258,20 +238,13 @@ def chunk_count(extent: int, wanted: int, any_count: bool) -> int:
     return wanted if any_count else 1
 
 
-def finish(sch: s_tir.Schedule, overlaps: Sequence[Overlap] = ()) -> s_tir.Schedule:
+def finish(
+    sch: s_tir.Schedule,  # The finished schedule of one function named ``main``.
+    overlaps: Sequence[Overlap] = (),  # Axes with overlapping tiles.
+) -> s_tir.Schedule:
     """Apply what no primitive does: tails, streaming stores, NaN, vector code for functions.
 
-    Parameters
-    ----------
-    sch : Schedule
-        The finished schedule of one function named ``main``.
-    overlaps : Sequence[Overlap]
-        Axes with overlapping tiles.
-
-    Returns
-    -------
-    Schedule
-        A schedule of the final function.
+    Returns a schedule of the final function.
     """
     func = sch.mod["main"]
     done = unroll_steps(truncate_tails(overlap_tails(func, overlaps)))
@@ -355,22 +328,13 @@ def align_iters(sch: s_tir.Schedule, block: SBlockRV) -> None:
 
 
 def open_reduction(
-    kernel: Kernel, block: SBlockRV
+    kernel: Kernel,
+    block: SBlockRV,  # The reduction, in normal form.
 ) -> tuple[BlockFacts, list[LoopRV], list[LoopRV]]:
     """Open a reduction.
 
-    Parameters
-    ----------
-    kernel : Kernel
-        The kernel.
-    block : SBlockRV
-        The reduction, in normal form.
-
-    Returns
-    -------
-    tuple[BlockFacts, list[LoopRV], list[LoopRV]]
-        Its facts, its spatial loops, and its reduced loops, the latter merged. Spatial loops that
-        iterate once come first, so that -1, -2, ... number the others as ``positions("S")`` does.
+    Returns its facts, its spatial loops, and its reduced loops, the latter merged. Spatial loops
+    that iterate once come first, so that -1, -2, ... number the others as ``positions("S")`` does.
     """
     sch = kernel.sch
     facts = block_facts(sch, block)

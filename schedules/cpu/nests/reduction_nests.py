@@ -39,22 +39,14 @@ from .loop_transforms import (
 from .tails import Overlap, Tails
 
 
-def copy_of_input(sch: s_tir.Schedule, facts: BlockFacts, index: int) -> SBlockRV:
+def copy_of_input(
+    sch: s_tir.Schedule,
+    facts: BlockFacts,  # Of the block; its columns are its last spatial variable.
+    index: int,  # Index among the block's reads.
+) -> SBlockRV:
     """Let a block read a copy of one of its inputs, with the block's columns innermost.
 
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule.
-    facts : BlockFacts
-        Of the block; its columns are its last spatial variable.
-    index : int
-        Index among the block's reads.
-
-    Returns
-    -------
-    SBlockRV
-        The block that copies.
+    Returns the block that copies.
     """
     buffer = sch.get(facts.block).reads[index].source
     rank, place = len(buffer.shape), column_axis(facts, buffer)
@@ -83,24 +75,15 @@ def column_axis(facts: BlockFacts, buffer: tirx.Buffer) -> int:
     return next(axis for axis, expr in enumerate(load.indices) if uses(expr, column))
 
 
-def lay_out_matrix(func: tirx.PrimFunc, place: int, axis: int, lanes: int) -> tirx.PrimFunc:
+def lay_out_matrix(
+    func: tirx.PrimFunc,  # A scheduled function, which only reads the matrix.
+    place: int,  # Position of the matrix among the parameters.
+    axis: int,  # Axis of the columns.
+    lanes: int,  # Lanes of a vector; they divide the columns.
+) -> tirx.PrimFunc:
     """Let a function read one of its matrices in the layout [columns / lanes, depth, lanes].
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function, which only reads the matrix.
-    place : int
-        Position of the matrix among the parameters.
-    axis : int
-        Axis of the columns.
-    lanes : int
-        Lanes of a vector; they divide the columns.
-
-    Returns
-    -------
-    PrimFunc
-        The function with another parameter, and the attribute ``LAID_OUT``.
+    Returns the function with another parameter, and the attribute ``LAID_OUT``.
     """
     plain = func.params[place]
     shape = [plain.shape[axis] // lanes, plain.shape[1 - axis], lanes]
@@ -127,20 +110,13 @@ def _permutation(order: list[int]):  # noqa: ANN202 - an index map is any callab
     return lambda *indices: [indices[d] for d in order]
 
 
-def vectorize_copy(sch: s_tir.Schedule, copy: SBlockRV, columns: LoopRV, lanes: int) -> None:
-    """Vectorise a copy along the columns of its tile.
-
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule.
-    copy : SBlockRV
-        What :func:`copy_of_input` returned, computed at ``columns``.
-    columns : LoopRV
-        The loop over tiles of columns.
-    lanes : int
-        Lanes of a vector; they divide the tile.
-    """
+def vectorize_copy(
+    sch: s_tir.Schedule,
+    copy: SBlockRV,  # What :func:`copy_of_input` returned, computed at ``columns``.
+    columns: LoopRV,  # The loop over tiles of columns.
+    lanes: int,  # Lanes of a vector; they divide the tile.
+) -> None:
+    """Vectorise a copy along the columns of its tile."""
     realize = realize_of(sch, copy)
     written = realize.block.body.indices[-1]
     axis = next(k for k, i in enumerate(realize.block.iter_vars) if uses(written, i.var))
@@ -166,47 +142,24 @@ _PARTS = 4
 
 @dataclass(frozen=True)
 class LaneReduction:
-    """A reduction that was cut into stages.
-
-    Parameters
-    ----------
-    stages : list[SBlockRV]
-        The block that reduces in lanes, the one that adds the parts (if any), the original block.
-    parts, lanes : int
-        Independent accumulators and their lanes.
-    extent : int
-        Length of the reduced axis.
-    """
+    """A reduction that was cut into stages."""
 
     stages: list[SBlockRV]
+    """The block that reduces in lanes, the one that adds the parts (if any), the original block."""
     parts: int
     lanes: int
-    extent: int
+    """``parts`` and ``lanes``: independent accumulators and their lanes."""
+    extent: int  # Length of the reduced axis.
 
 
 def split_into_lanes(
-    sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, lanes: int, most_parts: int = _PARTS
+    sch: s_tir.Schedule,
+    block: SBlockRV,  # The reduction; its loop nest holds no other block.
+    loop: LoopRV,  # Its innermost loop, reduced.
+    lanes: int,  # Lanes of a vector; fewer are used for a shorter loop.
+    most_parts: int = _PARTS,  # Upper bound of the number of accumulators.
 ) -> LaneReduction:
-    """Cut a reduction into stages; the new blocks are at the outermost level.
-
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule.
-    block : SBlockRV
-        The reduction; its loop nest holds no other block.
-    loop : LoopRV
-        Its innermost loop, reduced.
-    lanes : int
-        Lanes of a vector; fewer are used for a shorter loop.
-    most_parts : int
-        Upper bound of the number of accumulators.
-
-    Returns
-    -------
-    Lanes
-        The stages.
-    """
+    """Cut a reduction into stages; the new blocks are at the outermost level."""
     extent = static_extent(sch, loop) or 1
     lanes = min(extent, lanes)
     parts = tile_size(extent // lanes, most_parts)
@@ -220,25 +173,14 @@ def split_into_lanes(
 
 
 def arrange_lanes(
-    sch: s_tir.Schedule, split: LaneReduction, depth: int, rows: Sequence[LoopRV] = ()
+    sch: s_tir.Schedule,
+    split: LaneReduction,  # The stages, already at their final places.
+    depth: int,  # Number of outer loops that they share.
+    rows: Sequence[LoopRV] = (),  # Loops of the first stage over outputs that are reduced at once.
 ) -> LoopRV:
     """Vectorise and unroll the stages.
 
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule.
-    split : LaneReduction
-        The stages, already at their final places.
-    depth : int
-        Number of outer loops that they share.
-    rows : Sequence[LoopRV]
-        Loops of the first stage over outputs that are reduced at once.
-
-    Returns
-    -------
-    LoopRV
-        The first stage's outermost reduced loop, at which to decompose it at the end.
+    Returns the first stage's outermost reduced loop, at which to decompose it at the end.
     """
     outermost = _arrange_first(sch, split, depth, rows)
     for stage in split.stages[1:]:
@@ -297,45 +239,26 @@ Result = tuple[list[Overlap], list[SBlockRV]]
 
 @dataclass(frozen=True)
 class Columns:
-    """Vectors of neighbouring outputs in registers.
+    """Vectors of neighbouring outputs in registers."""
 
-    Parameters
-    ----------
-    vectors : int
-        Number of vectors of the last spatial axis.
-    rows : int
-        Number of steps of another spatial axis, ``row_axis``.
-    row_axis : int
-        The spatial axis, counted as ``open_reduction`` does; ignored for one row.
-    packed : int | None
-        The input that is copied, for each tile of columns, to a buffer that all rows read; the loop
-        over rows is then inside of the one over columns.
-    laid_out : bool
-        Whether that input is not copied, because the caller gives it a layout in which vectors of
-        columns are contiguous (:func:`lay_out_matrix`).
-    """
-
-    vectors: int
-    rows: int = 1
-    row_axis: int = -2
+    vectors: int  # Number of vectors of the last spatial axis.
+    rows: int = 1  # Number of steps of another spatial axis, ``row_axis``.
+    row_axis: int = -2  # The spatial axis, counted as ``open_reduction`` does; ignored for one row.
     packed: int | None = None
+    """The input that is copied, for each tile of columns, to a buffer that all rows read; the loop
+    over rows is then inside of the one over columns."""
     laid_out: bool = False
+    """Whether that input is not copied, because the caller gives it a layout in which vectors of
+    columns are contiguous (:func:`lay_out_matrix`)."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Outputs that are reduced in lanes.
+    """Outputs that are reduced in lanes."""
 
-    Parameters
-    ----------
-    parts : int
-        Most accumulators of one output.
-    tile : tuple[tuple[int, int], ...]
-        Spatial axes, counted likewise, and the steps of each that are reduced at once.
-    """
-
-    parts: int
+    parts: int  # Most accumulators of one output.
     tile: tuple[tuple[int, int], ...] = ()
+    """Spatial axes, counted likewise, and the steps of each that are reduced at once."""
 
 
 def reducible(facts: BlockFacts | None) -> bool:

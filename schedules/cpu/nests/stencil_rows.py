@@ -46,22 +46,14 @@ from .tails import conjuncts, fresh
 _ORDERS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
 
-def is_interval(block: s_tir.SBlock, row: ir.Var, lanes: Sequence[ir.Var]) -> bool:
+def is_interval(
+    block: s_tir.SBlock,  # An injective block.
+    row: ir.Var,  # Its iteration variable along the rows.
+    lanes: Sequence[ir.Var],  # Those along a row.
+) -> bool:
     """Return whether the rows that fulfil all conditions on rows alone are an interval.
 
-    Parameters
-    ----------
-    block : SBlock
-        An injective block.
-    row : Var
-        Its iteration variable along the rows.
-    lanes : Sequence[Var]
-        Those along a row.
-
-    Returns
-    -------
-    bool
-        False, too, if a condition depends on rows and lanes together, or on what the block binds.
+    Also false if a condition depends on rows and lanes together, or on what the block binds.
     """
     conditions = _conditions(block.body)
     bound = [binding.var for binding in nodes(block.body, tirx.Bind, tirx.Let)]
@@ -86,21 +78,16 @@ def _of_rows(condition: ir.Expr, lanes: Sequence[ir.Var]) -> bool:
     return not loads(condition) and not uses(condition, *lanes)
 
 
-def unroll_steps(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def unroll_steps(
+    # A scheduled function. A loop that is annotated with ``STEP`` is around loops, one after the
+    # other, over the vectors of a row of an injective block whose conditions on rows are intervals
+    # (:func:`is_interval`). The annotation is a list: the positions of the block's iteration
+    # variables along a row.
+    func: tirx.PrimFunc,
+) -> tirx.PrimFunc:
     """Compute the rows of steps together where no condition on rows fails.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function. A loop that is annotated with ``STEP`` is around loops, one after the
-        other, over the vectors of a row of an injective block whose conditions on rows are
-        intervals (:func:`is_interval`). The annotation is a list: the positions of the block's
-        iteration variables along a row.
-
-    Returns
-    -------
-    PrimFunc
-        The function without these annotations.
+    Returns the function without these annotations.
     """
 
     def rewrite(loop: tirx.For) -> tirx.Stmt:
@@ -174,25 +161,16 @@ _FLOATS = ("float32", "float64")
 
 
 def shared_rows(
-    block: s_tir.SBlock, facts: BlockFacts, groups: Sequence[Sequence[int]]
+    block: s_tir.SBlock,  # An injective block.
+    facts: BlockFacts,
+    # Its loops in groups that are fused; the last one is vectorised.
+    groups: Sequence[Sequence[int]],
 ) -> int | None:
     """Choose the loop whose iterations share the most loads.
 
-    Parameters
-    ----------
-    block : SBlock
-        An injective block.
-    facts : BlockFacts
-        Its facts.
-    groups : Sequence[Sequence[int]]
-        Its loops in groups that are fused; the last one is vectorised.
-
-    Returns
-    -------
-    int | None
-        The position of the loop, alone in its group, whose conditions hold for an interval of it;
-        None if less than a quarter of the loads is saved, or the addresses of some are not known to
-        be linear.
+    Returns the position of the loop, alone in its group, whose conditions hold for an interval of
+    it; None if less than a quarter of the loads is saved, or the addresses of some are not known to
+    be linear.
     """
     lane = groups[-1][-1]
     moving = [load for load in facts.loads if load.strides[lane] != 0]

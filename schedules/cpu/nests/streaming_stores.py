@@ -62,43 +62,23 @@ _LEAST_AHEAD = 2048  # bytes; measured on Zen 4: 1024 and 4096 are up to a tenth
 
 @dataclass(frozen=True)
 class Step:
-    """What a nest computes together.
+    """What a nest computes together."""
 
-    Parameters
-    ----------
-    lane : Var
-        The iteration variable of its block along a vector.
-    row : Var or None
-        The one along its rows; None if there is only one.
-    rows : int
-        Number of its rows.
-    most_ahead : int
-        Bytes that the second cache may hold for later steps.
-    """
-
-    lane: ir.Var
-    row: ir.Var | None
-    rows: int
-    most_ahead: int
+    lane: ir.Var  # The iteration variable of its block along a vector.
+    row: ir.Var | None  # The one along its rows; None if there is only one.
+    rows: int  # Number of its rows.
+    most_ahead: int  # Bytes that the second cache may hold for later steps.
 
 
-def prefetches(value: ir.Expr, step: Step, axes: Sequence[tirx.IterVar]) -> list[tirx.Stmt]:
+def prefetches(
+    value: ir.Expr,  # An element, computed from loads.
+    step: Step,  # What is computed together.
+    axes: Sequence[tirx.IterVar],  # All iteration variables.
+) -> list[tirx.Stmt]:
     """Make the prefetches of a vector of elements, of the next rows where the cache holds them.
 
-    Parameters
-    ----------
-    value : Expr
-        An element, computed from loads.
-    step : Step
-        What is computed together.
-    axes : Sequence[IterVar]
-        All iteration variables.
-
-    Returns
-    -------
-    list[Stmt]
-        One for each tensor of which adjacent elements are read, the distances between which are
-        constant.
+    Returns one for each tensor of which adjacent elements are read, the distances between which are
+    constant.
     """
     analyzer = sym.Analyzer()
     for axis in axes:
@@ -190,19 +170,14 @@ def buffer_bytes(buffer: ir.Var) -> int:
     return math.prod(constant(n) or 0 for n in buffer.shape) * item_bytes(buffer)
 
 
-def stream_stores(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def stream_stores(
+    # A scheduled function for x86-64; each vector loop around such a block steps along adjacent
+    # elements of the output.
+    func: tirx.PrimFunc,
+) -> tirx.PrimFunc:
     """Let vectors of the blocks that are annotated with ``STREAM`` be stored past the caches.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function for x86-64; each vector loop around such a block steps along adjacent
-        elements of the output.
-
-    Returns
-    -------
-    PrimFunc
-        The same function if there are no whole vectors of such blocks.
+    Returns the same function if there are no whole vectors of such blocks.
     """
     texts: dict[str, str] = {}
     lines: list[ir.Var] = []

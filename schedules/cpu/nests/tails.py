@@ -40,42 +40,24 @@ from .blocks import realize_of
 
 @dataclass(frozen=True)
 class Overlap:
-    """Axis of a block that is tiled with an overlapping last tile.
+    """Axis of a block that is tiled with an overlapping last tile."""
 
-    Parameters
-    ----------
-    block : str
-        Name of the block.
-    positions : tuple[int, ...]
-        Consecutive iteration variables that were fused, row-major, into the tiled axis.
-    tile : int
-        Elements of one tile along that axis; at most the axis' extent.
-    """
-
-    block: str
+    block: str  # Name of the block.
     positions: tuple[int, ...]
-    tile: int
+    """Consecutive iteration variables that were fused, row-major, into the tiled axis."""
+    tile: int  # Elements of one tile along that axis; at most the axis' extent.
 
 
-def overlap_of(sch: s_tir.Schedule, block: SBlockRV, loop: LoopRV, tile: int) -> Overlap | None:
+def overlap_of(
+    sch: s_tir.Schedule,  # The schedule, before ``loop`` is fused with loops over other axes.
+    block: SBlockRV,  # A block under the loop.
+    loop: LoopRV,  # The outer part of a split loop.
+    tile: int,  # Iterations of the inner parts together.
+) -> Overlap | None:
     """The overlap of a block along the axis whose tiles ``loop`` counts.
 
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule, before ``loop`` is fused with loops over other axes.
-    block : SBlockRV
-        A block under the loop.
-    loop : LoopRV
-        The outer part of a split loop.
-    tile : int
-        Iterations of the inner parts together.
-
-    Returns
-    -------
-    Overlap | None
-        None if the tile divides the axis, if the block does not depend on the loop, or if an
-        iteration computes anything but the next tile (reshaped, reversed or shifted axes).
+    Returns None if the tile divides the axis, if the block does not depend on the loop, or if an
+    iteration computes anything but the next tile (reshaped, reversed or shifted axes).
     """
     realize = realize_of(sch, block)
     var = sch.get(loop).loop_var
@@ -103,20 +85,13 @@ def _place(realize: s_tir.SBlockRealize, positions: Sequence[int]) -> ir.Expr:
     return ravel_index([realize.iter_values[k] for k in positions], extents)
 
 
-def overlap_tails(func: tirx.PrimFunc, overlaps: Sequence[Overlap]) -> tirx.PrimFunc:
+def overlap_tails(
+    func: tirx.PrimFunc,  # A scheduled function whose block names are unique.
+    overlaps: Sequence[Overlap],  # The axes; a block may be listed once for each of its axes.
+) -> tirx.PrimFunc:
     """Replace the guards of the listed axes by an overlapping last tile.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function whose block names are unique.
-    overlaps : Sequence[Overlap]
-        The axes; a block may be listed once for each of its axes.
-
-    Returns
-    -------
-    PrimFunc
-        The function without these guards.
+    Returns the function without these guards.
     """
     if not overlaps:
         return func
@@ -179,13 +154,7 @@ def conjuncts(predicate: ir.Expr) -> list[ir.Expr]:
 
 
 class Tails:
-    """Overlaps that are found while a function is scheduled, and named when it is finished.
-
-    Parameters
-    ----------
-    sch : Schedule
-        The schedule.
-    """
+    """Overlaps that are found while a function is scheduled, and named when it is finished."""
 
     def __init__(self, sch: s_tir.Schedule) -> None:
         self._sch = sch
@@ -214,21 +183,16 @@ class Tails:
         ]
 
 
-def truncate_tails(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def truncate_tails(
+    # A scheduled function. The annotation is a list: the number of loops, perfectly nested from the
+    # annotated one on, that are the parts of one split loop, and then the cuts of that loop, the
+    # last number being its length; ``[2, 1000]`` is the example above. -1 for the length takes it
+    # from the block's guard, or, without one, from the loops.
+    func: tirx.PrimFunc,
+) -> tirx.PrimFunc:
     """Give every loop that is annotated with ``TAIL`` a separate tail.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function. The annotation is a list: the number of loops, perfectly nested from
-        the annotated one on, that are the parts of one split loop, and then the cuts of that loop,
-        the last number being its length; ``[2, 1000]`` is the example above. -1 for the length
-        takes it from the block's guard, or, without one, from the loops.
-
-    Returns
-    -------
-    PrimFunc
-        The function without these annotations.
+    Returns the function without these annotations.
     """
     buffers = _Buffers(func)
 

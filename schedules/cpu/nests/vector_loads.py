@@ -92,18 +92,12 @@ def is_interleaved(facts: BlockFacts, lane: int) -> bool:
     return any(isinstance(each, int) and 1 < each <= _MOST_PERIOD for each in strides)
 
 
-def load_interleaved(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def load_interleaved(
+    func: tirx.PrimFunc,  # A scheduled function for LLVM.
+) -> tirx.PrimFunc:
     """Load the vectors of blocks with ``INTERLEAVED`` together.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A scheduled function for LLVM.
-
-    Returns
-    -------
-    PrimFunc
-        The same function if no such block loads all elements of a period.
+    Returns the same function if no such block loads all elements of a period.
     """
     texts: dict[str, str] = {}
     buffers: list[ir.Var] = []
@@ -133,24 +127,12 @@ def opencl_planes(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Period:
-    """Loads of a buffer whose elements take turns in memory.
+    """Loads of a buffer whose elements take turns in memory."""
 
-    Parameters
-    ----------
-    load : TensorLoad
-        That of the first place.
-    place : Expr
-        Its place.
-    planes : Var
-        Buffer of the vectors, one after another.
-    name : str
-        Of the function that loads them.
-    """
-
-    load: ir.TensorLoad
+    load: ir.TensorLoad  # That of the first place.
     place: ir.Expr
-    planes: ir.Var
-    name: str
+    planes: ir.Var  # Buffer of the vectors, one after another.
+    name: str  # Of the function that loads them.
 
 
 def _is_candidate(loop: tirx.For) -> bool:

@@ -42,33 +42,19 @@ tvm.ir.register_op_attr("tirx.fma", "opencl.FLowerIntrinsic", _lower_fma)  # TVM
 
 @dataclass(frozen=True)
 class WorkGroups:
-    """A function for OpenCL.
+    """A function for OpenCL."""
 
-    Parameters
-    ----------
-    func : PrimFunc
-        The function, scheduled.
-    before : tuple[str, ...]
-        What stands before its kernels in OpenCL: functions that they call.
-    """
-
-    func: tirx.PrimFunc
-    before: tuple[str, ...]
+    func: tirx.PrimFunc  # The function, scheduled.
+    before: tuple[str, ...]  # What stands before its kernels in OpenCL: functions that they call.
 
 
-def work_groups(func: tirx.PrimFunc) -> WorkGroups | None:
+def work_groups(
+    func: tirx.PrimFunc,  # A function that our rules have scheduled for a CPU.
+) -> WorkGroups | None:
     """Bind the parallel loops of a function to blocks.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        A function that our rules have scheduled for a CPU.
-
-    Returns
-    -------
-    WorkGroups or None
-        None if its kernels have instructions for which OpenCL has no name, or a thread has large
-        intermediate results.
+    Returns None if its kernels have instructions for which OpenCL has no name, or a thread has
+    large intermediate results.
     """
     root = func.body.block
     body = _grouped(root.body)

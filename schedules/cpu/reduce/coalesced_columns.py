@@ -34,24 +34,12 @@ from .tasks import ReductionNest, Split, States, count, places, unrolled, vector
 
 @dataclass(frozen=True)
 class ColumnVectors:
-    """The vectors of neighbouring outputs.
+    """The vectors of neighbouring outputs."""
 
-    Parameters
-    ----------
-    lanes : int
-        Outputs of a vector.
-    vectors : int
-        Vectors of a tile.
-    tiles : int
-        Tiles of a task.
-    rows : int
-        Iterations of the innermost reduced loop that are added to a tile at once.
-    """
-
-    lanes: int
-    vectors: int
-    tiles: int
-    rows: int
+    lanes: int  # Outputs of a vector.
+    vectors: int  # Vectors of a tile.
+    tiles: int  # Tiles of a task.
+    rows: int  # Iterations of the innermost reduced loop that are added to a tile at once.
 
     @property
     def tile(self) -> int:

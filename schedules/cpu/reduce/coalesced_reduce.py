@@ -46,15 +46,9 @@ Knobs = TypeVar("Knobs", bound=Split)
 
 
 class ReduceTemplate(Template[ReductionLoops, Knobs, CPUInfo]):
-    """Base of the templates of reductions.
+    """Base of the templates of reductions."""
 
-    Attributes
-    ----------
-    form : str
-        Name of the nest.
-    """
-
-    form: str
+    form: str  # Name of the nest.
 
     def read_workload(self, text: str) -> ReductionLoops:
         """Read the JSON of a workload."""

@@ -51,23 +51,15 @@ _SHORTEST_BLOCK = 32
 
 @dataclass(frozen=True)
 class RowVectors:
-    """The vectors of one output.
-
-    Parameters
-    ----------
-    lanes : int
-        States of a vector, a power of two, not more than the innermost loop has iterations.
-    vectors : int
-        Independent vectors; at most as many as the innermost loop has.
-    outputs : int
-        Neighbouring outputs of a task, with states each; a divisor of the innermost parallel loop.
-        Several of them where the innermost reduced loop is so short that scanning one output alone
-        would jump through memory. For known extents, and no parts.
-    """
+    """The vectors of one output."""
 
     lanes: int
-    vectors: int
+    """States of a vector, a power of two, not more than the innermost loop has iterations."""
+    vectors: int  # Independent vectors; at most as many as the innermost loop has.
     outputs: int
+    """Neighbouring outputs of a task, with states each; a divisor of the innermost parallel loop.
+    Several of them where the innermost reduced loop is so short that scanning one output alone
+    would jump through memory. For known extents, and no parts."""
 
     @property
     def step(self) -> int:
@@ -273,18 +265,10 @@ def _blocks(source: ReduceSource, rows: RowVectors) -> int:
 
 @dataclass(frozen=True)
 class StreamVectors:
-    """The states of neighbouring elements.
+    """The states of neighbouring elements."""
 
-    Parameters
-    ----------
-    lanes : int
-        States of a vector.
-    vectors : int
-        Vectors; all their lanes together are a multiple of the columns.
-    """
-
-    lanes: int
-    vectors: int
+    lanes: int  # States of a vector.
+    vectors: int  # Vectors; all their lanes together are a multiple of the columns.
 
     @property
     def step(self) -> int:

@@ -33,34 +33,23 @@ SYMBOLIC = 1024
 
 @dataclass(frozen=True)
 class ReductionLoops:
-    """Loops of one reduction, as far as the choice of its nest depends on them.
-
-    Parameters
-    ----------
-    operator, dtype, acc_dtype : str
-        Operator, type of the elements, and type of the states in registers.
-    kinds : str
-        ``P`` (parallel) or ``R`` (reduced) for each loop, outermost first.
-    extents : tuple[int | None, ...]
-        Iterations of each loop; None where symbolic.
-    strides : tuple[tuple[int | None, ...], ...]
-        For each load of an element, the stride of its address along each loop; None where it is
-        no constant.
-    has_functions : bool
-        Whether an element takes an elementary function, such as the exponential.
-    is_stream : bool
-        Whether the two innermost loops, reduced rows of parallel columns, read all their data one
-        element after the other.
-    """
+    """Loops of one reduction, as far as the choice of its nest depends on them."""
 
     operator: str
     dtype: str
     acc_dtype: str
-    kinds: str
-    extents: tuple[int | None, ...]
+    """``operator``, ``dtype`` and ``acc_dtype``: operator, type of the elements, and type of the
+    states in registers."""
+    kinds: str  # ``P`` (parallel) or ``R`` (reduced) for each loop, outermost first.
+    extents: tuple[int | None, ...]  # Iterations of each loop; None where symbolic.
     strides: tuple[tuple[int | None, ...], ...] = ()
+    """For each load of an element, the stride of its address along each loop; None where it is no
+    constant."""
     has_functions: bool = False
+    """Whether an element takes an elementary function, such as the exponential."""
     is_stream: bool = False
+    """Whether the two innermost loops, reduced rows of parallel columns, read all their data one
+    element after the other."""
 
     @classmethod
     def of(cls, source: ReduceSource) -> ReductionLoops:
@@ -84,10 +73,7 @@ class ReductionLoops:
     def from_json(cls, text: str) -> ReductionLoops:
         """Read the JSON of a workload.
 
-        Raises
-        ------
-        ValueError
-            If it is anything else, or an extent is symbolic.
+        Raises ``ValueError`` if it is anything else, or an extent is symbolic.
         """
         values = json.loads(text)
         strides = tuple(map(tuple, values["strides"]))
@@ -346,10 +332,7 @@ def find_stream(loops: ReductionLoops, cpu: CPUInfo) -> StreamVectors | None:
 def default_stream(loops: ReductionLoops, cpu: CPUInfo) -> StreamKnobs:
     """Knobs of the stream that :func:`find_stream` finds.
 
-    Raises
-    ------
-    OpError
-        If there is none.
+    Raises ``OpError`` if there is none.
     """
     stream = find_stream(loops, cpu)
     if stream is None:
@@ -370,18 +353,12 @@ def all_streams(loops: ReductionLoops, cpu: CPUInfo) -> Iterator[StreamKnobs]:
                 yield StreamKnobs(lanes, vectors, split.threads, split.parts, split.axis)
 
 
-def splits(loops: ReductionLoops, cpu: CPUInfo, step: int) -> Iterator[Split]:
-    """One thread; all of them; a part, or two, of a reduced loop for each of them.
-
-    Parameters
-    ----------
-    loops : ReductionLoops
-        Loops of known extents.
-    cpu : CPUInfo
-        The machine.
-    step : int
-        Iterations of the innermost reduced loop that are done at once.
-    """
+def splits(
+    loops: ReductionLoops,  # Loops of known extents.
+    cpu: CPUInfo,
+    step: int,  # Iterations of the innermost reduced loop that are done at once.
+) -> Iterator[Split]:
+    """One thread; all of them; a part, or two, of a reduced loop for each of them."""
     yield Split(threads=False)
     cores = cpu.num_cores
     if cores == 1:

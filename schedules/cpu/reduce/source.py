@@ -40,21 +40,11 @@ Indices = Mapping[tirx.Var, tirx.Expr]
 
 @dataclass(frozen=True)
 class Axis:
-    """A loop over one run of axes of the data.
+    """A loop over one run of axes of the data."""
 
-    Parameters
-    ----------
-    reduced : bool
-        Whether it is one of the reduced loops.
-    extent : Extent
-        Number of iterations.
-    var : tirx.Var
-        Its variable in the expressions of a :class:`ReduceSource`.
-    """
-
-    reduced: bool
-    extent: Extent
-    var: tirx.Var
+    reduced: bool  # Whether it is one of the reduced loops.
+    extent: Extent  # Number of iterations.
+    var: tirx.Var  # Its variable in the expressions of a :class:`ReduceSource`.
 
     @property
     def size(self) -> int | None:
@@ -64,43 +54,23 @@ class Axis:
 
 @dataclass(frozen=True)
 class ReduceSource:
-    """A reduction with its producers and its epilogue.
+    """A reduction with its producers and its epilogue."""
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        The function; its last parameter is the output.
-    cpu : CPUInfo
-        The machine that the target names.
-    workload : ReduceWorkload
-        Operator and types.
-    axes : tuple[Axis, ...]
-        The loops in the order of the data's axes.
-    element : tirx.Expr
-        First field of one element's state. Loads are from one-dimensional stand-ins, see ``flats``.
-    result : tirx.Expr
-        One element of the output, by ``state`` and the parallel loops' variables.
-    state : tuple[tirx.Var, ...]
-        Stands in ``result`` for the fields of the complete state.
-    flats : tuple[tirx.Buffer, ...]
-        Stand-ins of the parameters.
-    strides : tuple[dict[tirx.Var, tirx.Expr | None], ...]
-        By load of ``element``, the stride of its address along each variable; None where that is
-        not linear.
-    bare : frozenset[tirx.Var]
-        Variables that ``element`` uses elsewhere than in the addresses of its loads.
-    """
-
-    func: tirx.PrimFunc
-    cpu: CPUInfo
-    workload: ReduceWorkload
-    axes: tuple[Axis, ...]
+    func: tirx.PrimFunc  # The function; its last parameter is the output.
+    cpu: CPUInfo  # The machine that the target names.
+    workload: ReduceWorkload  # Operator and types.
+    axes: tuple[Axis, ...]  # The loops in the order of the data's axes.
     element: tirx.Expr
-    result: tirx.Expr
-    state: tuple[tirx.Var, ...]
-    flats: tuple[tirx.Buffer, ...]
+    """First field of one element's state. Loads are from one-dimensional stand-ins, see
+    ``flats``."""
+    result: tirx.Expr  # One element of the output, by ``state`` and the parallel loops' variables.
+    state: tuple[tirx.Var, ...]  # Stands in ``result`` for the fields of the complete state.
+    flats: tuple[tirx.Buffer, ...]  # Stand-ins of the parameters.
     strides: tuple[dict[tirx.Var, tirx.Expr | None], ...]
+    """By load of ``element``, the stride of its address along each variable; None where that is not
+    linear."""
     bare: frozenset[tirx.Var]
+    """Variables that ``element`` uses elsewhere than in the addresses of its loads."""
 
     @property
     def parallel(self) -> tuple[Axis, ...]:
@@ -189,16 +159,8 @@ def place_of(axes: Sequence[Axis]) -> tirx.Expr:
 def read_source(facts: KernelFacts) -> ReduceSource | None:
     """Read a function that holds one reduction: a legalized ``coalesced_reduce``, or any other.
 
-    Parameters
-    ----------
-    facts : KernelFacts
-        The function.
-
-    Returns
-    -------
-    ReduceSource | None
-        None for functions that hold anything other than one reduction, element-wise producers, and
-        element-wise consumers of the output's shape.
+    Returns None for functions that hold anything other than one reduction, element-wise producers,
+    and element-wise consumers of the output's shape.
     """
     kernel = open_kernel(facts)
     if kernel is None or sum(not info.is_injective() for info in kernel.blocks) != 1:

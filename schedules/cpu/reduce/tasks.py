@@ -68,19 +68,14 @@ def unrolled(extent: int) -> Iterator[Index]:
 
 
 class States:
-    """An array of states.
+    """An array of states."""
 
-    Parameters
-    ----------
-    workload : ReduceWorkload
-        Gives the operator and the types.
-    size : Index
-        Number of states.
-    position_dtype : str
-        Type of the positions of ``argmin`` and ``argmax``.
-    """
-
-    def __init__(self, workload: ReduceWorkload, size: Index, position_dtype: str) -> None:
+    def __init__(
+        self,
+        workload: ReduceWorkload,  # Gives the operator and the types.
+        size: Index,  # Number of states.
+        position_dtype: str,  # Type of the positions of ``argmin`` and ``argmax``.
+    ) -> None:
         self.workload = workload
         self.dtypes = (field_dtypes(workload)[0], position_dtype)[: len(field_dtypes(workload))]
         self.fields = [T.sblock_alloc_buffer((i64(size),), dtype) for dtype in self.dtypes]
@@ -169,35 +164,21 @@ def _unless_nan(tested: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> ti
 
 @dataclass(frozen=True)
 class Split:
-    """Distribution of the work.
+    """Distribution of the work."""
 
-    Parameters
-    ----------
-    threads : bool
-        Whether there is enough work for threads.
-    parts : int
-        Contiguous parts of the reduced loop ``axis``, each with its own states.
-    axis : int
-        Position among the reduced loops.
-    """
-
-    threads: bool
-    parts: int = 1
-    axis: int = 0
+    threads: bool  # Whether there is enough work for threads.
+    parts: int = 1  # Contiguous parts of the reduced loop ``axis``, each with its own states.
+    axis: int = 0  # Position among the reduced loops.
 
 
 class ReductionNest:
-    """A function under construction that computes one reduction.
+    """A function under construction that computes one reduction."""
 
-    Parameters
-    ----------
-    source : ReduceSource
-        The reduction.
-    split : Split
-        Distribution of the work.
-    """
-
-    def __init__(self, source: ReduceSource, split: Split) -> None:
+    def __init__(
+        self,
+        source: ReduceSource,
+        split: Split,  # Distribution of the work.
+    ) -> None:
         self.source, self.split = source, split
         self.builder = KernelBuilder(source.func)
         self.held: tirx.Buffer | None = None
@@ -223,27 +204,13 @@ class ReductionNest:
 
     def step(
         self,
-        states: States,
-        first: Index,
-        lanes: int,
-        indices: Callable[[Index], Indices],
-        since: int = 0,
+        states: States,  # The array that holds them.
+        first: Index,  # The state of lane 0.
+        lanes: int,  # Number of lanes; not more than there is room for.
+        indices: Callable[[Index], Indices],  # From a lane to the indices of its element.
+        since: int = 0,  # The first lane that is not masked off.
     ) -> None:
-        """Combine a vector of states with a vector of elements.
-
-        Parameters
-        ----------
-        states : States
-            The array that holds them.
-        first : Index
-            The state of lane 0.
-        lanes : int
-            Number of lanes; not more than there is room for.
-        indices : Callable
-            From a lane to the indices of its element.
-        since : int
-            The first lane that is not masked off.
-        """
+        """Combine a vector of states with a vector of elements."""
         assert self.held is not None, "hold() has not been called"
         # Two loops, since TVM would move a buffer that one loop alone uses into this loop.
         with vector(lanes) as lane:

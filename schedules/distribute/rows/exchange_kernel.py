@@ -79,27 +79,15 @@ _PAUSE = "@llvm.x86.sse2.pause()"
 
 
 def exchange_kernel(
-    number: int,
+    number: int,  # Of the exchange.
+    # Types of its operands but the table, of which it reads the first; may be empty.
     tensors: Sequence[ir.TensorType],
-    result: ir.TensorType,
-    shape: Sequence[int],
+    result: ir.TensorType,  # What it returns; one byte if it writes the first operand, or nothing.
+    shape: Sequence[int],  # Of the table, its last parameter but the result.
+    # Whether the processor has an instruction for those that spin, and streaming stores.
     is_x86: bool,
 ) -> tirx.PrimFunc:
-    """The kernel of an exchange.
-
-    Parameters
-    ----------
-    number : int
-        Of the exchange.
-    tensors : Sequence[TensorType]
-        Types of its operands but the table, of which it reads the first; may be empty.
-    result : TensorType
-        What it returns; one byte if it writes the first operand, or nothing.
-    shape : Sequence[int]
-        Of the table, its last parameter but the result.
-    is_x86 : bool
-        Whether the processor has an instruction for those that spin, and streaming stores.
-    """
+    """The kernel of an exchange."""
     pause = f"call void {_PAUSE}" if is_x86 else ""
     declare = f"declare void {_PAUSE}\n{streamed.TEXT}" if is_x86 else ""
     places = {"taken": table.SLOT_TAKEN, "size": table.SLOT_SIZE}

@@ -53,17 +53,14 @@ class RowCost:
 
 
 def row_cost(
-    stages: Sequence[NetworkStage], placement: RowPlacement, network: Network, processor: Processor
+    # ``stages``, ``placement``: a network, and its rows on every rank.
+    stages: Sequence[NetworkStage],
+    placement: RowPlacement,
+    # ``network``, ``processor``: what connects the ranks, and what each of them computes with.
+    network: Network,
+    processor: Processor,
 ) -> RowCost:
-    """Predict the times of a placement.
-
-    Parameters
-    ----------
-    stages, placement
-        A network, and its rows on every rank.
-    network, processor : Network, Processor
-        What connects the ranks, and what each of them computes with.
-    """
+    """Predict the times of a placement."""
     ranks = len(placement.computed[0])
     compute, exchange = np.zeros((2, len(stages), ranks))
     for index in range(len(stages)):
@@ -75,31 +72,19 @@ def row_cost(
 
 def choose_exchanges(
     stages: Sequence[NetworkStage],
-    ranks: int,
+    ranks: int,  # Number of ranks.
+    # ``network``, ``processor``: figures of the predictions.
     network: Network,
     processor: Processor,
+    # ``auto`` searches for the least predicted time: all exchanges up to some stage, then each of
+    # them by itself, for each number of rows whether shares are cut between tiles of Winograd's
+    # algorithm, and which stages are split by channels. ``always`` exchanges whatever is read with
+    # a halo, ``once`` only the last such stage, both without splitting channels.
     choice: str = "auto",
 ) -> RowPlacement:
     """Choose the stages that are exchanged.
 
-    Parameters
-    ----------
-    stages : Sequence[NetworkStage]
-        The network.
-    ranks : int
-        Number of ranks.
-    network, processor : Network, Processor
-        Figures of the predictions.
-    choice : str
-        ``auto`` searches for the least predicted time: all exchanges up to some stage, then each of
-        them by itself, for each number of rows whether shares are cut between tiles of Winograd's
-        algorithm, and which stages are split by channels. ``always`` exchanges whatever is read
-        with a halo, ``once`` only the last such stage, both without splitting channels.
-
-    Raises
-    ------
-    OpError
-        If the choice is another one, there is no rank, or no stage can be split.
+    Raises ``OpError`` if the choice is another one, there is no rank, or no stage can be split.
     """
     if choice not in CHOICES:
         raise OpError(f"exchange is {choice!r}; expected {', '.join(map(repr, CHOICES))}")
@@ -320,15 +305,12 @@ def _exchange_seconds(
 
 
 def segments(
-    stages: Sequence[NetworkStage], placement: RowPlacement, cost: RowCost
+    # ``stages``, ``placement``, ``cost``: a network, its rows on every rank, and predicted times.
+    stages: Sequence[NetworkStage],
+    placement: RowPlacement,
+    cost: RowCost,
 ) -> tuple[Segment, ...]:
-    """Describe a placement.
-
-    Parameters
-    ----------
-    stages, placement, cost
-        A network, its rows on every rank, and predicted times.
-    """
+    """Describe a placement."""
     begin = next(index for index, stage in enumerate(stages) if not stage.is_input)
     found = []
     for end in (*placement.exchanged, len(stages) - 1):

@@ -144,30 +144,18 @@ class RowPlacement:
 
 
 def place(
+    # In an order in which they can be computed; the last is the result.
     stages: Sequence[NetworkStage],
-    ranks: int,
-    exchanged: Iterable[int],
+    ranks: int,  # Number of ranks.
+    exchanged: Iterable[int],  # Stages, split ones, of which each rank computes an equal share.
+    # Numbers of rows; shares of stages of so many rows have the greatest grain of those.
     aligned: Collection[int] = (),
+    # Stages of which each rank computes an equal share of channels.
     by_channels: Collection[int] = (),
+    # What stages need, of other placements of the same network; it is added to.
     known: Needs | None = None,
 ) -> RowPlacement:
-    """Give every rank its rows of every stage.
-
-    Parameters
-    ----------
-    stages : Sequence[NetworkStage]
-        In an order in which they can be computed; the last is the result.
-    ranks : int
-        Number of ranks.
-    exchanged : Iterable[int]
-        Stages, split ones, of which each rank computes an equal share.
-    aligned : Collection[int]
-        Numbers of rows; shares of stages of so many rows have the greatest grain of those.
-    by_channels : Collection[int]
-        Stages of which each rank computes an equal share of channels.
-    known : Needs, optional
-        What stages need, of other placements of the same network; it is added to.
-    """
+    """Give every rank its rows of every stage."""
     known = {} if known is None else known
     shared = frozenset(exchanged)
     grains = {
@@ -229,22 +217,14 @@ def rows_needed(source: NetworkStage, operand: StageOperand, rows: Rows) -> Rows
     return np.where(busy[:, None], np.stack([begin, end], axis=1), 0)
 
 
-def transfers(own: Rows, held: Rows, by_channels: bool = False) -> np.ndarray:
+def transfers(
+    own: Rows,  # Rows that the ranks have: together all of them, ascending and disjoint.
+    held: Rows,  # Rows that they need.
+    by_channels: bool = False,  # ``own`` are channels, of all rows.
+) -> np.ndarray:
     """Messages after which every rank holds its rows.
 
-    Parameters
-    ----------
-    own : Rows
-        Rows that the ranks have: together all of them, ascending and disjoint.
-    held : Rows
-        Rows that they need.
-    by_channels : bool
-        ``own`` are channels, of all rows.
-
-    Returns
-    -------
-    np.ndarray
-        Source, destination, first and past the last row of each message: int64 [messages, 4].
+    Returns source, destination, first and past the last row of each message: int64 [messages, 4].
     """
     if by_channels:
         has, needs = (np.flatnonzero(rows[:, 0] < rows[:, 1]) for rows in (own, held))
@@ -286,20 +266,14 @@ def _hulls(a: Rows, b: Rows) -> Rows:
 _ANY_HEIGHT = ("mean", "sum", "max", "min", "nn.adaptive_avg_pool2d", "result", "Tuple", "Var")
 
 
-def heighten(stages: Sequence[NetworkStage], factor: int) -> list[NetworkStage]:
+def heighten(
+    stages: Sequence[NetworkStage],
+    factor: int,  # At least 1.
+) -> list[NetworkStage]:
     """The network for images of ``factor`` times the height.
 
-    Parameters
-    ----------
-    stages : Sequence[NetworkStage]
-        The network.
-    factor : int
-        At least 1.
-
-    Raises
-    ------
-    OpError
-        If an operation takes images of one height only, such as a fully connected layer.
+    Raises ``OpError`` if an operation takes images of one height only, such as a fully connected
+    layer.
     """
     found: list[NetworkStage] = []
     for stage in stages:
@@ -464,10 +438,8 @@ class RankPlan:
 def plan_from_json(data: Any) -> RankPlan:
     """Read what :meth:`RankPlan.to_json` wrote.
 
-    Raises
-    ------
-    ValueError, TypeError, KeyError
-        If something is missing, of another type, or does not fit the rest.
+    Raises ``ValueError, TypeError, KeyError`` if something is missing, of another type, or does not
+    fit the rest.
     """
     parts = tuple(
         RankPart(

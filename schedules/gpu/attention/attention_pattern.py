@@ -37,30 +37,16 @@ _FUNCTIONS = ("tirx.exp", "tirx.tanh", "tirx.sigmoid", "tirx.sqrt", "tirx.log", 
 
 @dataclass(frozen=True)
 class Logit:
-    """``factor * value``, the score after scale, mask and bias.
+    """``factor * value``, the score after scale, mask and bias."""
 
-    Parameters
-    ----------
-    score : tirx.Var
-        Stands for a product of a query and a key, in float32.
-    space : IterationSpace
-        Axes: those of the batch, ``m``, ``n``; no stores. Its steps compute what ``value`` reads.
-    value : tirx.Expr
-        In float32.
-    factor : float
-        A positive number.
-    ahead : int | None
-        Row ``m`` depends on the keys up to ``m + ahead`` only; None if it may depend on all.
-    visible : tirx.Expr
-        The value at those keys.
-    """
-
-    score: tirx.Var
+    score: tirx.Var  # Stands for a product of a query and a key, in float32.
     space: IterationSpace
-    value: tirx.Expr
-    factor: float
+    """Axes: those of the batch, ``m``, ``n``; no stores. Its steps compute what ``value`` reads."""
+    value: tirx.Expr  # In float32.
+    factor: float  # A positive number.
     ahead: int | None
-    visible: tirx.Expr
+    """Row ``m`` depends on the keys up to ``m + ahead`` only; None if it may depend on all."""
+    visible: tirx.Expr  # The value at those keys.
 
     @classmethod
     def of(cls, score: tirx.Var, space: IterationSpace, value: tirx.Expr) -> Logit:
@@ -193,53 +179,30 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class OutputElements:
-    """Elements of the output.
-
-    Parameters
-    ----------
-    m, n : Extent
-        Rows, and columns of a row.
-    accumulator : tirx.Var
-        Stands for an element, in float32.
-    epilogue : IterationSpace
-        Axes: those of the batch, ``m``, ``n``; it stores the element.
-    """
+    """Elements of the output."""
 
     m: Extent
     n: Extent
-    accumulator: tirx.Var
-    epilogue: IterationSpace
+    """``m`` and ``n``: rows, and columns of a row."""
+    accumulator: tirx.Var  # Stands for an element, in float32.
+    epilogue: IterationSpace  # Axes: those of the batch, ``m``, ``n``; it stores the element.
 
 
 @dataclass(frozen=True)
 class AttentionFunction:
-    """``O[b, m, c] = sum_n softmax_n(logit(sum_k Q[b, m, k] * K[b, n, k])) * V[b, n, c]``.
-
-    Parameters
-    ----------
-    query, key : Operand
-        Over the batch, their own rows, ``k``.
-    value : Operand
-        Over the batch, the columns ``c``, the keys ``n``.
-    batch : tuple[Extent, ...]
-        Extents of the batch axes; heads are one of them.
-    m, n, depth, columns : Extent
-        Queries, keys, elements of a key and of a value.
-    logit : Logit
-        The argument of softmax.
-    results : OutputElements
-        The output.
-    """
+    """``O[b, m, c] = sum_n softmax_n(logit(sum_k Q[b, m, k] * K[b, n, k])) * V[b, n, c]``."""
 
     query: Operand
     key: Operand
-    value: Operand
-    batch: tuple[Extent, ...]
+    """``query`` and ``key``: over the batch, their own rows, ``k``."""
+    value: Operand  # Over the batch, the columns ``c``, the keys ``n``.
+    batch: tuple[Extent, ...]  # Extents of the batch axes; heads are one of them.
     m: Extent
     n: Extent
     depth: Extent
     columns: Extent
-    logit: Logit
+    """``m``, ``n``, ``depth`` and ``columns``: queries, keys, elements of a key and of a value."""
+    logit: Logit  # The argument of softmax.
     results: OutputElements
 
     def place(self, block: tirx.Expr, rows: int) -> tuple[list[tirx.Expr], tirx.Expr]:

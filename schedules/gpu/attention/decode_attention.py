@@ -42,22 +42,13 @@ from .score_registers import FLOAT, fill, logit_lanes, registers, store_logits
 
 @dataclass(frozen=True)
 class _Partials:
-    """Results of the parts of the keys, in memory.
-
-    Parameters
-    ----------
-    attention, tile
-        The function and its partition.
-    outputs : tirx.Buffer
-        ``[rows, splits, columns]``, relative to the maximum of the part.
-    sums : tirx.Buffer
-        ``[rows, splits, 2]``: maximum and total.
-    """
+    """Results of the parts of the keys, in memory."""
 
     attention: AttentionFunction
     tile: DecodeTile
-    outputs: tirx.Buffer
-    sums: tirx.Buffer
+    """``attention`` and ``tile``: the function and its partition."""
+    outputs: tirx.Buffer  # ``[rows, splits, columns]``, relative to the maximum of the part.
+    sums: tirx.Buffer  # ``[rows, splits, 2]``: maximum and total.
 
     @classmethod
     def allocate(cls, attention: AttentionFunction, tile: DecodeTile) -> _Partials:

@@ -29,32 +29,20 @@ _LEAST_VECTOR = 2  # neighbours of a key in memory
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Partition of keys and queries among blocks and threads.
-
-    Parameters
-    ----------
-    axis, heads : int
-        Axis of the batch along which keys and values are shared, and its extent; 1 if none is.
-    rows : int
-        Rows of a block: queries of the heads that share keys.
-    vector, vectors : int
-        Elements of a lane's load, and loads of a lane for a key or a value.
-    lanes : int
-        Lanes that share a key, a power of two.
-    keys : int
-        Keys that a lane loads at once.
-    splits : int
-        Blocks that divide the keys.
-    """
+    """Partition of keys and queries among blocks and threads."""
 
     axis: int
     heads: int
-    rows: int
+    """``axis`` and ``heads``: axis of the batch along which keys and values are shared, and its
+    extent; 1 if none is."""
+    rows: int  # Rows of a block: queries of the heads that share keys.
     vector: int
     vectors: int
-    lanes: int
-    keys: int
-    splits: int
+    """``vector`` and ``vectors``: elements of a lane's load, and loads of a lane for a key or a
+    value."""
+    lanes: int  # Lanes that share a key, a power of two.
+    keys: int  # Keys that a lane loads at once.
+    splits: int  # Blocks that divide the keys.
 
     @property
     def units(self) -> int:

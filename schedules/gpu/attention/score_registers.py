@@ -51,29 +51,17 @@ def row_that_exists(attention: AttentionFunction, rows: int, row: tirx.Expr) -> 
 
 
 def store_logits(
+    # ``attention``, ``lanes``, ``views``: the function, a result of :func:`logit_lanes`, and views
+    # of its tensors.
     attention: AttentionFunction,
     lanes: Lanes,
     views: Views,
-    place: Sequence[tirx.Expr],
-    scores: tirx.Buffer,
-    at: Sequence[int],
-    keys: int | None,
+    place: Sequence[tirx.Expr],  # Batch, row and column of the first score.
+    scores: tirx.Buffer,  # Registers.
+    at: Sequence[int],  # Those of the scores.
+    keys: int | None,  # Keys of a tile, or None if all of them exist and are visible.
 ) -> None:
-    """Replace neighbouring scores by the values of logits; -inf past the last key.
-
-    Parameters
-    ----------
-    attention, lanes, views
-        The function, a result of :func:`logit_lanes`, and views of its tensors.
-    place : Sequence[tirx.Expr]
-        Batch, row and column of the first score.
-    scores : tirx.Buffer
-        Registers.
-    at : Sequence[int]
-        Those of the scores.
-    keys : int | None
-        Keys of a tile, or None if all of them exist and are visible.
-    """
+    """Replace neighbouring scores by the values of logits; -inf past the last key."""
     *before, column = place
     logit = attention.logit
     is_whole = keys is None or divides(keys, attention.n)
@@ -122,27 +110,16 @@ class LaneCore(Exchanging, Protocol):
 
 
 class RowSoftmax:
-    """Online softmax of a warp's rows, in the layout of the sums of products of 16 x 8.
-
-    Parameters
-    ----------
-    lanes : LaneCore
-        Instructions.
-    attention, tile, views : AttentionFunction, RowTile, Views
-        The function, its tile, and views of its tensors.
-    place : Sequence[tirx.Expr]
-        Batch and first query of the warp.
-    lane : tirx.Expr
-        The lane.
-    """
+    """Online softmax of a warp's rows, in the layout of the sums of products of 16 x 8."""
 
     def __init__(
         self,
-        lanes: LaneCore,
+        lanes: LaneCore,  # Instructions.
+        # ``attention``, ``tile``, ``views``: the function, its tile, and views of its tensors.
         attention: AttentionFunction,
         tile: RowTile,
         views: Views,
-        place: Sequence[tirx.Expr],
+        place: Sequence[tirx.Expr],  # Batch and first query of the warp.
         lane: tirx.Expr,
     ):
         self.lanes, self.attention, self.tile, self.views = lanes, attention, tile, views

@@ -45,25 +45,15 @@ _BYTES = 2  # of an element of a factor
 
 @dataclass(frozen=True)
 class TensorAttentionTile:
-    """Partition of some queries among the warps of a block.
-
-    Parameters
-    ----------
-    warps : int
-        Warps.
-    warp_rows : int
-        Queries of a warp, a multiple of 16.
-    keys : int
-        Keys that the block visits at a time.
-    depth, columns : int
-        Elements of a key and of a value, rounded up to whole swizzled lines.
-    """
+    """Partition of some queries among the warps of a block."""
 
     warps: int
-    warp_rows: int
-    keys: int
+    warp_rows: int  # Queries of a warp, a multiple of 16.
+    keys: int  # Keys that the block visits at a time.
     depth: int
     columns: int
+    """``depth`` and ``columns``: elements of a key and of a value, rounded up to whole swizzled
+    lines."""
 
     @property
     def rows(self) -> int:

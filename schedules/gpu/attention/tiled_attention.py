@@ -58,24 +58,19 @@ _FLOAT_BYTES = 4  # bytes
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Partition of some queries and keys among the threads of a block.
-
-    Parameters
-    ----------
-    rows, keys : int
-        Queries of the block, and keys that it visits at a time.
-    thread_rows, thread_keys : int
-        Of the part of their products that a thread holds in registers.
-    depth, columns : int
-        Elements of a key and of a value, rounded up to what the threads load and hold.
-    """
+    """Partition of some queries and keys among the threads of a block."""
 
     rows: int
     keys: int
+    """``rows`` and ``keys``: queries of the block, and keys that it visits at a time."""
     thread_rows: int
     thread_keys: int
+    """``thread_rows`` and ``thread_keys``: of the part of their products that a thread holds in
+    registers."""
     depth: int
     columns: int
+    """``depth`` and ``columns``: elements of a key and of a value, rounded up to what the threads
+    load and hold."""
 
     @property
     def key_threads(self) -> int:

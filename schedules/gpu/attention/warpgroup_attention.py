@@ -52,22 +52,14 @@ _STEP_CYCLES = 700.0  # that neither warpgroup hides of the other's waits, a gue
 
 @dataclass(frozen=True)
 class WarpgroupAttentionTile:
-    """Partition of some queries among the warpgroups of a block.
-
-    Parameters
-    ----------
-    depth, columns : int
-        Elements of a key and of a value, rounded up to a multiple of 64.
-    dtype : str
-        Of the factors.
-    warpgroups : int
-        Warpgroups, of 64 queries each.
-    """
+    """Partition of some queries among the warpgroups of a block."""
 
     depth: int
     columns: int
-    dtype: str
-    warpgroups: int = 2
+    """``depth`` and ``columns``: elements of a key and of a value, rounded up to a multiple of
+    64."""
+    dtype: str  # Of the factors.
+    warpgroups: int = 2  # Warpgroups, of 64 queries each.
 
     @property
     def keys(self) -> int:

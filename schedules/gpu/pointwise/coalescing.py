@@ -26,49 +26,29 @@ _FAR = 1 << 24  # stands for an unknown extent or factor
 
 @dataclass(frozen=True)
 class Lanes:
-    """A space computed in vectors of ``vector`` neighbouring points.
-
-    Parameters
-    ----------
-    space : IterationSpace
-        The space.
-    vector : int
-        Lanes, a power of two.
-    is_aligned : bool
-        Whether all lanes lie along the last axis; else they may run over its end.
-    kinds : dict
-        For the variable of each read, and for the number of each store: ``vector`` (one wide
-        access), ``uniform`` (the same place for all lanes), or ``each``.
-    varying : frozenset
-        Variables of steps that differ between lanes.
-    contiguous : frozenset
-        Accesses, named as in ``kinds``, whose position is that of the point plus a constant.
-    """
+    """A space computed in vectors of ``vector`` neighbouring points."""
 
     space: IterationSpace
-    vector: int
-    is_aligned: bool
+    vector: int  # Lanes, a power of two.
+    is_aligned: bool  # Whether all lanes lie along the last axis; else they may run over its end.
     kinds: dict[object, str]
-    varying: frozenset[tirx.Var]
+    """For the variable of each read, and for the number of each store: ``vector`` (one wide
+    access), ``uniform`` (the same place for all lanes), or ``each``."""
+    varying: frozenset[tirx.Var]  # Variables of steps that differ between lanes.
     contiguous: frozenset[object]
+    """Accesses, named as in ``kinds``, whose position is that of the point plus a constant."""
 
     def depends(self, expression: tirx.Expr) -> bool:
         """Return whether an expression differs between lanes."""
         return _depends(self.space, self.is_aligned, self.varying, expression)
 
 
-def classify(space: IterationSpace, vector: int, differing: Iterable[tirx.Var] = ()) -> Lanes:
-    """Classify each access by its stride from lane to lane.
-
-    Parameters
-    ----------
-    space : IterationSpace
-        The points; lanes are neighbours along its last axis.
-    vector : int
-        Lanes, a power of two.
-    differing : Iterable[tirx.Var]
-        Variables without a step that differ between lanes.
-    """
+def classify(
+    space: IterationSpace,  # The points; lanes are neighbours along its last axis.
+    vector: int,  # Lanes, a power of two.
+    differing: Iterable[tirx.Var] = (),  # Variables without a step that differ between lanes.
+) -> Lanes:
+    """Classify each access by its stride from lane to lane."""
     extent = constant(space.extents[-1]) if space.extents else 1
     aligned = extent is not None and extent % vector == 0
     varying: set[tirx.Var] = set(differing)
@@ -260,17 +240,13 @@ def _space(outputs: Sequence[Stage], stages: Sequence[Stage]) -> IterationSpace:
     return split_axes(space)
 
 
-def best_lanes(space: IterationSpace, widest: int = COSTS.widest_load) -> Lanes:
+def best_lanes(
+    space: IterationSpace,  # From :func:`injective_spaces`.
+    widest: int = COSTS.widest_load,  # Lanes at most.
+) -> Lanes:
     """The order of loops and the vector that move the least memory.
 
     The order of the loops is that of the outputs or of one of the inputs.
-
-    Parameters
-    ----------
-    space : IterationSpace
-        From :func:`injective_spaces`.
-    widest : int
-        Lanes at most.
     """
     natural = merge_axes(space)
     best = _best_vector(natural, widest)

@@ -21,24 +21,12 @@ from schedules.tir.index_math import ravel
 
 @dataclass(frozen=True)
 class Read:
-    """A read of a tensor in global memory.
+    """A read of a tensor in global memory."""
 
-    Parameters
-    ----------
-    var : tirx.Var
-        Stands for the value.
-    buffer : tirx.Buffer
-        The tensor.
-    indices : tuple[tirx.Expr, ...]
-        Place in the tensor; may refer to earlier steps.
-    guards : tuple[tirx.Expr, ...]
-        Conditions under which the place exists.
-    """
-
-    var: tirx.Var
-    buffer: tirx.Buffer
-    indices: tuple[tirx.Expr, ...]
-    guards: tuple[tirx.Expr, ...]
+    var: tirx.Var  # Stands for the value.
+    buffer: tirx.Buffer  # The tensor.
+    indices: tuple[tirx.Expr, ...]  # Place in the tensor; may refer to earlier steps.
+    guards: tuple[tirx.Expr, ...]  # Conditions under which the place exists.
 
     @property
     def index(self) -> tirx.Expr:
@@ -48,24 +36,13 @@ class Read:
 
 @dataclass(frozen=True)
 class Value:
-    """A value computed from earlier steps.
+    """A value computed from earlier steps."""
 
-    Parameters
-    ----------
-    var : tirx.Var
-        Stands for it.
-    expression : tirx.Expr
-        Without reads of memory.
-    guards : tuple[tirx.Expr, ...]
-        Conditions under which it may be computed.
-    is_partial : bool
-        Whether it is a partial result of a reduction, which deserves a register.
-    """
-
-    var: tirx.Var
-    expression: tirx.Expr
-    guards: tuple[tirx.Expr, ...]
+    var: tirx.Var  # Stands for it.
+    expression: tirx.Expr  # Without reads of memory.
+    guards: tuple[tirx.Expr, ...]  # Conditions under which it may be computed.
     is_partial: bool = False
+    """Whether it is a partial result of a reduction, which deserves a register."""
 
 
 Step = Read | Value
@@ -74,14 +51,6 @@ Step = Read | Value
 class ElementProgram:
     """Steps that lead from the inputs of a function to elements of its outputs.
 
-    Parameters
-    ----------
-    stages : Sequence[Stage]
-        Blocks whose results are computed where they are needed; what they reduce is unrolled.
-    known : Mapping
-        Values that stand for elements of other buffers wherever they are read, such as the
-        accumulator of a matrix product.
-
     Attributes
     ----------
     steps : list[Step]
@@ -89,7 +58,12 @@ class ElementProgram:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], known: Mapping[tirx.Buffer, tirx.Expr] | None = None
+        self,
+        # Blocks whose results are computed where they are needed; what they reduce is unrolled.
+        stages: Sequence[Stage],
+        # Values that stand for elements of other buffers wherever they are read, such as the
+        # accumulator of a matrix product.
+        known: Mapping[tirx.Buffer, tirx.Expr] | None = None,
     ):
         self.steps: list[Step] = []
         self._stages = {stage.output: stage for stage in stages}

@@ -36,24 +36,12 @@ class Store:
 
 @dataclass(frozen=True)
 class IterationSpace:
-    """Computation at each point of a loop nest, outermost loop first.
+    """Computation at each point of a loop nest, outermost loop first."""
 
-    Parameters
-    ----------
-    axes : tuple[tirx.Var, ...]
-        The loops' variables, int64.
-    extents : tuple[Extent, ...]
-        Their extents.
-    steps : tuple[Step, ...]
-        Steps that compute the values.
-    stores : tuple[Store, ...]
-        Places of the values.
-    """
-
-    axes: tuple[tirx.Var, ...]
-    extents: tuple[Extent, ...]
-    steps: tuple[Step, ...]
-    stores: tuple[Store, ...]
+    axes: tuple[tirx.Var, ...]  # The loops' variables, int64.
+    extents: tuple[Extent, ...]  # Their extents.
+    steps: tuple[Step, ...]  # Steps that compute the values.
+    stores: tuple[Store, ...]  # Places of the values.
 
     @property
     def size(self) -> Extent:

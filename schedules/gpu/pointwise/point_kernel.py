@@ -44,28 +44,15 @@ class Views(FlatViews):
 
 
 class PointWriter:
-    """Emits the steps of a vector of points.
-
-    Parameters
-    ----------
-    lanes : Lanes
-        The points and their accesses.
-    views : Views
-        The tensors.
-    places : Sequence[Sequence[tirx.Expr]]
-        Subscripts of each lane's point.
-    first : tirx.Expr | None
-        Number of the first point, if the points are numbered.
-    fetch : Callable | None
-        From a read to its replacement, such as a read of shared memory; None to keep it.
-    """
+    """Emits the steps of a vector of points."""
 
     def __init__(
         self,
-        lanes: Lanes,
+        lanes: Lanes,  # The points and their accesses.
         views: Views,
-        places: Sequence[Sequence[tirx.Expr]],
-        first: tirx.Expr | None = None,
+        places: Sequence[Sequence[tirx.Expr]],  # Subscripts of each lane's point.
+        first: tirx.Expr | None = None,  # Number of the first point, if the points are numbered.
+        # From a read to its replacement, such as a read of shared memory; None to keep it.
         fetch: Fetch | None = None,
     ):
         self.lanes = lanes

@@ -143,10 +143,7 @@ class ChainTemplate(ReduceTemplate):
 def _in_one_stage(workload: GroupWorkload) -> GroupWorkload:
     """The workload of the kernel; only groups that can be one stage have this template.
 
-    Raises
-    ------
-    OpError
-        If the group cannot.
+    Raises ``OpError`` if the group cannot.
     """
     found = workload.one_stage if workload.is_chain else workload
     if found is None:
@@ -181,20 +178,14 @@ class CoalescedReduce(TunableGPURule):
     without a workspace.
     """
 
-    def configure(self, func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc:
+    def configure(
+        self,
+        func: tirx.PrimFunc,  # Not scheduled.
+        target: Target,
+    ) -> tirx.PrimFunc:
         """Give a function its configuration: that of a record, else the default.
 
-        Parameters
-        ----------
-        func : tirx.PrimFunc
-            Not scheduled.
-        target : Target
-            A GPU.
-
-        Returns
-        -------
-        tirx.PrimFunc
-            As :func:`schedules.gpu.reduce.plan.configure.configure` does.
+        The result is that of :func:`schedules.gpu.reduce.plan.configure.configure`.
         """
         gpu = self.machine(target)
         if gpu.device is not None:

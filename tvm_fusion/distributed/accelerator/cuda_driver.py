@@ -52,10 +52,7 @@ class _Copy2D(ctypes.Structure):
 def load_library() -> Any:
     """NVIDIA's driver.
 
-    Raises
-    ------
-    TargetError
-        If it is not installed.
+    Raises ``TargetError`` if it is not installed.
     """
     try:
         return ctypes.CDLL(_LIBRARY)
@@ -66,18 +63,16 @@ def load_library() -> Any:
 class CUDADriver:
     """One GPU of NVIDIA.
 
-    Parameters
-    ----------
-    index : int
-        Its number in the driver.
-
     Raises
     ------
     TargetError
         If there is no driver, or no GPU of that number.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(
+        self,
+        index: int,  # Its number in the driver.
+    ) -> None:
         self._library = load_library()
         self.name = f"cuda:{index}"
         status = self._library.cuInit(ctypes.c_uint(0))
@@ -95,10 +90,7 @@ class CUDADriver:
     def call(self, function: str, *arguments: Any) -> None:
         """Call a function of the driver.
 
-        Raises
-        ------
-        DistributedError
-            If it fails.
+        Raises ``DistributedError`` if it fails.
         """
         status = getattr(self._library, function)(*arguments)
         if status:
@@ -184,15 +176,7 @@ class CUDADriver:
 
 
 class CUDAQueue:
-    """A stream.
-
-    Parameters
-    ----------
-    driver : CUDADriver
-        The device.
-    stream : ctypes.c_void_p
-        The stream.
-    """
+    """A stream."""
 
     def __init__(self, driver: CUDADriver, stream: ctypes.c_void_p) -> None:
         self._driver = driver

@@ -112,31 +112,18 @@ class ResolvedDevice:
 
 
 def resolve_devices(
+    # Devices of every rank, or of some ranks.
     devices: Sequence[str | Device] | Mapping[int, Sequence[str | Device]],
-    ranks: int,
-    host: Target,
+    ranks: int,  # Number of ranks.
+    host: Target,  # The CPU of every rank.
     processor: Processor,
 ) -> tuple[tuple[ResolvedDevice, ...], ...]:
     """Devices of each rank.
 
-    Parameters
-    ----------
-    devices : Sequence or Mapping
-        Devices of every rank, or of some ranks.
-    ranks : int
-        Number of ranks.
-    host : tvm.target.Target
-        The CPU of every rank.
-    processor : Processor
-        Its figures.
-
-    Raises
-    ------
-    InvalidInputError
-        If devices are no sequence, or given for a rank that is none, or a field of one is not what
-        its name says, or one that copies chunks, or a GPU of NVIDIA, is to compute in place.
-    TargetError
-        If a target is unknown or is no GPU, or means a GPU of this machine and there is none.
+    Raises ``InvalidInputError`` if devices are no sequence, or given for a rank that is none, or a
+    field of one is not what its name says, or one that copies chunks, or a GPU of NVIDIA, is to
+    compute in place. Raises ``TargetError`` if a target is unknown or is no GPU, or means a GPU of
+    this machine and there is none.
     """
     lists = devices.values() if isinstance(devices, Mapping) else [devices]
     for each in lists:
@@ -171,17 +158,16 @@ def accelerator_of(machine: Machine) -> Accelerator:
     )
 
 
-def host_accelerator(device: Target, host: Target, processor: Processor) -> Accelerator:
+def host_accelerator(
+    # ``device``, ``host``: the CPU, with the cores of the device and those of the kernels beside
+    # it.
+    device: Target,
+    host: Target,
+    processor: Processor,  # Figures of the latter.
+) -> Accelerator:
     """Figures of an OpenCL device that is this CPU, on those of its cores that are left.
 
     Copies go through its memory, and are read and written by the cores that compute.
-
-    Parameters
-    ----------
-    device, host : tvm.target.Target
-        The CPU, with the cores of the device and those of the kernels beside it.
-    processor : Processor
-        Figures of the latter.
     """
     cores = processor.slower(_cores(host) / _cores(device))
     return Accelerator(

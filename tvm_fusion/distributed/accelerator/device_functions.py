@@ -64,16 +64,12 @@ class DeviceCode:
         """OpenCL text of each kernel."""
         return {name: self.before + text for name, text in opencl_texts(self.text).items()}
 
-    def calls(self, function: str, scalars: Sequence[int]) -> tuple[DeviceCall, ...]:
-        """The launches of a call of a function.
-
-        Parameters
-        ----------
-        function : str
-            Its name.
-        scalars : Sequence[int]
-            Its arguments after the windows.
-        """
+    def calls(
+        self,
+        function: str,
+        scalars: Sequence[int],  # Its arguments after the windows.
+    ) -> tuple[DeviceCall, ...]:
+        """The launches of a call of a function."""
         host = self.hosts[function]
         windows = host.params[: len(host.params) - len(scalars)]
         # Shapes are constant: the arrays stand for them, and their memory is never touched.
@@ -97,16 +93,14 @@ class DeviceCode:
 
 
 class DeviceFunctions:
-    """Functions of rows for a device; equal ones are compiled once.
+    """Functions of rows for a device; equal ones are compiled once."""
 
-    Parameters
-    ----------
-    device : ResolvedDevice
-        The device. Without a schedule of its user our rules for GPUs do, then those of TVM; of a
-        device that is a CPU those for CPUs, where OpenCL has names for what they use.
-    """
-
-    def __init__(self, device: ResolvedDevice) -> None:
+    def __init__(
+        self,
+        # The device. Without a schedule of its user our rules for GPUs do, then those of TVM; of a
+        # device that is a CPU those for CPUs, where OpenCL has names for what they use.
+        device: ResolvedDevice,
+    ) -> None:
         self.target = device.target
         self._schedule, self._cpu = device.schedule, device.cpu
         self._before: dict[str, None] = {}

@@ -16,20 +16,14 @@ from .shares import DeviceShare
 
 
 class DeviceRun:
-    """Rows of a rank on one device.
-
-    Parameters
-    ----------
-    share : DeviceShare
-        The rows, their chunks and kernels.
-    driver : Driver
-        The device.
-    buffers : Mapping[str, LocalBuffer]
-        The rank's windows of all parameters, in the order of the function's parameters.
-    """
+    """Rows of a rank on one device."""
 
     def __init__(
-        self, share: DeviceShare, driver: Driver, buffers: Mapping[str, LocalBuffer]
+        self,
+        share: DeviceShare,  # The rows, their chunks and kernels.
+        driver: Driver,
+        # The rank's windows of all parameters, in the order of the function's parameters.
+        buffers: Mapping[str, LocalBuffer],
     ) -> None:
         self._share = share
         self._sequence = share.sequence
@@ -62,26 +56,19 @@ class DeviceRun:
 
     def start(
         self,
+        # The rank's windows; until :meth:`finish` nobody else writes what the rows read, or touches
+        # the rows themselves.
         buffers: Mapping[str, LocalBuffer],
+        # ``first``, ``last``: whether it is the first and the last step of a run. Between them,
+        # rows that stay on the device are copied only where others compute or read them.
         first: bool = True,
         last: bool = True,
-        steps: int = 1,
+        steps: int = 1,  # Steps to compute.
     ) -> None:
         """Begin to copy, compute and copy back all chunks.
 
         Returns at once, but where several steps have no copy between them: when all is copied in,
         since others then write what is copied. Then :meth:`pass_on` copies back.
-
-        Parameters
-        ----------
-        buffers : Mapping[str, LocalBuffer]
-            The rank's windows; until :meth:`finish` nobody else writes what the rows read, or
-            touches the rows themselves.
-        first, last : bool
-            Whether it is the first and the last step of a run. Between them, rows that stay on the
-            device are copied only where others compute or read them.
-        steps : int
-            Steps to compute.
         """
         kernels: list[Event] = []
         ends: list[Event] = []
@@ -117,16 +104,12 @@ class DeviceRun:
         """True if several steps follow each other without a copy."""
         return self._sequence.kept is not None and self._sequence.kept.steps > 1
 
-    def pass_on(self, buffers: Mapping[str, LocalBuffer], last: bool) -> None:
-        """Begin to copy back what several steps have computed, when others have, too.
-
-        Parameters
-        ----------
-        buffers : Mapping[str, LocalBuffer]
-            The rank's windows after these steps.
-        last : bool
-            Whether they are the last of a run.
-        """
+    def pass_on(
+        self,
+        buffers: Mapping[str, LocalBuffer],  # The rank's windows after these steps.
+        last: bool,  # Whether they are the last of a run.
+    ) -> None:
+        """Begin to copy back what several steps have computed, when others have, too."""
         if self._is_deep:
             self._copy_out(buffers, 0, last, self._last)
 
@@ -154,10 +137,7 @@ class DeviceRun:
     def exchanged(self, buffers: Mapping[str, LocalBuffer]) -> dict[str, LocalBuffer]:
         """Windows on the device of what outputs and inputs pass on, for MPI.
 
-        Raises
-        ------
-        TargetError
-            If the device's memory has no address.
+        Raises ``TargetError`` if the device's memory has no address.
         """
         if not self._exchanged and self._sequence.kept is not None:
             [chunk] = self._sequence.chunks
@@ -172,10 +152,7 @@ class DeviceRun:
     def finish(self) -> None:
         """Wait for the last copy.
 
-        Raises
-        ------
-        DistributedError
-            If the device has failed.
+        Raises ``DistributedError`` if the device has failed.
         """
         with ExitStack() as all_queues:  # also where one has failed
             for queue in (self._out, self._compute, self._into):

@@ -65,10 +65,7 @@ class Driver(Protocol):
     def share(self, array: np.ndarray) -> Memory:
         """An array of the host as memory of the device.
 
-        Raises
-        ------
-        TargetError
-            If the device does not share the host's memory.
+        Raises ``TargetError`` if the device does not share the host's memory.
         """
 
     def pin(self, array: np.ndarray) -> None:
@@ -77,10 +74,7 @@ class Driver(Protocol):
     def array(self, memory: Memory, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
         """An array at the address of memory of the device, which only MPI may touch.
 
-        Raises
-        ------
-        TargetError
-            If this memory has no address.
+        Raises ``TargetError`` if this memory has no address.
         """
 
     def queue(self) -> Queue:
@@ -145,20 +139,13 @@ def planes(view: np.ndarray, place: Place) -> Iterator[Plane]:
         yield Plane(address, rows, length, pitch, offset, offset_pitch)
 
 
-def open_driver(kind: str, index: int) -> Driver:
+def open_driver(
+    kind: str,  # ``cuda`` or ``opencl``.
+    index: int,  # Its number among those of its kind.
+) -> Driver:
     """Open a device of this machine.
 
-    Parameters
-    ----------
-    kind : str
-        ``cuda`` or ``opencl``.
-    index : int
-        Its number among those of its kind.
-
-    Raises
-    ------
-    TargetError
-        If there is none, or its driver or package is not installed.
+    Raises ``TargetError`` if there is none, or its driver or package is not installed.
     """
     if kind == "opencl":
         from .opencl_driver import OpenCLDriver
@@ -172,10 +159,7 @@ def open_driver(kind: str, index: int) -> Driver:
 def check_index(kind: str, index: int, names: Sequence[str]) -> None:
     """Refuse a device that is not there.
 
-    Raises
-    ------
-    TargetError
-        If there are fewer.
+    Raises ``TargetError`` if there are fewer.
     """
     if index >= len(names):
         there = ", ".join(f"{kind}:{n} ({name})" for n, name in enumerate(names)) or "none"

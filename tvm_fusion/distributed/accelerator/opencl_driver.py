@@ -61,11 +61,6 @@ def _shares_memory(device: Any) -> bool:
 class OpenCLDriver:
     """One OpenCL device.
 
-    Parameters
-    ----------
-    index : int
-        Its number in :func:`opencl_devices`.
-
     Raises
     ------
     TargetError
@@ -74,7 +69,10 @@ class OpenCLDriver:
 
     _places = itertools.count()
 
-    def __init__(self, index: int) -> None:
+    def __init__(
+        self,
+        index: int,  # Its number in :func:`opencl_devices`.
+    ) -> None:
         devices = opencl_devices()
         check_index("opencl", index, [device.name.strip() for device in devices])
         self.name = f"opencl:{index}"
@@ -130,17 +128,13 @@ class OpenCLDriver:
 
 
 class OpenCLQueue:
-    """An in-order queue.
+    """An in-order queue."""
 
-    Parameters
-    ----------
-    name : str
-        The device, for errors.
-    queue : pyopencl.CommandQueue
-        The queue.
-    """
-
-    def __init__(self, name: str, queue: Any) -> None:
+    def __init__(
+        self,
+        name: str,  # The device, for errors.
+        queue: Any,
+    ) -> None:
         self._name = name
         self._queue = queue
         # That of a copy waits, when it is deleted, for the copy: kept until all is finished.

@@ -68,10 +68,11 @@ class Shares:
 
 
 def plan_shares(
-    plan: Distribution,
-    devices: Sequence[Sequence[ResolvedDevice]],
-    split: Split,
-    processor: Processor,
+    plan: Distribution,  # Parts of all ranks.
+    devices: Sequence[Sequence[ResolvedDevice]],  # Of each rank.
+    split: Split,  # As of :func:`tvm_fusion.distributed.compile`.
+    processor: Processor,  # Figures of the CPU.
+    # Of each rank, how many steps on its CPU pass over the memory together.
     together: Sequence[int],
 ) -> Shares:
     """Split the rows of each rank, and compile what its devices compute.
@@ -79,23 +80,8 @@ def plan_shares(
     The first distributed loop is split: the CPU has its first iterations, then come the devices in
     their order.
 
-    Parameters
-    ----------
-    plan : Distribution
-        Parts of all ranks.
-    devices : Sequence[Sequence[ResolvedDevice]]
-        Of each rank.
-    split : Split
-        As of :func:`tvm_fusion.distributed.compile`.
-    processor : Processor
-        Figures of the CPU.
-    together : Sequence[int]
-        Of each rank, how many steps on its CPU pass over the memory together.
-
-    Raises
-    ------
-    OpError
-        If a given split does not fit the rows of a rank, or a schedule binds nothing.
+    Raises ``OpError`` if a given split does not fit the rows of a rank, or a schedule binds
+    nothing.
     """
     cut = [
         _cut(plan, rank, devices[rank], _of_rank(split, rank, plan.ranks), processor, steps)

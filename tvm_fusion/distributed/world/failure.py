@@ -40,15 +40,12 @@ class ExitCallError(BaseException):
 
 
 class Watch:
-    """The process of :mod:`.watch` that belongs to this rank.
+    """The process of :mod:`.watch` that belongs to this rank."""
 
-    Parameters
-    ----------
-    timeout : float
-        Seconds for the other ranks to begin their session.
-    """
-
-    def __init__(self, timeout: float) -> None:
+    def __init__(
+        self,
+        timeout: float,  # Seconds for the other ranks to begin their session.
+    ) -> None:
         rank = str(launched_rank())
         script = Path(__file__).with_name("watch.py")
         # A session of its own: launchers kill by process groups.
@@ -91,20 +88,15 @@ def describe(error: BaseException) -> str | None:
     return f"failed: {text}" if isinstance(error, TVMFusionError) else _named(error, text)
 
 
-def tell(record: NodeRecord, rank: int, size: int, doing: str, error: BaseException) -> None:
-    """Print why the job ends, unless another rank of the node did so already.
-
-    Parameters
-    ----------
-    record : NodeRecord
-        Of the node.
-    rank, size : int
-        This rank, and the number of ranks.
-    doing : str
-        The exchange and the ranks that take part, as in the record.
-    error : BaseException
-        The reason; its traceback is printed, too, if it is none of ours.
-    """
+def tell(
+    record: NodeRecord,
+    # ``rank``, ``size``: this rank, and the number of ranks.
+    rank: int,
+    size: int,
+    doing: str,  # The exchange and the ranks that take part, as in the record.
+    error: BaseException,  # The reason; its traceback is printed, too, if it is none of ours.
+) -> None:
+    """Print why the job ends, unless another rank of the node did so already."""
     if not record.claim():
         return
     if isinstance(error, Exception) and not isinstance(error, TVMFusionError):

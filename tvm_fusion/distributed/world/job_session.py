@@ -209,10 +209,7 @@ def _choose_packing(world: World, network: str | os.PathLike[str] | None) -> Non
 def _network_machine(network: str | os.PathLike[str]) -> Machine:
     """Read a calibrated network; machines that have names have none.
 
-    Raises
-    ------
-    InvalidInputError
-        If there is no such file, or it is one of something else.
+    Raises ``InvalidInputError`` if there is no such file, or it is one of something else.
     """
     if not isinstance(network, str | os.PathLike):
         raise InvalidInputError(f"network is {network!r:.60}; expected the path of a file")

@@ -81,10 +81,7 @@ class LocalWorld:
     def start(self, exchange: Exchange, buffers: Mapping[str, LocalBuffer]) -> None:
         """Send this rank's messages of an exchange.
 
-        Raises
-        ------
-        DistributedError
-            If the exchange has been started and not finished.
+        Raises ``DistributedError`` if the exchange has been started and not finished.
         """
         if exchange.id in self._running:
             raise DistributedError(f"exchange {exchange.id} is started twice; finish it in between")
@@ -99,10 +96,7 @@ class LocalWorld:
     def finish(self, exchange: Exchange) -> None:
         """Wait for the messages that this rank receives in an exchange.
 
-        Raises
-        ------
-        DistributedError
-            If it was not started, or a message does not arrive in time.
+        Raises ``DistributedError`` if it was not started, or a message does not arrive in time.
         """
         if exchange.id not in self._running:
             raise DistributedError(f"exchange {exchange.id} is finished without a start")
@@ -145,10 +139,7 @@ class LocalWorld:
     def agree(self, text: str, of: str = "programs") -> None:
         """Compare a text on all ranks.
 
-        Raises
-        ------
-        DistributedError
-            On all ranks, if any of them has another text.
+        Raises ``DistributedError`` on all ranks, if any of them has another text.
         """
         texts = self._gather(text, "a comparison")
         others = [rank for rank, other in enumerate(texts) if other != texts[0]]

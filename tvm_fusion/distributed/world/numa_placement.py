@@ -29,23 +29,15 @@ class Placement:
 
 
 def placements(
-    nodes: Sequence[NumaNode], allowed: Sequence[Sequence[int]], numa: Numa
+    nodes: Sequence[NumaNode],  # The nodes of the machine.
+    allowed: Sequence[Sequence[int]],  # For each rank the processors that it may use.
+    # Memory on the ``same`` node as the processors, on the next (``other``) one, or ``unbound``.
+    numa: Numa,
 ) -> list[Placement]:
     """Places of all ranks of a machine: in order, in equal numbers on its nodes.
 
-    Parameters
-    ----------
-    nodes : Sequence[NumaNode]
-        The nodes of the machine.
-    allowed : Sequence[Sequence[int]]
-        For each rank the processors that it may use.
-    numa : str
-        Memory on the ``same`` node as the processors, on the next (``other``) one, or ``unbound``.
-
-    Raises
-    ------
-    TargetError
-        If there are less than two nodes, or a rank may use no processor of its node.
+    Raises ``TargetError`` if there are less than two nodes, or a rank may use no processor of its
+    node.
     """
     if len(nodes) < 2:
         raise TargetError(

@@ -93,15 +93,13 @@ def always(route: Route) -> Packing:
 
 
 class MeasuredPacking:
-    """Routes as they were measured for the nearest shape.
+    """Routes as they were measured for the nearest shape."""
 
-    Parameters
-    ----------
-    seconds : Mapping[ParcelShape, Mapping[Route, float]]
-        Times of each route; without a slot between ranks that share no memory.
-    """
-
-    def __init__(self, seconds: Mapping[ParcelShape, Mapping[Route, float]]) -> None:
+    def __init__(
+        self,
+        # Times of each route; without a slot between ranks that share no memory.
+        seconds: Mapping[ParcelShape, Mapping[Route, float]],
+    ) -> None:
         self._routes = {
             shape: tuple(sorted(times, key=lambda route: times[route]))
             for shape, times in seconds.items()
@@ -136,10 +134,7 @@ def is_figure(name: str) -> bool:
 def packing_of(machine: Machine) -> MeasuredPacking:
     """The packing of ranks that were calibrated.
 
-    Raises
-    ------
-    InvalidInputError
-        If there are no such figures, or one of them is of no parcel.
+    Raises ``InvalidInputError`` if there are no such figures, or one of them is of no parcel.
     """
     seconds: dict[ParcelShape, dict[Route, float]] = {}
     for name in filter(is_figure, machine.figures):

@@ -46,19 +46,6 @@ def _no_slot(peer: int, nbytes: int) -> None:
 class Parcel:
     """Parts of this rank's windows that go to, or come from, one other rank.
 
-    Parameters
-    ----------
-    peer : int
-        The other rank.
-    views : Sequence[np.ndarray]
-        Regions of local windows, in the order of the messages; none is empty.
-    slot_of : Callable[[int, int], Slot | None], optional
-        The slot for it, or None.
-    on_device : bool
-        Whether any of them lies in the memory of a device, where only MPI can read it.
-    packing : Packing
-        How it travels without a slot.
-
     Attributes
     ----------
     stage : np.ndarray | None
@@ -69,11 +56,13 @@ class Parcel:
 
     def __init__(
         self,
-        peer: int,
+        peer: int,  # The other rank.
+        # Regions of local windows, in the order of the messages; none is empty.
         views: Sequence[np.ndarray],
         slot_of: SlotOf = _no_slot,
+        # Whether any of them lies in the memory of a device, where only MPI can read it.
         on_device: bool = False,
-        packing: Packing = by_constants,
+        packing: Packing = by_constants,  # How it travels without a slot.
     ) -> None:
         self.peer = peer
         self.views = list(views)
@@ -201,13 +190,6 @@ def _segments(view: np.ndarray) -> np.ndarray:
 class ExchangeTexts:
     """What a rank says of an exchange.
 
-    Parameters
-    ----------
-    number : int
-        Of the exchange.
-    peers : Iterable[int]
-        The ranks with which it exchanges.
-
     Attributes
     ----------
     name : str
@@ -216,7 +198,11 @@ class ExchangeTexts:
         What the rank does in and after the exchange, for the node's record.
     """
 
-    def __init__(self, number: int, peers: Iterable[int]) -> None:
+    def __init__(
+        self,
+        number: int,  # Of the exchange.
+        peers: Iterable[int],  # The ranks with which it exchanges.
+    ) -> None:
         several = sorted(set(peers))
         whom = f" with {name_ranks(several)}" if several else ""
         self.name = f"in exchange {number}"
@@ -226,21 +212,6 @@ class ExchangeTexts:
 
 class PreparedExchange:
     """Parcels of an exchange, and MPI's persistent requests that move them again and again.
-
-    Parameters
-    ----------
-    mpi : module
-        ``mpi4py.MPI``.
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    exchange : Exchange
-        The messages of all ranks.
-    buffers : Mapping[str, LocalBuffer]
-        This rank's windows of the buffers that they name.
-    slots : NodeSlots, optional
-        The slots of this rank's node.
-    packing : Packing
-        How parcels travel.
 
     Attributes
     ----------
@@ -256,12 +227,12 @@ class PreparedExchange:
 
     def __init__(
         self,
-        mpi: Any,
+        mpi: Any,  # ``mpi4py.MPI``.
         comm: Any,
-        exchange: Exchange,
-        buffers: Mapping[str, LocalBuffer],
-        slots: NodeSlots | None = None,
-        packing: Packing = by_constants,
+        exchange: Exchange,  # The messages of all ranks.
+        buffers: Mapping[str, LocalBuffer],  # This rank's windows of the buffers that they name.
+        slots: NodeSlots | None = None,  # The slots of this rank's node.
+        packing: Packing = by_constants,  # How parcels travel.
     ) -> None:
         self.exchange = exchange
         sent, received = exchange.sent_by(comm.rank), exchange.received_by(comm.rank)
@@ -427,20 +398,13 @@ class SlotMessage(NamedTuple):
         return self.message.dest if self.is_sent else self.message.source
 
 
-def slot_route(exchange: Exchange, rank: int, itemsize: int, slots: NodeSlots) -> SlotRoute | None:
-    """How one rank takes part in an exchange; None if MPI or several pieces are in it.
-
-    Parameters
-    ----------
-    exchange : Exchange
-        One in turn.
-    rank : int
-        The rank.
-    itemsize : int
-        Bytes of an element.
-    slots : NodeSlots
-        Of its node.
-    """
+def slot_route(
+    exchange: Exchange,  # One in turn.
+    rank: int,
+    itemsize: int,  # Bytes of an element.
+    slots: NodeSlots,
+) -> SlotRoute | None:
+    """How one rank takes part in an exchange; None if MPI or several pieces are in it."""
     found = []
     pieces = [(m, True) for m in exchange.sent_by(rank)]
     pieces += [(m, False) for m in exchange.received_by(rank)]
@@ -459,42 +423,34 @@ def slot_route(exchange: Exchange, rank: int, itemsize: int, slots: NodeSlots) -
 class SlotRoute:
     """How one rank takes part in an exchange, for the kernel that makes it.
 
-    Parameters
-    ----------
-    number : int
-        Of the exchange.
-    messages : Sequence[SlotMessage]
-        One for each peer, those sent first.
-    itemsize : int
-        Bytes of an element.
-
     Attributes
     ----------
     texts : ExchangeTexts
         What the rank says in and after the exchange.
     """
 
-    def __init__(self, number: int, messages: Sequence[SlotMessage], itemsize: int) -> None:
+    def __init__(
+        self,
+        number: int,  # Of the exchange.
+        messages: Sequence[SlotMessage],  # One for each peer, those sent first.
+        itemsize: int,  # Bytes of an element.
+    ) -> None:
         self.texts = ExchangeTexts(number, [each.peer for each in messages])
         self._messages, self._itemsize = messages, itemsize
         self._texts = [np.frombuffer(t, np.uint8) for t in (self.texts.inside, self.texts.after)]
         self._row = np.zeros(table.HEADER, np.int64)
 
-    def fill(self, row: np.ndarray, own: Region, held: Region, spins: int, record: int) -> None:
-        """Write the row that the kernel reads, where it can make the exchange.
-
-        Parameters
-        ----------
-        row : np.ndarray
-            Of zeros.
-        own, held : Region
-            What lies in the tensors from which it sends and into which it receives; the same if
-            they are one.
-        spins : int
-            Tests of a slot before Python waits for it.
-        record : int
-            Address of the text that tells what the rank does.
-        """
+    def fill(
+        self,
+        row: np.ndarray,  # Of zeros.
+        # ``own``, ``held``: what lies in the tensors from which it sends and into which it
+        # receives; the same if they are one.
+        own: Region,
+        held: Region,
+        spins: int,  # Tests of a slot before Python waits for it.
+        record: int,  # Address of the text that tells what the rank does.
+    ) -> None:
+        """Write the row that the kernel reads, where it can make the exchange."""
         fields = [self._fields(each, own if each.is_sent else held) for each in self._messages]
         both, sends = intersection(own, held), sum(each.is_sent for each in self._messages)
         keeps = sends < len(fields) and own != held and region_size(both) > 0

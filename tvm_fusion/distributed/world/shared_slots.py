@@ -36,11 +36,6 @@ _IN_ORDER = ("x86_64", "AMD64")
 class Slot:
     """Place of one message at a time from one rank to another.
 
-    Parameters
-    ----------
-    memory : memoryview
-        Header, then data; all of it 0 at first.
-
     Attributes
     ----------
     data : np.ndarray
@@ -49,7 +44,10 @@ class Slot:
         Of the header.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(
+        self,
+        memory: memoryview,  # Header, then data; all of it 0 at first.
+    ) -> None:
         self.data = np.frombuffer(memory[_HEADER:], np.uint8)
         self.address = int(self.data.ctypes.data) - _HEADER
         self._counts = memory[:_HEADER]  # of messages, modulo 256
@@ -121,15 +119,6 @@ class NodeSlots:
     them at the same places. A slot stays that of an exchange's messages up to a power of two of
     bytes, so that it does not matter which of them a rank prepares anew.
 
-    Parameters
-    ----------
-    path : str
-        The file, of :func:`shared_file`.
-    places : Mapping[int, int]
-        Ranks of this node, two or more, numbered from 0.
-    rank : int
-        This rank.
-
     Attributes
     ----------
     most : int
@@ -138,7 +127,12 @@ class NodeSlots:
         Of one in turn.
     """
 
-    def __init__(self, path: str, places: Mapping[int, int], rank: int) -> None:
+    def __init__(
+        self,
+        path: str,  # The file, of :func:`shared_file`.
+        places: Mapping[int, int],  # Ranks of this node, two or more, numbered from 0.
+        rank: int,  # This rank.
+    ) -> None:
         with open(path, "r+b") as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), 0))
         self._places, self._rank = places, rank

@@ -30,17 +30,13 @@ _PATIENCE = 20  # milliseconds between looks at ranks that are about to leave
 
 
 class NodeRecord:
-    """Board of what the ranks of a node do, in a file that they share.
+    """Board of what the ranks of a node do, in a file that they share."""
 
-    Parameters
-    ----------
-    path : str
-        The file, of :func:`record_bytes`.
-    slot : int
-        The number of the process among those of the node; -1 for a reader.
-    """
-
-    def __init__(self, path: str, slot: int = -1) -> None:
+    def __init__(
+        self,
+        path: str,  # The file, of :func:`record_bytes`.
+        slot: int = -1,  # The number of the process among those of the node; -1 for a reader.
+    ) -> None:
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - open as long as the record
         self._memory = mmap.mmap(self._file.fileno(), 0)
         self._slot = slot

@@ -17,18 +17,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One small module.
+    """One small module."""
 
-    Parameters
-    ----------
-    name : str
-        What it computes; results are kept under this name.
-    build : callable
-        Returns the module, whose ``main`` has the weights as constants.
-    """
-
-    name: str
+    name: str  # What it computes; results are kept under this name.
     build: Callable[[], tvm.IRModule]
+    """Returns the module, whose ``main`` has the weights as constants."""
 
 
 def cases() -> list[Case]:

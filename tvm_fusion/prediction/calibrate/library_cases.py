@@ -26,25 +26,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LibraryCase:
-    """One kernel of PyTorch.
+    """One kernel of PyTorch."""
 
-    Parameters
-    ----------
-    name : str
-        What it computes; results are kept under this name.
-    call : KernelCall
-        The kernel as its model sees it.
-    data, weights : tuple of tuple of int
-        Shapes of the operands that the layer before writes, and of those that lie in memory.
-    run : callable
-        Runs it, given PyTorch and the operands.
-    """
-
-    name: str
-    call: KernelCall
+    name: str  # What it computes; results are kept under this name.
+    call: KernelCall  # The kernel as its model sees it.
     data: tuple[Shape, ...]
     weights: tuple[Shape, ...]
-    run: Callable[..., Any]
+    """``data`` and ``weights``: shapes of the operands that the layer before writes, and of those
+    that lie in memory."""
+    run: Callable[..., Any]  # Runs it, given PyTorch and the operands.
 
 
 def library_cases() -> list[list[LibraryCase]]:
@@ -435,18 +425,12 @@ def keep_freed_memory() -> None:
     torch.empty(_LARGEST, dtype=torch.uint8)
 
 
-def time_library(case: LibraryCase, threads: int, cold: int) -> float:
-    """Typical seconds of a kernel.
-
-    Parameters
-    ----------
-    case : LibraryCase
-        The kernel.
-    threads : int
-        Threads of PyTorch.
-    cold : int
-        Bytes of all copies of the weights together.
-    """
+def time_library(
+    case: LibraryCase,
+    threads: int,  # Threads of PyTorch.
+    cold: int,  # Bytes of all copies of the weights together.
+) -> float:
+    """Typical seconds of a kernel."""
     import torch
 
     torch.set_num_threads(threads)

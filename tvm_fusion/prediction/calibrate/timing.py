@@ -52,17 +52,13 @@ Timed = tuple[KernelCall, float]
 
 
 class KernelTimer:
-    """Compiles the kernels of cases, and times them on this machine.
+    """Compiles the kernels of cases, and times them on this machine."""
 
-    Parameters
-    ----------
-    target : Target
-        This CPU.
-    machine : Machine
-        Its limits, with which kernels are described.
-    """
-
-    def __init__(self, target: Target, machine: Machine) -> None:
+    def __init__(
+        self,
+        target: Target,  # This CPU.
+        machine: Machine,  # Its limits, with which kernels are described.
+    ) -> None:
         may_use_tiles()
         self._target, self._machine = target, machine
         self._crew = Crew(int(machine["multiprocessors"]))

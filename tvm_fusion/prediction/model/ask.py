@@ -26,21 +26,14 @@ _OF_RANKS = ("link", "bucket", "sharding")
 
 @dataclass(frozen=True)
 class Question:
-    """Model, and how it is to run.
-
-    Parameters
-    ----------
-    model : path, bytes or onnx.ModelProto
-        The model.
-    machine, engine, shapes, options
-        As for :func:`predict`.
-    """
+    """Model, and how it is to run."""
 
     model: Any
     machine: Any = "native"
     engine: str = "tvm_fusion"
     shapes: Mapping[str, Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    """``machine``, ``engine``, ``shapes`` and ``options``: as for :func:`predict`."""
 
     phase: str = ""
     step: int = 0
@@ -78,10 +71,8 @@ class Question:
         and, after these, those of :func:`tvm_fusion.prediction.what_if.change` that need no ranks,
         several joined by `` and ``.
 
-        Raises
-        ------
-        PredictionError
-            If a change is unknown, its value is wrong, or it matches no operator.
+        Raises ``PredictionError`` if a change is unknown, its value is wrong, or it matches no
+        operator.
         """
         answers = tuple(self._answer(imported, found, text) for text in changes)
         return replace(found, answers=answers)
@@ -115,11 +106,8 @@ def phase_shapes(graph: onnx.GraphProto, phase: str, step: int) -> dict[str, int
     A name with ``total``, or with ``past`` and a sum, is of all tokens; one with ``past`` of those
     whose keys and values are given; one with ``seq`` or ``length`` of the new ones.
 
-    Raises
-    ------
-    PredictionError
-        If phase or step is none, or the model has no such dimension: the message lists those that
-        it has.
+    Raises ``PredictionError`` if phase or step is none, or the model has no such dimension: the
+    message lists those that it has.
     """
     _one_of("phase", phase, PHASES)
     if type(step) is not int or not 0 < step < 1 << 31:

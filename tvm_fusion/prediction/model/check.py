@@ -23,22 +23,13 @@ LEAST_ERROR = 4e-4
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A prediction and a measurement of the same model.
+    """A prediction and a measurement of the same model."""
 
-    Parameters
-    ----------
-    prediction : ModelPrediction
-        Made before anything ran.
-    measured : tuple of float
-        Median seconds of each kernel, in the order of the prediction, without what timing each
-        of them adds to the run.
-    seconds : float
-        Median of a whole run.
-    """
-
-    prediction: ModelPrediction
+    prediction: ModelPrediction  # Made before anything ran.
     measured: tuple[float, ...]
-    seconds: float
+    """Median seconds of each kernel, in the order of the prediction, without what timing each of
+    them adds to the run."""
+    seconds: float  # Median of a whole run.
 
     @property
     def errors(self) -> list[float]:
@@ -83,6 +74,8 @@ def mean_error(errors: Sequence[float]) -> float:
 
 
 def check_model(
+    # ``model``, ``shapes``, ``fuse``, ``winograd``, ``records``, ``threads``: as for
+    # :func:`.predict`.
     model: Any,
     shapes: Mapping[str, Any] | None = None,
     *,
@@ -90,27 +83,16 @@ def check_model(
     winograd: str = "auto",
     records: Any = None,
     threads: int | None = None,
+    # ``runs``, ``rounds``: timed runs, and times that they are repeated; the fastest round counts.
     runs: int = 30,
     rounds: int = 1,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # Called as ``progress(text, done, total)``.
 ) -> CheckedModel:
     """Predict a model on this CPU, then compile and run it.
 
-    Parameters
-    ----------
-    model, shapes, fuse, winograd, records, threads
-        As for :func:`.predict`.
-    runs, rounds : int
-        Timed runs, and times that they are repeated; the fastest round counts.
-    progress : callable, optional
-        Called as ``progress(text, done, total)``.
-
-    Raises
-    ------
-    PredictionError
-        As for :func:`.predict`, or if the model ran other kernels than were predicted.
-    InvalidModelError, UnsupportedOperatorError, CompilationError
-        As for ``compile``.
+    Raises ``PredictionError`` as for :func:`.predict`, or if the model ran other kernels than were
+    predicted. Raises ``InvalidModelError, UnsupportedOperatorError, CompilationError`` as for
+    ``compile``.
     """
     count = choose_threads(threads)
     choices: dict[str, Any] = {"fuse": fuse, "winograd": winograd, "records": records}
@@ -122,10 +104,7 @@ def check_model(
 def pair(prediction: ModelPrediction, measured: Profile) -> CheckedModel:
     """Put the measured time beside each predicted one.
 
-    Raises
-    ------
-    PredictionError
-        If the kernels are not the same.
+    Raises ``PredictionError`` if the kernels are not the same.
     """
     predicted = [row.kernel for row in prediction.kernels]
     ran = [kernel.kernel for kernel in measured.kernels]

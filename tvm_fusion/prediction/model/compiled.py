@@ -43,21 +43,13 @@ _NAMES = {"dense": "matvec"}  # products of matrices have knobs, and the name of
 
 
 def lower_to_cpu_kernels(
-    mod: tvm.IRModule, target: Target, machine: Machine, options: pipeline.Options
+    mod: tvm.IRModule,  # An imported module of static shapes; it is not changed.
+    target: Target,  # A resolved CPU, for which the knobs are chosen.
+    # The CPU whose time is predicted; its caches may differ from those of the target.
+    machine: Machine,
+    options: pipeline.Options,  # The user's choices.
 ) -> list[LoweredOp]:
-    """Optimise a Relax module for a CPU, and describe its kernels.
-
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        An imported module of static shapes; it is not changed.
-    target : Target
-        A resolved CPU, for which the knobs are chosen.
-    machine : Machine
-        The CPU whose time is predicted; its caches may differ from those of the target.
-    options : pipeline.Options
-        The user's choices.
-    """
+    """Optimise a Relax module for a CPU, and describe its kernels."""
     plan = pipeline.phases(target, options)
     schedule = plan.pop("schedule")
     mod = pipeline.run_phases(mod, target, plan)
@@ -171,21 +163,14 @@ def _by_work(name: str, op: str, cost: KernelCost, func: tirx.PrimFunc) -> Kerne
 
 
 def lower_to_gpu_kernels(
-    mod: tvm.IRModule, target: Target, options: pipeline.Options
+    mod: tvm.IRModule,  # An imported module of static shapes; it is not changed.
+    target: Target,  # A resolved GPU.
+    options: pipeline.Options,  # The user's choices.
 ) -> list[LoweredOp]:
     """Optimise a Relax module for a GPU, and describe its kernels.
 
     Each comes with the library's kernel that it is compared with for an estimate. Reductions have
     the configuration that a record, or the machine of the options, chooses.
-
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        An imported module of static shapes; it is not changed.
-    target : Target
-        A resolved GPU.
-    options : pipeline.Options
-        The user's choices.
     """
     plan = pipeline.phases(target, options)
     plan.pop("schedule")

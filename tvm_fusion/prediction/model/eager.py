@@ -60,22 +60,13 @@ def lower_to_eager(mod: tvm.IRModule, kind: str = "gpu") -> list[LoweredOp]:
 
 @dataclass(frozen=True)
 class EagerRun:
-    """Operators of one rank, and the memory that they need.
+    """Operators of one rank, and the memory that they need."""
 
-    Parameters
-    ----------
-    ops : list of LoweredOp
-        In order.
-    weight_bytes : float
-        Parameters of a rank.
-    held : tuple of float
-        Most bytes that inputs and results hold at once before the first operator, and at each; of
-        repeated layers only in the first and in the last of them.
-    """
-
-    ops: list[LoweredOp]
-    weight_bytes: float
+    ops: list[LoweredOp]  # In order.
+    weight_bytes: float  # Parameters of a rank.
     held: tuple[float, ...]
+    """Most bytes that inputs and results hold at once before the first operator, and at each; of
+    repeated layers only in the first and in the last of them."""
 
     @property
     def activation_bytes(self) -> float:
@@ -84,7 +75,12 @@ class EagerRun:
 
 
 def lower_to_ranks(
-    mod: tvm.IRModule, kind: str = "gpu", ranks: int = 1, fused: Collection[str] = ()
+    mod: tvm.IRModule,  # An imported module of static shapes, before our passes; it is not changed.
+    # ``gpu``, where a convolution adds its bias by a kernel of its own, or ``cpu``.
+    kind: str = "gpu",
+    ranks: int = 1,  # GPUs that share the model.
+    # Types of tensors for which the library has attention as one kernel.
+    fused: Collection[str] = (),
 ) -> EagerRun:
     """Operators of an imported module in order, each with the kernels that it launches.
 
@@ -92,22 +88,8 @@ def lower_to_ranks(
     columns of one whose input every rank has, the rows of the next, whose results are summed by an
     all-reduce. What lies between, such as the heads of an attention, is shared out, too.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        An imported module of static shapes, before our passes; it is not changed.
-    kind : str
-        ``gpu``, where a convolution adds its bias by a kernel of its own, or ``cpu``.
-    ranks : int
-        GPUs that share the model.
-    fused : collection of str
-        Types of tensors for which the library has attention as one kernel.
-
-    Returns
-    -------
-    EagerRun
-        An operator that is unknown here has one kernel of its own name, whose bytes are those of
-        its operands and results.
+    An operator that is unknown here has one kernel of its own name, whose bytes are those of its
+    operands and results.
     """
     tidy = tvm.transform.Sequential(
         [

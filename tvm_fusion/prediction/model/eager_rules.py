@@ -143,18 +143,11 @@ _Bindings = Mapping[relax.Var, relax.Expr]
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """One attention.
+    """One attention."""
 
-    Parameters
-    ----------
-    call : KernelCall
-        ``attention``; its size ``full`` is 1 where no causal mask was found.
-    inside : frozenset of relax.Var
-        Variables that the kernel computes on the way, before its result.
-    """
-
-    call: KernelCall
+    call: KernelCall  # ``attention``; its size ``full`` is 1 where no causal mask was found.
     inside: frozenset[relax.Var]
+    """Variables that the kernel computes on the way, before its result."""
 
 
 def find_attentions(mod: tvm.IRModule) -> dict[relax.Var, FusedAttention]:

@@ -57,27 +57,22 @@ Shapes = Mapping[str, Any]
 
 
 class StaticModel:
-    """A model whose shapes are all known, imported as far as an engine asks for it.
+    """A model whose shapes are all known, imported as far as an engine asks for it."""
 
-    Parameters
-    ----------
-    model : path, bytes or onnx.ModelProto
-        The model.
-    shapes : mapping or function of the graph, optional
-        Sizes of open dimensions, see :func:`.frontend.import_onnx`.
-    """
-
-    def __init__(self, model: Any, shapes: ShapesOfGraph | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        # Sizes of open dimensions, see :func:`.frontend.import_onnx`.
+        shapes: ShapesOfGraph | None = None,
+    ) -> None:
         self._model, self._shapes = model, shapes
 
     @cached_property
     def whole(self) -> ImportedModel:
         """The whole model, imported.
 
-        Raises
-        ------
-        InvalidModelError
-            If a dimension is open: the message names it, and the option that binds it.
+        Raises ``InvalidModelError`` if a dimension is open: the message names it, and the option
+        that binds it.
         """
         return _import(self._model, self._shapes, {})
 
@@ -119,35 +114,26 @@ def _import(model: Any, shapes: Any, weights: Mapping[str, np.ndarray]) -> Impor
 
 @dataclass(frozen=True)
 class Layers:
-    """A run of equal layers in a graph.
-
-    Parameters
-    ----------
-    start, period, count : int
-        First node, nodes of a layer, and layers.
-    """
+    """A run of equal layers in a graph."""
 
     start: int
     period: int
     count: int
+    """``start``, ``period`` and ``count``: first node, nodes of a layer, and layers."""
 
     def removed(self, kept: int) -> range:
         """Nodes of all layers but the first ``kept``."""
         return range(self.start + kept * self.period, self.start + self.count * self.period)
 
 
-def find_layers(graph: onnx.GraphProto, shapes: Shapes) -> Layers | None:
+def find_layers(
+    graph: onnx.GraphProto,
+    shapes: Shapes,  # Sizes, of which those of whole inputs count as parts of their kinds.
+) -> Layers | None:
     """The run of equal layers by which a graph can be shortened most; None if there is none.
 
     Nodes are equal that have the same operator and attributes, and read the same tensor or
     tensors of the same kind from equal places: results, inputs, and weights of one shape.
-
-    Parameters
-    ----------
-    graph : onnx.GraphProto
-        The graph.
-    shapes : mapping
-        Sizes, of which those of whole inputs count as parts of their kinds.
     """
     nodes = graph.node
     if any(nested_graphs(node) for node in nodes) or len(graph.sparse_initializer):
@@ -276,11 +262,8 @@ def shortened(
 ) -> tuple[onnx.ModelProto, dict[str, Any], dict[str, np.ndarray]]:
     """The model with only so many of its layers, and what the import of it needs.
 
-    Returns
-    -------
-    onnx.ModelProto, dict, dict
-        The model; the sizes that it takes; and values of its factors, which are zeros, since no
-        time depends on them, so that no memory is read or written for them.
+    Returns the model; the sizes that it takes; and values of its factors, which are zeros, since no
+    time depends on them, so that no memory is read or written for them.
     """
     whole, removed = model.graph, run.removed(kept)
     by_name = {

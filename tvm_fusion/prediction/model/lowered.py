@@ -20,37 +20,20 @@ _MATRIX_OPS = ("gemm", "bmm", "conv2d", "attention")
 
 @dataclass(frozen=True)
 class LoweredKernel:
-    """One launch.
+    """One launch."""
 
-    Parameters
-    ----------
-    call : KernelCall
-        Operator, sizes, FLOPs and bytes.
-    label : str
-        What it computes.
-    like : KernelCall | None
-        For an estimate: the library's kernel whose share of the roofline it is assumed to reach.
-    """
-
-    call: KernelCall
-    label: str
+    call: KernelCall  # Operator, sizes, FLOPs and bytes.
+    label: str  # What it computes.
     like: KernelCall | None = None
+    """For an estimate: the library's kernel whose share of the roofline it is assumed to reach."""
 
 
 @dataclass(frozen=True)
 class LoweredOp:
-    """One operator that the host calls.
+    """One operator that the host calls."""
 
-    Parameters
-    ----------
-    name : str
-        Name by which its overheads are found, such as ``aten::linear``.
-    kernels : tuple of LoweredKernel
-        In order; none for a view.
-    """
-
-    name: str
-    kernels: tuple[LoweredKernel, ...] = ()
+    name: str  # Name by which its overheads are found, such as ``aten::linear``.
+    kernels: tuple[LoweredKernel, ...] = ()  # In order; none for a view.
 
 
 def bytes_share(precision: str) -> float:

@@ -63,26 +63,16 @@ _OTHER = (9.1e-6, 15.2e-6, 2.4e-6)
 
 @dataclass(frozen=True)
 class FixedCosts:
-    """Overheads by operator; in seconds.
+    """Overheads by operator; in seconds."""
 
-    Parameters
-    ----------
-    other : tuple of float
-        T1, T2 and T3 of operators that ``table`` does not have.
-    launch, between, view : float
-        T4, T5, and an operator that launches nothing.
-    first : float
-        Before the first operator, besides its T1.
-    table : mapping of str to tuple
-        T1, T2 and T3 by operator.
-    """
-
-    other: tuple[float, float, float]
+    other: tuple[float, float, float]  # T1, T2 and T3 of operators that ``table`` does not have.
     launch: float
     between: float = 0.0
     view: float = 0.0
-    first: float = 0.0
+    """``launch``, ``between`` and ``view``: T4, T5, and an operator that launches nothing."""
+    first: float = 0.0  # Before the first operator, besides its T1.
     table: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    """T1, T2 and T3 by operator."""
 
     def t1(self, previous: str, op: Op) -> float:
         """Time between two operators."""
@@ -142,87 +132,58 @@ measured another day; ``examples/benchmarks/predict.py`` finds it in whole langu
 
 @dataclass(frozen=True)
 class KernelRow:
-    """Prediction of one launch in a model; times in seconds.
+    """Prediction of one launch in a model; times in seconds."""
 
-    Parameters
-    ----------
-    position : int
-        Its position in the run.
-    kernel, operator, op : str
-        Name of the function, what it computes, and the operator of its model.
-    seconds, low, high : float
-        Most likely time, and the interval of four of five measured ones.
-    bound : str
-        ``compute``, ``memory``, ``latency`` or ``network``.
-    roofline_seconds, roofline_share : float
-        Least time by peak and bandwidth, and the share of it that is reached.
-    model : str
-        What said so.
-    in_range : bool
-        Whether the sizes lie in the range that the model was fitted to.
-    extrapolated : tuple of str
-        Those of ``machine``, ``type``, ``size`` and ``mask`` that it was not fitted to, if it says
-        so.
-    """
-
-    position: int
+    position: int  # Its position in the run.
     kernel: str
     operator: str
     op: str
+    """``kernel``, ``operator`` and ``op``: name of the function, what it computes, and the operator
+    of its model."""
     seconds: float
     low: float
     high: float
-    bound: str
+    """``seconds``, ``low`` and ``high``: most likely time, and the interval of four of five
+    measured ones."""
+    bound: str  # ``compute``, ``memory``, ``latency`` or ``network``.
     roofline_seconds: float
     roofline_share: float
-    model: str
-    in_range: bool
+    """``roofline_seconds`` and ``roofline_share``: least time by peak and bandwidth, and the share
+    of it that is reached."""
+    model: str  # What said so.
+    in_range: bool  # Whether the sizes lie in the range that the model was fitted to.
     extrapolated: tuple[str, ...] = ()
+    """Those of ``machine``, ``type``, ``size`` and ``mask`` that it was not fitted to, if it says
+    so."""
 
 
 @dataclass(frozen=True)
 class ModelPrediction:
-    """Prediction of one run of a model on one machine; times in seconds.
-
-    Parameters
-    ----------
-    machine, title, engine : str
-        Name and full name of the machine; ``tvm_fusion`` or ``pytorch``.
-    kernels : tuple of KernelRow
-        In the order of the run.
-    seconds, low, high : float
-        The whole run, and its interval.
-    kernel_seconds, host_seconds : float
-        Sum over the kernels, and what the host adds to it: overheads that no kernel hides.
-    figures : dict of str to dict
-        Figures of the machine that were used, each with ``value`` and ``origin``.
-    notes : tuple of str
-        What to know about the figures.
-    scenario : Scenario
-        The run as a graph, to be changed and simulated.
-    answers : tuple of Answer
-        One for each change that was asked for.
-    memory_bytes : float or None
-        Peak of weights, inputs and results of a rank; None where it is not known.
-    fits : bool or None
-        Whether the machine has as much.
-    """
+    """Prediction of one run of a model on one machine; times in seconds."""
 
     machine: str
     title: str
     engine: str
-    kernels: tuple[KernelRow, ...]
+    """``machine``, ``title`` and ``engine``: name and full name of the machine; ``tvm_fusion`` or
+    ``pytorch``."""
+    kernels: tuple[KernelRow, ...]  # In the order of the run.
     seconds: float
     low: float
     high: float
+    """``seconds``, ``low`` and ``high``: the whole run, and its interval."""
     kernel_seconds: float
     host_seconds: float
+    """``kernel_seconds`` and ``host_seconds``: sum over the kernels, and what the host adds to it:
+    overheads that no kernel hides."""
     figures: dict[str, dict[str, Any]]
-    notes: tuple[str, ...]
+    """Figures of the machine that were used, each with ``value`` and ``origin``."""
+    notes: tuple[str, ...]  # What to know about the figures.
     scenario: Scenario = field(repr=False, compare=False)
-    answers: tuple[Answer, ...] = ()
+    """The run as a graph, to be changed and simulated."""
+    answers: tuple[Answer, ...] = ()  # One for each change that was asked for.
     memory_bytes: float | None = None
-    fits: bool | None = None
+    """Peak of weights, inputs and results of a rank; None where it is not known."""
+    fits: bool | None = None  # Whether the machine has as much.
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain dictionaries and lists, without the scenario."""
@@ -421,26 +382,18 @@ def _graph(ops: Sequence[LoweredOp], seconds: Sequence[float], machine: Machine)
     return ExecutionGraph(tuple(steps), name=machine.name)
 
 
-def estimate(call: KernelCall, like: KernelCall, machine: Machine) -> Prediction:
+def estimate(
+    call: KernelCall,  # Its own FLOPs and bytes.
+    like: KernelCall,  # The library's kernel.
+    machine: Machine,
+) -> Prediction:
     """Estimate the time of one of our GPU kernels, which have not been measured.
 
     Reductions in one pass have a model of their own, :mod:`schedules.cost.gpu_kernels`.
     Any other kernel is assumed to reach the share of its roofline that the library's kernel for
     the same operator and sizes reaches of its own.
 
-    Parameters
-    ----------
-    call : KernelCall
-        Its own FLOPs and bytes.
-    like : KernelCall
-        The library's kernel.
-    machine : Machine
-        The GPU.
-
-    Raises
-    ------
-    PredictionError
-        If the machine lacks a figure.
+    Raises ``PredictionError`` if the machine lacks a figure.
     """
     if call.op == REDUCE and has_latencies(machine):
         return predict(call, machine)

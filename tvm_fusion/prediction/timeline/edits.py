@@ -21,10 +21,7 @@ Match = Callable[[Op], bool]
 def named(pattern: str) -> Match:
     """Match operators whose name holds a regular expression.
 
-    Raises
-    ------
-    PredictionError
-        If it is none.
+    Raises ``PredictionError`` if it is none.
     """
     try:
         compiled = re.compile(pattern)
@@ -84,20 +81,14 @@ def resize(graph: ExecutionGraph, match: Match, factor: float) -> ExecutionGraph
 
 
 def fuse(
-    graph: ExecutionGraph, match: Match, seconds: Callable[[Sequence[Kernel]], float]
+    graph: ExecutionGraph,  # What to change.
+    match: Match,  # Operators to fuse.
+    # Time of the kernel that takes the place of several.
+    seconds: Callable[[Sequence[Kernel]], float],
 ) -> ExecutionGraph:
     """Make each run of neighbouring operators one operator with one kernel.
 
     A run ends at a wait, a collective, another thread, or an operator that does not match.
-
-    Parameters
-    ----------
-    graph : ExecutionGraph
-        What to change.
-    match : callable
-        Operators to fuse.
-    seconds : callable
-        Time of the kernel that takes the place of several.
     """
     ops: list[Op] = []
     twins: dict[int, tuple[int, ...]] = {}
@@ -171,20 +162,14 @@ def launch_graphs(graph: ExecutionGraph) -> ExecutionGraph:
 
 
 def rebucket(
-    graphs: Sequence[ExecutionGraph], bucket: float, seconds: Callable[[Kernel, float], float]
+    graphs: Sequence[ExecutionGraph],
+    bucket: float,  # Most bytes of a merged message.
+    # Time of an all-reduce, given as one of its kernels, of so many bytes.
+    seconds: Callable[[Kernel, float], float],
 ) -> list[ExecutionGraph]:
     """Merge neighbouring all-reduces of a group, as long as they fit into a bucket.
 
     The merged one takes the place of the last. The same ones are merged on all ranks.
-
-    Parameters
-    ----------
-    graphs : sequence of ExecutionGraph
-        All ranks.
-    bucket : float
-        Most bytes of a merged message.
-    seconds : callable
-        Time of an all-reduce, given as one of its kernels, of so many bytes.
     """
     return [_rebucketed(graph, bucket, seconds) for graph in graphs]
 

@@ -22,28 +22,16 @@ HOST = -1
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Part of one rank in a collective.
-
-    Parameters
-    ----------
-    kind : str
-        ``all_reduce``, ``all_to_all``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``,
-        ``recv`` or another name.
-    group : str
-        Process group.
-    sequence : int
-        Number within the group; ranks meet by group and number.
-    ranks : tuple of int
-        Ranks of the group; empty for all ranks that are simulated.
-    bytes : float
-        Bytes of the message on this rank: the larger of what it sends and what it receives.
-    """
+    """Part of one rank in a collective."""
 
     kind: str
-    group: str
-    sequence: int
-    ranks: tuple[int, ...] = ()
+    """``all_reduce``, ``all_to_all``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``,
+    ``recv`` or another name."""
+    group: str  # Process group.
+    sequence: int  # Number within the group; ranks meet by group and number.
+    ranks: tuple[int, ...] = ()  # Ranks of the group; empty for all ranks that are simulated.
     bytes: float = 0.0
+    """Bytes of the message on this rank: the larger of what it sends and what it receives."""
 
     def __str__(self) -> str:
         return f"{self.kind} number {self.sequence} of group {self.group!r}"
@@ -51,106 +39,55 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Launch of a kernel or a copy.
+    """Launch of a kernel or a copy."""
 
-    Parameters
-    ----------
-    id : int
-        Name within the graph, by which others wait for it.
-    name : str
-        Name of the device function.
-    seconds : float
-        Time on the device; of a collective without the wait for other ranks.
-    stream : int
-        Stream, in order of launch; ``HOST`` for one that runs inside its operator.
-    after : tuple of int
-        Kernels of other streams that must have ended.
-    collective : Collective, optional
-        Collective that ends on all of its ranks together.
-    call : KernelCall, optional
-        Operator, sizes and dtype, where they are known.
-    """
-
-    id: int
-    name: str
-    seconds: float
-    stream: int = 0
-    after: tuple[int, ...] = ()
-    collective: Collective | None = None
-    call: KernelCall | None = None
+    id: int  # Name within the graph, by which others wait for it.
+    name: str  # Name of the device function.
+    seconds: float  # Time on the device; of a collective without the wait for other ranks.
+    stream: int = 0  # Stream, in order of launch; ``HOST`` for one that runs inside its operator.
+    after: tuple[int, ...] = ()  # Kernels of other streams that must have ended.
+    collective: Collective | None = None  # Collective that ends on all of its ranks together.
+    call: KernelCall | None = None  # Operator, sizes and dtype, where they are known.
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Runtime call that launches a kernel.
+    """Runtime call that launches a kernel."""
 
-    Parameters
-    ----------
-    kernel : Kernel
-        What it launches.
-    call : str
-        Name of the runtime function.
-    blocking : bool
-        Whether it returns when the kernel has ended, as a copy from pageable memory does.
-    """
-
-    kernel: Kernel
-    call: str = "launch"
+    kernel: Kernel  # What it launches.
+    call: str = "launch"  # Name of the runtime function.
     blocking: bool = False
+    """Whether it returns when the kernel has ended, as a copy from pageable memory does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Runtime call that returns when kernels have ended.
-
-    Parameters
-    ----------
-    after : tuple of int, optional
-        Kernels that it waits for; None for all that were launched so far.
-    call : str
-        Name of the runtime function.
-    """
+    """Runtime call that returns when kernels have ended."""
 
     after: tuple[int, ...] | None = None
-    call: str = "synchronize"
+    """Kernels that it waits for; None for all that were launched so far."""
+    call: str = "synchronize"  # Name of the runtime function.
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Operator that the host calls.
+    """Operator that the host calls."""
 
-    Parameters
-    ----------
-    name : str
-        Name by which overheads are found.
-    steps : tuple of Launch or Wait
-        Runtime calls in order.
-    thread : int
-        Thread that calls it.
-    follows : bool
-        Whether it starts after the operator before it, whichever thread that ran on; otherwise
-        only after the one before it on its own thread.
-    gap : float, optional
-        Host time before it, in place of T1: work of the host that no operator does.
-    before : int
-        Calls of Python functions between it and the operator before it, where they are known.
-    events : tuple of int
-        Operators and other events inside it, before each of its steps and after the last.
-    graph : bool
-        Whether one call launches all of its kernels.
-    after : tuple of int
-        Kernels that the host waits for before it, and before the gap or T1.
-    """
-
-    name: str
-    steps: tuple[Launch | Wait, ...] = ()
-    thread: int = 0
+    name: str  # Name by which overheads are found.
+    steps: tuple[Launch | Wait, ...] = ()  # Runtime calls in order.
+    thread: int = 0  # Thread that calls it.
     follows: bool = True
+    """Whether it starts after the operator before it, whichever thread that ran on; otherwise only
+    after the one before it on its own thread."""
     gap: float | None = None
+    """Host time before it, in place of T1: work of the host that no operator does."""
     before: int = 0
+    """Calls of Python functions between it and the operator before it, where they are known."""
     events: tuple[int, ...] = ()
-    graph: bool = False
+    """Operators and other events inside it, before each of its steps and after the last."""
+    graph: bool = False  # Whether one call launches all of its kernels.
     after: tuple[int, ...] = ()
+    """Kernels that the host waits for before it, and before the gap or T1."""
 
     @property
     def kernels(self) -> Iterator[Kernel]:
@@ -162,30 +99,18 @@ class Op:
 class ExecutionGraph:
     """Operators of one rank in the order of their calls.
 
-    Parameters
-    ----------
-    ops : tuple of Op
-        Operators.
-    rank : int
-        Rank.
-    start : float
-        Time at which the rank starts, by a clock that all ranks share.
-    name : str
-        What a report calls it.
-    queued : tuple of Kernel
-        Kernels that were launched before the start and have not ended.
-
     Raises
     ------
     PredictionError
         If a time is negative or not finite, an id comes twice, or a kernel waits for a later one.
     """
 
-    ops: tuple[Op, ...]
+    ops: tuple[Op, ...]  # Operators.
     rank: int = 0
-    start: float = 0.0
-    name: str = field(default="", compare=False)
+    start: float = 0.0  # Time at which the rank starts, by a clock that all ranks share.
+    name: str = field(default="", compare=False)  # What a report calls it.
     queued: tuple[Kernel, ...] = ()
+    """Kernels that were launched before the start and have not ended."""
 
     def __post_init__(self) -> None:
         everything = {kernel.id for op in self.ops for kernel in op.kernels}

@@ -16,24 +16,12 @@ CAUSES = ("host", "other rank", "other stream", "end")
 
 @dataclass(frozen=True)
 class PathSegment:
-    """Part of the critical path.
-
-    Parameters
-    ----------
-    rank : int
-        Rank.
-    op : str
-        Operator.
-    where : str
-        ``host``, ``device`` or ``collective``.
-    seconds : float
-        Length.
-    """
+    """Part of the critical path."""
 
     rank: int
-    op: str
-    where: str
-    seconds: float
+    op: str  # Operator.
+    where: str  # ``host``, ``device`` or ``collective``.
+    seconds: float  # Length.
 
 
 def critical_path(timeline: Timeline) -> list[PathSegment]:

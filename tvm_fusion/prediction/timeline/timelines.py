@@ -24,102 +24,54 @@ KERNEL_GAP = 1e-6
 
 @dataclass(slots=True)
 class KernelRun:
-    """Kernel on the timeline.
-
-    Parameters
-    ----------
-    kernel : Kernel
-        The kernel.
-    op : int
-        Index of its operator.
-    launched : float
-        Time at which the device knows of it.
-    start, end : float
-        Time on the device; ``end`` is None until it is known.
-    bound : str
-        What its start waited for: ``host``, ``stream`` (the kernel before it) or ``other stream``.
-    source : int, optional
-        Kernel that it waited for.
-    ready : float
-        Time at which the last rank of its collective has started; else its start.
-    last_rank : int, optional
-        Rank that started a collective last.
-    waits : int
-        Waits of the host before its launch.
-    """
+    """Kernel on the timeline."""
 
     kernel: Kernel
-    op: int
-    launched: float
+    op: int  # Index of its operator.
+    launched: float  # Time at which the device knows of it.
     start: float = 0.0
     end: float | None = None
+    """``start`` and ``end``: time on the device; ``end`` is None until it is known."""
     bound: str = "host"
-    source: int | None = None
-    ready: float = 0.0
-    last_rank: int | None = None
-    waits: int = 0
+    """What its start waited for: ``host``, ``stream`` (the kernel before it) or ``other
+    stream``."""
+    source: int | None = None  # Kernel that it waited for.
+    ready: float = 0.0  # Time at which the last rank of its collective has started; else its start.
+    last_rank: int | None = None  # Rank that started a collective last.
+    waits: int = 0  # Waits of the host before its launch.
 
 
 @dataclass(frozen=True, slots=True)
 class HostRun:
-    """Time of the host on an operator.
+    """Time of the host on an operator."""
 
-    Parameters
-    ----------
-    op : int
-        Index of the operator.
-    start, end : float
-        Begin, after T1, and end.
-    """
-
-    op: int
+    op: int  # Index of the operator.
     start: float
     end: float
+    """``start`` and ``end``: begin, after T1, and end."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """Wait of the host for a kernel.
-
-    Parameters
-    ----------
-    start, end : float
-        Begin and end.
-    kernel : int
-        Kernel that ended last.
-    op : int
-        Index of the operator.
-    """
+    """Wait of the host for a kernel."""
 
     start: float
     end: float
-    kernel: int
-    op: int
+    """``start`` and ``end``: begin and end."""
+    kernel: int  # Kernel that ended last.
+    op: int  # Index of the operator.
 
 
 @dataclass
 class RankTimeline:
-    """Timeline of one rank.
+    """Timeline of one rank."""
 
-    Parameters
-    ----------
-    graph : ExecutionGraph
-        What ran.
-    kernels : dict of int to KernelRun
-        Kernels by id, in order of launch.
-    host : list of HostRun
-        Operators in order.
-    waits : list of HostWait
-        Waits of the host that took time.
-    host_end : float
-        End of the host's last operator.
-    """
-
-    graph: ExecutionGraph
+    graph: ExecutionGraph  # What ran.
     kernels: dict[int, KernelRun] = field(default_factory=dict)
-    host: list[HostRun] = field(default_factory=list)
-    waits: list[HostWait] = field(default_factory=list)
-    host_end: float = 0.0
+    """Kernels by id, in order of launch."""
+    host: list[HostRun] = field(default_factory=list)  # Operators in order.
+    waits: list[HostWait] = field(default_factory=list)  # Waits of the host that took time.
+    host_end: float = 0.0  # End of the host's last operator.
 
     @property
     def end(self) -> float:
@@ -133,20 +85,16 @@ class RankTimeline:
 
 
 class RankSimulation:
-    """Simulation of one rank that stops where it needs the end of a collective.
+    """Simulation of one rank that stops where it needs the end of a collective."""
 
-    Parameters
-    ----------
-    graph : ExecutionGraph
-        What runs.
-    costs : HostCosts
-        Overheads.
-    shared : set of int
-        Ids of the collectives whose end the caller gives by :meth:`finish`; others take their own
-        time.
-    """
-
-    def __init__(self, graph: ExecutionGraph, costs: HostCosts, shared: set[int]) -> None:
+    def __init__(
+        self,
+        graph: ExecutionGraph,  # What runs.
+        costs: HostCosts,  # Overheads.
+        # Ids of the collectives whose end the caller gives by :meth:`finish`; others take their own
+        # time.
+        shared: set[int],
+    ) -> None:
         self.timeline = RankTimeline(graph)
         self.arrived: dict[int, KernelRun] = {}
         """Shared collectives that have started and not ended."""
@@ -303,15 +251,9 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Timelines of ranks that ran together.
+    """Timelines of ranks that ran together."""
 
-    Parameters
-    ----------
-    ranks : tuple of RankTimeline
-        In the order of the graphs.
-    """
-
-    ranks: tuple[RankTimeline, ...]
+    ranks: tuple[RankTimeline, ...]  # In the order of the graphs.
 
     @property
     def start(self) -> float:

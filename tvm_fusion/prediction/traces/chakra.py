@@ -43,71 +43,40 @@ _COLLECTIVE_ATTRIBUTES = {
 
 @dataclass(slots=True)
 class Node:
-    """Call of an operator.
-
-    Parameters
-    ----------
-    id, parent : int
-        Number in the order of the calls, and that of the caller.
-    name : str
-        Operator or annotation.
-    record_function : int
-        Number that Kineto calls ``Record function id``.
-    thread : int
-        Number of the thread, from 1 on.
-    reads, writes : tuple of int
-        Storages of the tensors that go in and come out.
-    shapes, types : tuple
-        Dimensions and types of what goes in.
-    values : tuple
-        Operands that are no tensors, as in the events of Kineto.
-    collective : dict, optional
-        Arguments of a collective under the names that Kineto gives them.
-    """
+    """Call of an operator."""
 
     id: int
     parent: int
-    name: str
-    record_function: int
-    thread: int
+    """``id`` and ``parent``: number in the order of the calls, and that of the caller."""
+    name: str  # Operator or annotation.
+    record_function: int  # Number that Kineto calls ``Record function id``.
+    thread: int  # Number of the thread, from 1 on.
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    """``reads`` and ``writes``: storages of the tensors that go in and come out."""
     shapes: tuple = ()
     types: tuple = ()
-    values: tuple = ()
+    """``shapes`` and ``types``: dimensions and types of what goes in."""
+    values: tuple = ()  # Operands that are no tensors, as in the events of Kineto.
     collective: Mapping[str, Any] | None = None
+    """Arguments of a collective under the names that Kineto gives them."""
 
 
 @dataclass
 class ExecutionTrace:
-    """Nodes of a trace in the order of their calls.
+    """Nodes of a trace in the order of their calls."""
 
-    Parameters
-    ----------
-    path : Path
-        File.
-    schema : str
-        Version of the format.
-    nodes : list of Node
-        By id.
-    groups : tuple of ProcessGroup
-        Process groups of the rank, of schema 1.0.3 and later.
-    """
-
-    path: Path
-    schema: str = ""
-    nodes: list[Node] = field(default_factory=list)
-    groups: tuple[ProcessGroup, ...] = ()
+    path: Path  # File.
+    schema: str = ""  # Version of the format.
+    nodes: list[Node] = field(default_factory=list)  # By id.
+    groups: tuple[ProcessGroup, ...] = ()  # Process groups of the rank, of schema 1.0.3 and later.
 
 
 def read_execution_trace(path: Path) -> ExecutionTrace:
     """Read an execution trace, plain or gzip.
 
-    Raises
-    ------
-    PredictionError
-        If the file is cut off or no execution trace, its schema is unknown, a node lacks a field,
-        or nodes call each other in a cycle: the message names file and node.
+    Raises ``PredictionError`` if the file is cut off or no execution trace, its schema is unknown,
+    a node lacks a field, or nodes call each other in a cycle: the message names file and node.
     """
     trace = ExecutionTrace(path)
     for name, value in json_items(path, "nodes"):

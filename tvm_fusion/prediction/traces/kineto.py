@@ -32,11 +32,8 @@ def json_items(path: Path, *arrays: str) -> Iterator[tuple[str, Any]]:
 
     Yields name and value of each field; of the fields ``arrays`` its name and an element each time.
 
-    Raises
-    ------
-    PredictionError
-        If the file is empty, cut off, no JSON object, or holds a value of more than 64 MB: the
-        message names the file and how many elements were read before.
+    Raises ``PredictionError`` if the file is empty, cut off, no JSON object, or holds a value of
+    more than 64 MB: the message names the file and how many elements were read before.
     """
     count = 0
     try:
@@ -159,135 +156,74 @@ _COLLECTIVE_ARGS = (
 
 
 class ProcessGroup(NamedTuple):
-    """Process group that a rank belongs to.
+    """Process group that a rank belongs to."""
 
-    Parameters
-    ----------
-    name : str
-        Name, the same on all ranks.
-    ranks : tuple of int
-        Its ranks; empty for all.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
+    name: str  # Name, the same on all ranks.
+    ranks: tuple[int, ...]  # Its ranks; empty for all.
 
 
 @dataclass(slots=True)
 class HostEvent:
-    """Event of a thread of the host.
+    """Event of a thread of the host."""
 
-    Parameters
-    ----------
-    name : str
-        Operator, runtime function or annotation.
-    kind : str
-        ``op``, ``runtime`` or ``annotation``.
-    thread : int
-        Thread.
-    start, end : float
-        Microseconds.
-    correlation : int
-        Number that a runtime call shares with what it launches; 0 for none.
-    external, record_function : int
-        Numbers by which an execution trace is linked; -1 for none.
-    shapes, types : tuple
-        Dimensions and element types of the operands.
-    values : tuple
-        Operands that are no tensors, by position, of operators ``WITH_VALUES``.
-    collective : dict, optional
-        Arguments of a collective.
-    reads, writes : tuple of int
-        Storages of the tensors that go in and come out, from an execution trace.
-    """
-
-    name: str
-    kind: str
+    name: str  # Operator, runtime function or annotation.
+    kind: str  # ``op``, ``runtime`` or ``annotation``.
     thread: int
     start: float
     end: float
-    correlation: int = 0
+    """``start`` and ``end``: microseconds."""
+    correlation: int = 0  # Number that a runtime call shares with what it launches; 0 for none.
     external: int = -1
     record_function: int = -1
+    """``external`` and ``record_function``: numbers by which an execution trace is linked; -1 for
+    none."""
     shapes: tuple = ()
     types: tuple = ()
-    values: tuple = ()
-    collective: Mapping[str, Any] | None = None
+    """``shapes`` and ``types``: dimensions and element types of the operands."""
+    values: tuple = ()  # Operands that are no tensors, by position, of operators ``WITH_VALUES``.
+    collective: Mapping[str, Any] | None = None  # Arguments of a collective.
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    """``reads`` and ``writes``: storages of the tensors that go in and come out, from an execution
+    trace."""
 
 
 @dataclass(slots=True)
 class DeviceEvent:
-    """Kernel or copy on a device.
+    """Kernel or copy on a device."""
 
-    Parameters
-    ----------
-    name : str
-        Device function, or kind of the copy.
-    copies : bool
-        Whether it is a copy or a fill.
-    stream : int
-        Stream.
-    start, end : float
-        Microseconds.
-    bytes : float
-        Bytes of a copy.
-    collective : dict, optional
-        Arguments of a collective.
-    on_host : bool
-        Whether a thread of the host runs it.
-    """
-
-    name: str
-    copies: bool
+    name: str  # Device function, or kind of the copy.
+    copies: bool  # Whether it is a copy or a fill.
     stream: int
     start: float
     end: float
-    bytes: float = 0.0
-    collective: Mapping[str, Any] | None = None
-    on_host: bool = False
+    """``start`` and ``end``: microseconds."""
+    bytes: float = 0.0  # Bytes of a copy.
+    collective: Mapping[str, Any] | None = None  # Arguments of a collective.
+    on_host: bool = False  # Whether a thread of the host runs it.
 
 
 @dataclass
 class KinetoTrace:
-    """Events of a trace that a prediction needs.
+    """Events of a trace that a prediction needs."""
 
-    Parameters
-    ----------
-    path : Path
-        File.
-    base : float
-        Time of the first event by the file's clock, in microseconds.
-    rank, world : int, optional
-        Rank and number of ranks, where the file says so.
-    device : str
-        Name of the device; empty for a run on the CPU.
-    host : list of HostEvent
-        By start; of two that start together the longer first.
-    device_events : dict of int to DeviceEvent
-        By correlation.
-    queued : dict of int to DeviceEvent
-        Those that were launched before the trace began, by correlation.
-    groups : tuple of ProcessGroup
-        Process groups of the rank in the order in which it made them, where the file says so.
-    python : dict of int to array
-        Starts of the calls of Python functions, by thread, where the profiler recorded them.
-    problems : dict of str to list
-        Number of events that could not be used, and the first of them, by reason.
-    """
-
-    path: Path
-    base: float = 0.0
+    path: Path  # File.
+    base: float = 0.0  # Time of the first event by the file's clock, in microseconds.
     rank: int | None = None
     world: int | None = None
-    device: str = ""
+    """``rank`` and ``world``: rank and number of ranks, where the file says so."""
+    device: str = ""  # Name of the device; empty for a run on the CPU.
     host: list[HostEvent] = field(default_factory=list)
-    device_events: dict[int, DeviceEvent] = field(default_factory=dict)
+    """By start; of two that start together the longer first."""
+    device_events: dict[int, DeviceEvent] = field(default_factory=dict)  # By correlation.
     queued: dict[int, DeviceEvent] = field(default_factory=dict)
+    """Those that were launched before the trace began, by correlation."""
     groups: tuple[ProcessGroup, ...] = ()
+    """Process groups of the rank in the order in which it made them, where the file says so."""
     python: dict[int, array[float]] = field(default_factory=dict)
+    """Starts of the calls of Python functions, by thread, where the profiler recorded them."""
     problems: dict[str, list] = field(default_factory=dict)
+    """Number of events that could not be used, and the first of them, by reason."""
 
     @property
     def is_on_host(self) -> bool:
@@ -309,10 +245,7 @@ class KinetoTrace:
 def read_kineto(path: Path) -> KinetoTrace:
     """Read a Kineto trace, plain or gzip, in memory for the events it keeps.
 
-    Raises
-    ------
-    PredictionError
-        If the file is no Kineto trace, cut off, or without operators.
+    Raises ``PredictionError`` if the file is no Kineto trace, cut off, or without operators.
     """
     trace = KinetoTrace(path)
     reader = _EventReader(trace)

@@ -34,41 +34,23 @@ _MAX_FILE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ProfilerCost:
-    """Time that the profiler adds to what it records.
+    """Time that the profiler adds to what it records."""
 
-    Parameters
-    ----------
-    host : float
-        Microseconds of each event of the host; 2 in the dissertation.
-    device : float
-        Microseconds of each event of the device, spent in its launch; 4 in the dissertation.
-    """
-
-    host: float = 0.0
+    host: float = 0.0  # Microseconds of each event of the host; 2 in the dissertation.
     device: float = 0.0
+    """Microseconds of each event of the device, spent in its launch; 4 in the dissertation."""
 
 
 @dataclass
 class Mean:
-    """Sums from which means and a line of times over events follow, and which can be added.
+    """Sums from which means and a line of times over events follow, and which can be added."""
 
-    Parameters
-    ----------
-    count : float
-        Number of times.
-    micros : float
-        Sum of the times, in microseconds.
-    events : float
-        Sum of the events that the profiler recorded in them.
-    squares, products : float
-        Sums of events squared, and of events times microseconds.
-    """
-
-    count: float = 0.0
-    micros: float = 0.0
-    events: float = 0.0
+    count: float = 0.0  # Number of times.
+    micros: float = 0.0  # Sum of the times, in microseconds.
+    events: float = 0.0  # Sum of the events that the profiler recorded in them.
     squares: float = 0.0
     products: float = 0.0
+    """``squares`` and ``products``: sums of events squared, and of events times microseconds."""
 
     def add(self, micros: float, events: int = 0) -> None:
         """Add a time."""
@@ -104,24 +86,17 @@ class Overheads:
 
     Each is estimated as a line over the events inside it, which holds for unknown operators too,
     plus what the operator, then the pair of operators, takes more.
-
-    Parameters
-    ----------
-    tables : dict of str to dict
-        Sums by name: of ``t1 pair`` by ``"previous -> operator"``, of ``t4`` and ``delay`` by
-        runtime call, of others by operator.
-    origins : list of str
-        Traces that they were measured in.
-    prior : float
-        Number of an operator's measured times that weigh as much as the line of all operators; 0
-        for a prediction of the traces that they were measured in.
     """
 
     tables: dict[str, dict[str, Mean]] = field(
         default_factory=lambda: {name: {} for name in _TABLES}
     )
-    origins: list[str] = field(default_factory=list)
+    """Sums by name: of ``t1 pair`` by ``"previous -> operator"``, of ``t4`` and ``delay`` by
+    runtime call, of others by operator."""
+    origins: list[str] = field(default_factory=list)  # Traces that they were measured in.
     prior: float = 2.0
+    """Number of an operator's measured times that weigh as much as the line of all operators; 0 for
+    a prediction of the traces that they were measured in."""
     _lines: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def t1(self, previous: str, op: Op) -> float:
@@ -212,10 +187,8 @@ def _events(op: Op, index: int) -> int:
 def load_overheads(path: Path) -> Overheads:
     """Read what :meth:`Overheads.save` wrote.
 
-    Raises
-    ------
-    PredictionError
-        If the file cannot be read, or an entry is no count and mean: the message names it.
+    Raises ``PredictionError`` if the file cannot be read, or an entry is no count and mean: the
+    message names it.
     """
     data = read_json(path, _MAX_FILE_BYTES, "file of overheads")
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
@@ -247,19 +220,12 @@ def _are_sums(entry: Any) -> bool:
 
 
 def measure_overheads(
-    trace: KinetoTrace, ops: list[TracedOp], cost: ProfilerCost | None = None
+    trace: KinetoTrace,
+    ops: list[TracedOp],
+    # What to subtract; nothing by default, for times as the profiler lets them be.
+    cost: ProfilerCost | None = None,
 ) -> Overheads:
-    """Measure the overheads of a trace.
-
-    Parameters
-    ----------
-    trace : KinetoTrace
-        The trace.
-    ops : list of TracedOp
-        Its operators.
-    cost : ProfilerCost, optional
-        What to subtract; nothing by default, for times as the profiler lets them be.
-    """
+    """Measure the overheads of a trace."""
     cost = cost or ProfilerCost()
     result = Overheads(origins=[trace.path.name])
     previous = ""

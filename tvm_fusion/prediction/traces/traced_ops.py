@@ -18,62 +18,33 @@ _WAITS = ("Synchronize",)
 
 @dataclass(slots=True)
 class TracedCall:
-    """Runtime call that launches something, or waits.
+    """Runtime call that launches something, or waits."""
 
-    Parameters
-    ----------
-    event : HostEvent
-        The call.
-    device : DeviceEvent, optional
-        What it launches.
-    waits : bool
-        Whether the host stands still in it until the device is done.
-    awaited : tuple of int
-        Correlations of what the host, or what the launched kernel, waits for on other streams.
-    free : float
-        End of what it waited for, in microseconds.
-    """
-
-    event: HostEvent
-    device: DeviceEvent | None = None
-    waits: bool = False
+    event: HostEvent  # The call.
+    device: DeviceEvent | None = None  # What it launches.
+    waits: bool = False  # Whether the host stands still in it until the device is done.
     awaited: tuple[int, ...] = ()
-    free: float = 0.0
+    """Correlations of what the host, or what the launched kernel, waits for on other streams."""
+    free: float = 0.0  # End of what it waited for, in microseconds.
 
 
 @dataclass(slots=True)
 class TracedOp:
-    """Operator that no other operator called.
+    """Operator that no other operator called."""
 
-    Parameters
-    ----------
-    event : HostEvent
-        The operator; a runtime call outside of all operators stands for itself.
-    calls : list of TracedCall
-        Its runtime calls that launch or wait, in order.
-    nested : list of HostEvent
-        All events inside it.
-    follows : bool
-        Whether it began after the end of all operators before it, whichever threads they ran on.
-    gap : float, optional
-        Microseconds between it and the operator before it; None for the first.
-    before : int
-        Calls of Python functions in that gap.
-    events : tuple of int
-        Events inside it, before each of its calls and after the last.
-    awaited : tuple of int
-        Correlations of collectives on the host's threads that the host waits for before it; the
-        gap is without that.
-    """
-
-    event: HostEvent
+    event: HostEvent  # The operator; a runtime call outside of all operators stands for itself.
     calls: list[TracedCall] = field(default_factory=list)
-    nested: list[HostEvent] = field(default_factory=list)
+    """Its runtime calls that launch or wait, in order."""
+    nested: list[HostEvent] = field(default_factory=list)  # All events inside it.
     follows: bool = True
+    """Whether it began after the end of all operators before it, whichever threads they ran on."""
     gap: float | None = None
-    before: int = 0
-    events: tuple[int, ...] = ()
+    """Microseconds between it and the operator before it; None for the first."""
+    before: int = 0  # Calls of Python functions in that gap.
+    events: tuple[int, ...] = ()  # Events inside it, before each of its calls and after the last.
     awaited: tuple[int, ...] = ()
+    """Correlations of collectives on the host's threads that the host waits for before it; the gap
+    is without that."""
 
 
 def traced_ops(trace: KinetoTrace) -> list[TracedOp]:

@@ -34,23 +34,15 @@ Update: TypeAlias = Callable[[ReduceContext, Reduction, tirx.Expr, list[tirx.Exp
 
 
 def atomic_update_vector(
-    ctx: ReduceContext, reduction: Reduction, m: tirx.Expr, values: list[tirx.Expr]
+    ctx: ReduceContext,
+    reduction: Reduction,  # The reduction with the output.
+    m: tirx.Expr,  # The first element, a multiple of the number of values.
+    values: list[tirx.Expr],  # Of the accumulators' type; a power of two of them.
 ) -> None:
     """Combine neighbouring elements of a reduction's output, from ``m`` on, with ``values``.
 
     Sums are added as vectors where the device supports it: pairs of 16-bit floats, and on sm_90 two
     or four float32. Elements that share a word are swapped together.
-
-    Parameters
-    ----------
-    ctx : ReduceContext
-        The thread.
-    reduction : Reduction
-        The reduction with the output.
-    m : tirx.Expr
-        The first element, a multiple of the number of values.
-    values : list[tirx.Expr]
-        Of the accumulators' type; a power of two of them.
     """
     workload = reduction.workload
     update, step = _update(ctx.gpu, workload, len(values))

@@ -97,30 +97,16 @@ def share_leaders(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> 
 def combine_groups(
     ctx: ReduceContext,
     workloads: Workloads,
-    states: Buffers,
+    states: Buffers,  # ``vector`` states of each thread.
+    # ``group``, ``groups``: the thread's group, and the number of groups, a power of two.
     group: tirx.Expr,
     groups: int,
+    # ``member``, ``members``: the thread's number in its group, and the size of a group.
     member: tirx.Expr,
     members: int,
-    vector: int = 1,
+    vector: int = 1,  # States of a thread.
 ) -> None:
-    """Combine states of equal members of all groups through shared memory; group 0 gets the result.
-
-    Parameters
-    ----------
-    ctx : ReduceContext
-        The thread.
-    workloads : Sequence[ReduceWorkload]
-        The sisters.
-    states : Buffers
-        ``vector`` states of each thread.
-    group, groups : tirx.Expr, int
-        The thread's group, and the number of groups, a power of two.
-    member, members : tirx.Expr, int
-        The thread's number in its group, and the size of a group.
-    vector : int
-        States of a thread.
-    """
+    """Combine states of equal members of all groups in shared memory; group 0 gets the result."""
 
     def place(of: tirx.Expr, k: int) -> tirx.Expr:
         # Members innermost: neighbouring threads use different banks.
@@ -204,14 +190,12 @@ class ClusterExchange:
     """Shared memory of each block that the other blocks of a cluster read.
 
     Chains open it before any other shared memory.
-
-    Parameters
-    ----------
-    ctx : ReduceContext
-        The thread; its split is the rank of its block.
     """
 
-    def __init__(self, ctx: ReduceContext):
+    def __init__(
+        self,
+        ctx: ReduceContext,  # The thread; its split is the rank of its block.
+    ):
         self.ctx = ctx
         config = ctx.config
         self._members = config.lanes if ctx.is_y else config.rows
@@ -224,20 +208,14 @@ class ClusterExchange:
         self._keep()  # else TVM shares it with larger buffers, which then need other memory
 
     def combine(
-        self, workloads: Workloads, states: Buffers, condition: tirx.Expr | None = None
+        self,
+        workloads: Workloads,  # The sisters of the stage.
+        states: Buffers,  # Those of the thread. The leaders get the same bits in all blocks.
+        condition: tirx.Expr | None = None,  # Condition for a block to get them, if not all do.
     ) -> None:
         """Combine the states of the leaders of all blocks, in the order of their ranks.
 
         Called for each stage in turn.
-
-        Parameters
-        ----------
-        workloads : Sequence[ReduceWorkload]
-            The sisters of the stage.
-        states : Buffers
-            Those of the thread. The leaders get the same bits in all blocks.
-        condition : tirx.Expr | None
-            Condition for a block to get them, if not all do.
         """
         ctx, shared = self.ctx, self._unused.pop(0)
         member = ctx.lane if ctx.is_y else ctx.row

@@ -22,37 +22,19 @@ from .state_buffers import States
 
 @dataclass(frozen=True)
 class ReduceContext:
-    """One thread's place in the kernel.
+    """One thread's place in the kernel."""
 
-    Parameters
-    ----------
-    group : ReduceGroup
-        The group that is computed.
-    config : ReduceConfig
-        Its configuration.
-    gpu : GPUInfo
-        The device.
-    tile, split : tirx.Expr
-        The outputs of the block, and its share of the reduced loop.
-    thread : tirx.Expr
-        Number in the block, ``row * lanes + lane``.
-    views : tuple
-        Parameters and their one-dimensional views.
-    stream : tirx.Expr
-        Number of the launch's stream, for the finish ``last_block``.
-    turn : tirx.Expr | None
-        Which of its outputs a row of threads computes; None if it has one only.
-    """
-
-    group: ReduceGroup
-    config: ReduceConfig
+    group: ReduceGroup  # The group that is computed.
+    config: ReduceConfig  # Its configuration.
     gpu: GPUInfo
     tile: tirx.Expr
     split: tirx.Expr
-    thread: tirx.Expr
-    views: FlatViews
-    stream: tirx.Expr
+    """``tile`` and ``split``: the outputs of the block, and its share of the reduced loop."""
+    thread: tirx.Expr  # Number in the block, ``row * lanes + lane``.
+    views: FlatViews  # Parameters and their one-dimensional views.
+    stream: tirx.Expr  # Number of the launch's stream, for the finish ``last_block``.
     turn: tirx.Expr | None = None
+    """Which of its outputs a row of threads computes; None if it has one only."""
 
     @classmethod
     def open(
@@ -146,15 +128,7 @@ class ReduceContext:
 
 
 class Results:
-    """Results and epilogues of the stages so far, at one ``m``.
-
-    Parameters
-    ----------
-    ctx : ReduceContext
-        The thread.
-    m : tirx.Expr
-        The place.
-    """
+    """Results and epilogues of the stages so far, at one ``m``."""
 
     def __init__(self, ctx: ReduceContext, m: tirx.Expr):
         self.ctx = ctx

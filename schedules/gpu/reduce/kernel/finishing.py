@@ -198,30 +198,14 @@ def _write(ctx: ReduceContext, stage: ReductionStage, m: tirx.Expr, states: Stat
 
 @dataclass(frozen=True)
 class _Partials:
-    """Partial results of a tile in the slot of the launch, as tagged words.
+    """Partial results of a tile in the slot of the launch, as tagged words."""
 
-    Parameters
-    ----------
-    ctx : ReduceContext
-        The thread.
-    stage : ReductionStage
-        The reductions.
-    words : tirx.Buffer
-        All tagged words of the workspace.
-    row : tirx.Expr
-        Number of the tile's first block among all blocks of all slots.
-    tag : tirx.Expr
-        That of the launch.
-    place : LaunchPlace
-        The slot.
-    """
-
-    ctx: ReduceContext
+    ctx: ReduceContext  # The thread.
     stage: ReductionStage
-    words: tirx.Buffer
-    row: tirx.Expr
-    tag: tirx.Expr
-    place: LaunchPlace
+    words: tirx.Buffer  # All tagged words of the workspace.
+    row: tirx.Expr  # Number of the tile's first block among all blocks of all slots.
+    tag: tirx.Expr  # That of the launch.
+    place: LaunchPlace  # The slot.
 
     @classmethod
     def open(cls, ctx: ReduceContext, stage: ReductionStage, place: LaunchPlace) -> _Partials:

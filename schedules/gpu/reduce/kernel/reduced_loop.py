@@ -29,17 +29,13 @@ from .state_buffers import Buffers
 
 
 class SteppedPosition:
-    """The digits of a thread's position, in vectors, the outermost first.
+    """The digits of a thread's position, in vectors, the outermost first."""
 
-    Parameters
-    ----------
-    extents : list[int]
-        Of the digits.
-    vector : int
-        Elements of a vector in the reduced loop.
-    """
-
-    def __init__(self, extents: list[int], vector: int):
+    def __init__(
+        self,
+        extents: list[int],  # Of the digits.
+        vector: int,  # Elements of a vector in the reduced loop.
+    ):
         self._extents = extents
         self._vector = vector
         self._digits = [T.alloc_buffer((1,), "int32", scope="local") for _ in extents]
@@ -100,29 +96,17 @@ PutInto = Callable[[tirx.Expr, int], tirx.Expr]  # from the value of a lane, and
 
 @dataclass(frozen=True)
 class LoadedVector:
-    """Values of neighbouring elements, after their loads.
-
-    Parameters
-    ----------
-    n, stepped : tirx.Expr
-        Position of lane 0 in the reduced loop; the same by the digits of a
-        :class:`SteppedPosition`, if there is one.
-    lane : Callable
-        From a lane to its values.
-    size : int
-        Number of lanes.
-    narrow : Callable
-        From an int64 index that depends on ``stepped`` to a cheaper one.
-    number : int
-        Number of the vector among those that a thread keeps.
-    """
+    """Values of neighbouring elements, after their loads."""
 
     n: tirx.Expr
     stepped: tirx.Expr
-    lane: Callable[[int], list[tirx.Expr]]
-    size: int
+    """``n`` and ``stepped``: position of lane 0 in the reduced loop; the same by the digits of a
+    :class:`SteppedPosition`, if there is one."""
+    lane: Callable[[int], list[tirx.Expr]]  # From a lane to its values.
+    size: int  # Number of lanes.
     narrow: Narrow = lambda index: index
-    number: int = 0
+    """From an int64 index that depends on ``stepped`` to a cheaper one."""
+    number: int = 0  # Number of the vector among those that a thread keeps.
 
 
 Visit = Callable[[LoadedVector], None]
@@ -303,26 +287,12 @@ def _visit_all(
 
 def store_elements(
     ctx: ReduceContext,
-    elements: Sequence[ElementOutput],
-    m: tirx.Expr,
-    put_into: PutInto = as_it_is,
-    condition: tirx.Expr | None = None,
+    elements: Sequence[ElementOutput],  # What is stored.
+    m: tirx.Expr,  # The row of lane 0.
+    put_into: PutInto = as_it_is,  # Function that puts known results into the value of a lane.
+    condition: tirx.Expr | None = None,  # When the thread stores anything; None for always.
 ) -> Visit:
-    """Function that stores the elements of a vector, whose values are the last ones of each lane.
-
-    Parameters
-    ----------
-    ctx : ReduceContext
-        The thread.
-    elements : Sequence[ElementOutput]
-        What is stored.
-    m : tirx.Expr
-        The row of lane 0.
-    put_into : Callable
-        Function that puts known results into the value of a lane.
-    condition : tirx.Expr | None
-        When the thread stores anything; None for always.
-    """
+    """Function that stores the elements of a vector: its values are the last ones of each lane."""
 
     def visit(vector: LoadedVector) -> None:
         lanes = [vector.lane(k)[-len(elements) :] for k in range(vector.size)]

@@ -25,7 +25,16 @@ from .sister_space import fits_shared_memory, is_block, is_busy, powers, read_te
 
 
 def chain_fits(
-    outputs: int | None, reduced: int | None, itemsize: int, gpu: GPUInfo, form: str = "x"
+    # ``outputs``, ``reduced``: ``M`` and ``N``; None where symbolic, taken as many rows, and long
+    # ones.
+    outputs: int | None,
+    reduced: int | None,
+    # Bytes of an element of the input; of the sum of all inputs of ``M x N`` elements, if there are
+    # several.
+    itemsize: int,
+    gpu: GPUInfo,
+    # ``all``, ``x`` or ``y``, of which the last has several neighbouring outputs in a block.
+    form: str = "x",
 ) -> bool:
     """Return whether a chain of reductions, each using the previous one, should be one kernel.
 
@@ -34,22 +43,7 @@ def chain_fits(
     time than the saved launches; long rows must be enough to keep the device busy. The limits are
     estimates, not measured on a GPU.
 
-    Parameters
-    ----------
-    outputs, reduced : int or None
-        ``M`` and ``N``; None where symbolic, taken as many rows, and long ones.
-    itemsize : int
-        Bytes of an element of the input; of the sum of all inputs of ``M x N`` elements, if there
-        are several.
-    gpu : GPUInfo
-        The device.
-    form : str
-        ``all``, ``x`` or ``y``, of which the last has several neighbouring outputs in a block.
-
-    Returns
-    -------
-    bool
-        Whether it pays off; the rule writes a kernel for a chain of any size.
+    Returns whether it pays off; the rule writes a kernel for a chain of any size.
     """
     columns = max(1, COSTS.segment // itemsize) if form == "y" else 1
     short = COSTS.short_row
@@ -67,17 +61,7 @@ HALF_TYPES = ("float16", "bfloat16")  # arithmetic in these types converts, and 
 def choose_chain(group: GroupWorkload, gpu: GPUInfo) -> ReduceConfig:
     """Choose the configuration of a chain.
 
-    Parameters
-    ----------
-    group : GroupWorkload
-        A chain.
-    gpu : GPUInfo
-        The device.
-
-    Returns
-    -------
-    ReduceConfig
-        With the finish ``one_block``, or ``cluster``.
+    It has the finish ``one_block``, or ``cluster``.
     """
     loops = group.reductions[0].loops
     vector = chain_vector(group, gpu, gpu.block_threads(THREADS))
@@ -200,18 +184,14 @@ _UNROLL = (1, 2, 4, 8)
 _OWN_REGISTERS = 32  # of a thread beside those of its elements
 
 
-def chain_settings(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig]:
+def chain_settings(
+    group: GroupWorkload,  # A chain of known extents.
+    gpu: GPUInfo,
+) -> Iterator[ReduceConfig]:
     """Yield the legal configurations of a chain.
 
     A block, or a cluster where the device has them, keeps its rows in registers if they fit, or
     reads them again for each stage.
-
-    Parameters
-    ----------
-    group : GroupWorkload
-        A chain of known extents.
-    gpu : GPUInfo
-        The device.
     """
     for threads, size in product(_THREADS, powers(_most_blocks(group, gpu))):
         if threads > gpu.max_threads:

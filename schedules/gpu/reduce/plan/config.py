@@ -43,41 +43,22 @@ Finish = Literal["one_block", "atomic", "last_block", "cluster"]
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """The decisions of one kernel.
-
-    Parameters
-    ----------
-    form : str
-        ``all``, ``x`` or ``y``.
-    lanes, rows : int
-        Threads along addresses and across them; powers of two.
-    vector : int
-        Neighbouring elements that a thread loads at once, a power of two.
-    unroll : int
-        Vectors that a thread loads before it combines them.
-    splits : int
-        Blocks that share one output.
-    finish : str
-        ``one_block``, ``atomic``, ``last_block`` or ``cluster``, whose blocks are the splits.
-    kept : int
-        Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
-        again for each stage.
-    is_online : bool
-        Whether a chain is computed in one stage (:mod:`.group`).
-    turns : int
-        Outputs that a row of threads computes one after another.
-    """
+    """The decisions of one kernel."""
 
     form: Literal["all", "x", "y"]
     lanes: int
     rows: int
-    vector: int
-    unroll: int
-    splits: int
+    """``lanes`` and ``rows``: threads along addresses and across them; powers of two."""
+    vector: int  # Neighbouring elements that a thread loads at once, a power of two.
+    unroll: int  # Vectors that a thread loads before it combines them.
+    splits: int  # Blocks that share one output.
     finish: Literal["one_block", "atomic", "last_block", "cluster"]
+    """``one_block``, ``atomic``, ``last_block`` or ``cluster``, whose blocks are the splits."""
     kept: int = 0
-    is_online: bool = False
-    turns: int = 1
+    """Vectors of each input that a thread of a chain keeps in registers; 0 if it reads its row
+    again for each stage."""
+    is_online: bool = False  # Whether a chain is computed in one stage (:mod:`.group`).
+    turns: int = 1  # Outputs that a row of threads computes one after another.
 
     @property
     def threads(self) -> int:
@@ -100,27 +81,16 @@ class ReduceConfig:
         return self.rows if self.form == "y" else self.lanes * self.vector
 
 
-def choose_sisters(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool = True) -> ReduceConfig:
+def choose_sisters(
+    group: GroupWorkload,  # Of one stage.
+    gpu: GPUInfo,
+    # Whether there may be a workspace, without which no block combines the results of others.
+    has_workspace: bool = True,
+) -> ReduceConfig:
     """Choose the configuration of reductions that share one pass over their data.
 
-    Parameters
-    ----------
-    group : GroupWorkload
-        Of one stage.
-    gpu : GPUInfo
-        The device.
-    has_workspace : bool
-        Whether there may be a workspace, without which no block combines the results of others.
-
-    Returns
-    -------
-    ReduceConfig
-        The same for the same arguments.
-
-    Raises
-    ------
-    OpError
-        If the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
+    Returns the same for the same arguments. Raises ``OpError`` if the finish ``atomic`` is
+    requested for ``argmin`` or ``argmax``.
     """
     [stage] = group.stages
     workloads, loops = stage.workloads, stage.reductions[0].loops
@@ -277,10 +247,7 @@ def _is_short(loops: CanonicalLoops, vector: int, gpu: GPUInfo) -> bool:
 def finish_of(group: GroupWorkload, gpu: GPUInfo, has_workspace: bool = True) -> Finish:
     """Finish of the partial results if the reductions are split; ``one_block`` forbids that.
 
-    Raises
-    ------
-    OpError
-        If the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
+    Raises ``OpError`` if the finish ``atomic`` is requested for ``argmin`` or ``argmax``.
     """
     wishes = {_wish(reduction.workload, reduction.loops, gpu) for reduction in group.reductions}
     if "one_block" in wishes:

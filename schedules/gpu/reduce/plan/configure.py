@@ -97,10 +97,7 @@ class _GroupReader:
     def read(self, block: s_tir.SBlock) -> None:
         """Add a block.
 
-        Raises
-        ------
-        _NotAGroupError
-            If it does not belong to a group.
+        Raises ``_NotAGroupError`` if it does not belong to a group.
         """
         if attributes.REDUCE in block.annotations:
             self.lifted[_store(block).buffer] = block
@@ -116,10 +113,8 @@ class _GroupReader:
     def group(self) -> ReduceGroup:
         """All blocks together.
 
-        Raises
-        ------
-        _NotAGroupError
-            If the reductions do not have the same extents and form, or something is missing.
+        Raises ``_NotAGroupError`` if the reductions do not have the same extents and form, or
+        something is missing.
         """
         if len(self.reductions) < len(self.lifted):
             raise _NotAGroupError
@@ -329,26 +324,17 @@ def _agree(extent: Extent, of_data: Extent) -> bool:
 
 
 def configure(
-    func: tirx.PrimFunc, gpu: GPUInfo, config: ReduceConfig | None = None
+    func: tirx.PrimFunc,  # Not scheduled.
+    gpu: GPUInfo,
+    # The configuration; that of :func:`choose_config` by default.
+    config: ReduceConfig | None = None,
 ) -> tirx.PrimFunc:
     """Give a function its configuration, unless it has one.
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        Not scheduled.
-    gpu : GPUInfo
-        The device.
-    config : ReduceConfig, optional
-        The configuration; that of :func:`choose_config` by default.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        The function with the attribute ``attributes.REDUCE_CONFIG``, and before its other
-        parameters, if the last block is to combine the results of all, a workspace
-        ``int32[words]``, which must be zero at the first call but for its last two words. ``func``
-        itself if it is no group of reductions.
+    Returns the function with the attribute ``attributes.REDUCE_CONFIG``, and before its other
+    parameters, if the last block is to combine the results of all, a workspace ``int32[words]``,
+    which must be zero at the first call but for its last two words. ``func`` itself if it is no
+    group of reductions.
     """
     group = None if attributes.REDUCE_CONFIG in func.attrs else read_group(func)
     if group is None:

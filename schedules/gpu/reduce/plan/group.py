@@ -33,40 +33,22 @@ from schedules.workload.reduce import FLOATS, MAX_SUM_EXP, CanonicalLoops, Reduc
 
 @dataclass(frozen=True)
 class Result:
-    """A value for each ``m``.
+    """A value for each ``m``."""
 
-    Parameters
-    ----------
-    var : tirx.Var
-        Stands for the value at the same ``m`` in other expressions of the group.
-    output : tirx.Buffer | None
-        Its destination, row-major in ``m``; None if only the group uses it.
-    """
-
-    var: tirx.Var
+    var: tirx.Var  # Stands for the value at the same ``m`` in other expressions of the group.
     output: tirx.Buffer | None
+    """Its destination, row-major in ``m``; None if only the group uses it."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction, with its producers inlined.
+    """One reduction, with its producers inlined."""
 
-    Parameters
-    ----------
-    workload : ReduceWorkload
-        Operator, types, finish.
-    loops : CanonicalLoops
-        Axes of the data; an unknown extent equals only itself.
-    value : Callable
-        The first field of the state of element ``(m, n)``, both int64.
-    results : tuple[Result, ...]
-        Results of the operator, mostly one.
-    """
-
-    workload: ReduceWorkload
-    loops: CanonicalLoops
+    workload: ReduceWorkload  # Operator, types, finish.
+    loops: CanonicalLoops  # Axes of the data; an unknown extent equals only itself.
     value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
-    results: tuple[Result, ...]
+    """The first field of the state of element ``(m, n)``, both int64."""
+    results: tuple[Result, ...]  # Results of the operator, mostly one.
 
     @property
     def output(self) -> tirx.Buffer | None:
@@ -90,41 +72,23 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class ElementOutput:
-    """A stored tensor of ``M x N`` elements.
+    """A stored tensor of ``M x N`` elements."""
 
-    Parameters
-    ----------
-    value : Callable
-        The element ``(m, n)``, both int64.
-    place : Callable
-        Its row-major position in the output.
-    output : tirx.Buffer
-        Its destination.
-    stage : int
-        The first stage in whose pass over the data the element is known; the number of stages if
-        it uses results of the last one.
-    """
-
-    value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
-    place: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
-    output: tirx.Buffer
+    value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]  # The element ``(m, n)``, both int64.
+    place: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]  # Its row-major position in the output.
+    output: tirx.Buffer  # Its destination.
     stage: int
+    """The first stage in whose pass over the data the element is known; the number of stages if it
+    uses results of the last one."""
 
 
 @dataclass(frozen=True)
 class ColumnSums:
-    """Sums of a function of the elements over groups of neighbouring rows.
-
-    Parameters
-    ----------
-    value : Callable
-        The float32 summand ``(m, n)``, both int64.
-    output : tirx.Buffer
-        Their destination, ``N`` sums of each group of rows.
-    """
+    """Sums of a function of the elements over groups of neighbouring rows."""
 
     value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]
-    output: tirx.Buffer
+    """The float32 summand ``(m, n)``, both int64."""
+    output: tirx.Buffer  # Their destination, ``N`` sums of each group of rows.
 
 
 @dataclass(frozen=True)
@@ -148,31 +112,17 @@ class ReductionStage:
 
 @dataclass(frozen=True)
 class ReduceGroup:
-    """Computation of one kernel.
+    """Computation of one kernel."""
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        Signature and attributes.
-    stages : tuple[ReductionStage, ...]
-        Each has at least one reduction, and uses results of previous ones.
-    elements : tuple[ElementOutput, ...]
-        Each is stored once.
-    outputs, reduced : Extent
-        ``M`` and ``N``.
-    columns : tuple[ColumnSums, ...]
-        All of the same groups of rows; only chains have any.
-    turns : int
-        Rows of such a group, which the same threads process one after another.
-    """
-
-    func: tirx.PrimFunc
+    func: tirx.PrimFunc  # Signature and attributes.
     stages: tuple[ReductionStage, ...]
-    elements: tuple[ElementOutput, ...]
+    """Each has at least one reduction, and uses results of previous ones."""
+    elements: tuple[ElementOutput, ...]  # Each is stored once.
     outputs: Extent
     reduced: Extent
-    columns: tuple[ColumnSums, ...] = ()
-    turns: int = 1
+    """``outputs`` and ``reduced``: ``M`` and ``N``."""
+    columns: tuple[ColumnSums, ...] = ()  # All of the same groups of rows; only chains have any.
+    turns: int = 1  # Rows of such a group, which the same threads process one after another.
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
@@ -238,17 +188,9 @@ def element_bytes(load: ir.TensorLoad) -> int:
 def in_one_stage(group: ReduceGroup) -> ReduceGroup | None:
     """Turn a chain into a group of one stage.
 
-    Parameters
-    ----------
-    group : ReduceGroup
-        A chain.
-
-    Returns
-    -------
-    ReduceGroup | None
-        With sums of exponentials and the maxima of the same rows made one reduction each; None if
-        stored elements use results, if there are more stages, or if the second one has anything
-        else.
+    Returns the group with sums of exponentials and the maxima of the same rows made one reduction
+    each; None if stored elements use results, if there are more stages, or if the second one has
+    anything else.
     """
     if len(group.stages) != 2 or any(element.stage > 0 for element in group.elements):
         return None

@@ -32,18 +32,10 @@ from .group import ReduceGroup, Reduction, ReductionStage, in_one_stage
 
 @dataclass(frozen=True)
 class ReductionWorkload:
-    """One reduction of a group.
+    """One reduction of a group."""
 
-    Parameters
-    ----------
-    workload : ReduceWorkload
-        Operator, types, finish, and the reduced ones of the merged axes.
-    loops : CanonicalLoops
-        The merged axes of its data.
-    """
-
-    workload: ReduceWorkload
-    loops: CanonicalLoops
+    workload: ReduceWorkload  # Operator, types, finish, and the reduced ones of the merged axes.
+    loops: CanonicalLoops  # The merged axes of its data.
 
     @classmethod
     def of(cls, reduction: Reduction) -> ReductionWorkload:
@@ -56,18 +48,10 @@ class ReductionWorkload:
 
 @dataclass(frozen=True)
 class StageWorkload:
-    """Sisters, and how many values are computed from their results.
+    """Sisters, and how many values are computed from their results."""
 
-    Parameters
-    ----------
-    reductions : tuple of ReductionWorkload
-        One or more.
-    epilogues : int
-        Number of values at each ``m``.
-    """
-
-    reductions: tuple[ReductionWorkload, ...]
-    epilogues: int
+    reductions: tuple[ReductionWorkload, ...]  # One or more.
+    epilogues: int  # Number of values at each ``m``.
 
     @classmethod
     def of(cls, stage: ReductionStage) -> StageWorkload:
@@ -82,36 +66,23 @@ class StageWorkload:
 
 @dataclass(frozen=True)
 class GroupWorkload:
-    """A group of reductions, as far as the choice of its configuration depends on it.
+    """A group of reductions, as far as the choice of its configuration depends on it."""
 
-    Parameters
-    ----------
-    stages : tuple of StageWorkload
-        As those of :class:`~.group.ReduceGroup`.
-    itemsizes : tuple of int
-        Bytes of an element of every tensor that the stages read.
-    row_inputs, row_outputs : tuple of int
-        The same of each tensor whose elements differ along a row, and of each tensor of elements
-        that is stored in the pass of a stage.
-    late_outputs : tuple of int
-        The same of each tensor of elements that uses results of the last stage.
-    functions : int
-        Calls of functions for an element, in all stages.
-    one_stage : GroupWorkload | None
-        The same group computed in one stage (:mod:`.group`), if that is possible.
-    columns, turns : int
-        Number of sums of columns, and rows of each group of rows over which they go.
-    """
-
-    stages: tuple[StageWorkload, ...]
-    itemsizes: tuple[int, ...]
+    stages: tuple[StageWorkload, ...]  # As those of :class:`~.group.ReduceGroup`.
+    itemsizes: tuple[int, ...]  # Bytes of an element of every tensor that the stages read.
     row_inputs: tuple[int, ...]
     row_outputs: tuple[int, ...] = ()
+    """``row_inputs`` and ``row_outputs``: the same of each tensor whose elements differ along a
+    row, and of each tensor of elements that is stored in the pass of a stage."""
     late_outputs: tuple[int, ...] = ()
-    functions: int = 0
+    """The same of each tensor of elements that uses results of the last stage."""
+    functions: int = 0  # Calls of functions for an element, in all stages.
     one_stage: GroupWorkload | None = None
+    """The same group computed in one stage (:mod:`.group`), if that is possible."""
     columns: int = 0
     turns: int = 1
+    """``columns`` and ``turns``: number of sums of columns, and rows of each group of rows over
+    which they go."""
 
     @classmethod
     def of(cls, group: ReduceGroup) -> GroupWorkload:
@@ -133,10 +104,7 @@ class GroupWorkload:
     def from_json(cls, text: str) -> GroupWorkload:
         """Read the JSON of a workload.
 
-        Raises
-        ------
-        ValueError
-            If it describes no group of reductions of known extents.
+        Raises ``ValueError`` if it describes no group of reductions of known extents.
         """
         found = _read_group(json.loads(text))
         if not found.is_sound or (found.one_stage and not found.one_stage.is_sound):

@@ -45,19 +45,15 @@ _MOST_WAVES = 4  # of split reductions: more blocks have no more work to do at o
 _MOST_REGISTERS = 160  # estimated, so that the estimate may err by a half
 
 
-def sister_settings(group: GroupWorkload, gpu: GPUInfo) -> Iterator[ReduceConfig]:
+def sister_settings(
+    group: GroupWorkload,  # Of one stage and of known extents.
+    gpu: GPUInfo,
+) -> Iterator[ReduceConfig]:
     """Yield the legal configurations of reductions that share one pass over their data.
 
     Those whose threads all have work, whose states fit the shared memory and the registers of a
     block, and that keep what the finish promises: of floats that nobody asked to be combined by
     atomic updates, the order.
-
-    Parameters
-    ----------
-    group : GroupWorkload
-        Of one stage and of known extents.
-    gpu : GPUInfo
-        The device.
     """
     for block in _blocks(group, gpu):
         yield from split_settings(group, block, gpu)
@@ -232,27 +228,13 @@ def read_terms(
     group: GroupWorkload,
     config: ReduceConfig,
     gpu: GPUInfo,
-    blocks: int,
-    registers: int,
-    passes: int,
+    blocks: int,  # Of the grid.
+    registers: int,  # Of a thread.
+    passes: int,  # How often a row is read, but for the first time from the second-level cache.
 ) -> dict[str, float]:
     """Cycles of reading the rows and of all else that blocks do.
 
-    Parameters
-    ----------
-    group, config, gpu
-        The kernel.
-    blocks : int
-        Of the grid.
-    registers : int
-        Of a thread.
-    passes : int
-        How often a row is read, but for the first time from the second-level cache.
-
-    Returns
-    -------
-    dict[str, float]
-        ``reads``, ``blocks`` and ``combining`` in cycles; ``waves`` and ``in_flight`` bytes.
+    Returns ``reads``, ``blocks`` and ``combining`` in cycles; ``waves`` and ``in_flight`` bytes.
     """
     resident = min(
         COSTS.register_file // (registers * config.threads),
@@ -294,22 +276,14 @@ _TURN_OVERHEAD = 7  # instructions
 _ISSUE = 2.1  # cycles of an instruction of a warp that runs alone
 
 
-def streaming_call(group: GroupWorkload, config: ReduceConfig, name: str = "") -> KernelCall:
+def streaming_call(
+    group: GroupWorkload,  # Of one stage and of known extents.
+    config: ReduceConfig,
+    name: str = "",  # What a report calls it.
+) -> KernelCall:
     """Describe the kernel of a group.
 
-    Parameters
-    ----------
-    group : GroupWorkload
-        Of one stage and of known extents.
-    config : ReduceConfig
-        Its configuration.
-    name : str
-        What a report calls it.
-
-    Returns
-    -------
-    KernelCall
-        ``gpu.reduce``, with the sizes that :mod:`schedules.cost.gpu_kernels` reads.
+    Returns ``gpu.reduce``, with the sizes that :mod:`schedules.cost.gpu_kernels` reads.
     """
     [stage] = group.stages
     workloads = stage.workloads
@@ -405,31 +379,15 @@ Four of five estimates differ less from those by machine code.
 
 
 def decide_split(
-    group: GroupWorkload, default: ReduceConfig, gpu: GPUInfo, has_workspace: bool = True
+    group: GroupWorkload,  # Of one stage.
+    default: ReduceConfig,  # The configuration without a machine.
+    gpu: GPUInfo,
+    has_workspace: bool = True,  # As for :func:`.config.choose_sisters`.
 ) -> ReduceConfig:
     """Choose among the splits of the default's block by the machine in use.
 
-    Parameters
-    ----------
-    group : GroupWorkload
-        Of one stage.
-    default : ReduceConfig
-        The configuration without a machine.
-    gpu : GPUInfo
-        The device.
-    has_workspace : bool
-        As for :func:`.config.choose_sisters`.
-
-    Returns
-    -------
-    ReduceConfig
-        The default, if there is no machine, if an extent is unknown, or if nothing gains
-        :data:`LEAST_GAIN`.
-
-    Raises
-    ------
-    PredictionError
-        If the machine lacks a figure.
+    Returns the default, if there is no machine, if an extent is unknown, or if nothing gains
+    :data:`LEAST_GAIN`. Raises ``PredictionError`` if the machine lacks a figure.
     """
     machine = machine_in_use()
     if machine is None or not group.is_static:
