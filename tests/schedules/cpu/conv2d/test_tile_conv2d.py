@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
+import numpy as np
 import pytest
 from cpu.conv2d.test_conv2d import SEED
-from cpu.conv2d.test_conv2d_bfloat16 import TYPES
+from cpu.conv2d.test_conv2d_bfloat16 import TYPES, operands, run
 from cpu.conv2d.test_conv2d_bfloat16 import build as build_floats
 from cpu.conv2d.test_conv2d_bfloat16 import check as check_floats
 from cpu.conv2d.test_conv2d_bfloat16 import kernel_of as kernel_of_floats
@@ -128,6 +129,24 @@ def test_a_batch_that_is_known_only_at_run_time():
     with described(TARGET, CPU):
         func = TileConv2D().apply(case.build(batch=tirx.Var("n", "int64")), TARGET, False)
     case.check(compile_function(func.mod["main"]), 2)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("size", [3, 1])
+def test_bits_are_the_same_for_any_number_of_threads(size):
+    layer = ConvLayer(72, 40, (size, size), padding=(size // 2,) * 4)
+    case = Case((layer,), height=12, width=10, lanes=32, residual=True)
+    kernel, (packed, _) = kernel_of_floats(case, "float32"), operands(case, 8)
+    results = []
+    for pieces in ((1, 1), (2, 1), (1, 3)):  # of pixels and of channels
+        space = tile_conv2d_space(kernel, replace(CPU, num_cores=prod(pieces)))
+        knobs = next(k for k in space if (k.unit_chunks, k.block_chunks) == pieces)
+        with described(TARGET, CPU):
+            func = TILE_CONV2D.write(build_floats(case, "float32"), kernel, knobs, TARGET)
+        results.append(run(case, func.mod["main"], packed, "float32"))
+    assert np.isfinite(results[0]).all() and results[0].std() > 0.1
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.slow

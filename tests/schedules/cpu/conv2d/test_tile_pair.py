@@ -132,15 +132,20 @@ def build(kernel: Conv2DKernel, batch: tirx.Var | None = None) -> tirx.PrimFunc:
     return func.with_attr("tvm_fusion.workload", to_json(kernel))
 
 
-def check(kernel: Conv2DKernel, func: tirx.PrimFunc, seed: int) -> None:
-    """Run into a poisoned output; compare with NumPy."""
-    found = operands(kernel, seed)
+def run(kernel: Conv2DKernel, func: tirx.PrimFunc, found: Operands) -> Array:
+    """Run into a poisoned output; return its blocks."""
     types = {**TYPES, "int8": np.int8, "float32": np.float32}
     tensors = [tvm.runtime.tensor(array.astype(types[dtype])) for array, dtype in found.arrays]
     shape = pack(found.expected, kernel.lanes).shape
     tensors.append(tvm.runtime.tensor(np.full(shape, 99, TYPES[kernel.dtype])))
     compile_function(func)["main"](*tensors)
-    blocks = tensors[-1].numpy().astype(float)
+    return tensors[-1].numpy().astype(float)
+
+
+def check(kernel: Conv2DKernel, func: tirx.PrimFunc, seed: int) -> None:
+    """Compare with NumPy."""
+    found = operands(kernel, seed)
+    blocks = run(kernel, func, found)
     channels = np.moveaxis(blocks, -1, 2).reshape(*found.expected.shape[:1], -1, *blocks.shape[2:4])
     channels = channels[:, : found.expected.shape[1]]
     np.testing.assert_array_equal(channels, found.expected, err_msg=str(kernel))
@@ -198,6 +203,22 @@ def test_rows_that_tasks_do_not_divide(kind, dtype):
     for interleaved in (True, False):
         knobs = TilePairKnobs(2, *tiles, 11, 1, 4, interleaved)
         check(kernel, schedule(kernel, knobs), 3)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("kind", ["depthwise", "window"])
+def test_bits_are_the_same_for_any_number_of_threads(kind):
+    """Sums of floats, whose bits tell in which order they were added."""
+    first = first_layer(kind, (72, 72), padding=(1, 1, 1, 1))
+    kernel = pair(first, 40, "bfloat16", (1, 12, 10), residual=True)
+    found, random = operands(kernel, 0), np.random.default_rng()
+    arrays = [(random.standard_normal(array.shape), dtype) for array, dtype in found.arrays]
+    spaces = (TILE_PAIR.settings(kernel, replace(CPU, num_cores=cores)) for cores in (1, 2, 3))
+    knobs = [next(k for k in s if k.height == 12 // n) for n, s in enumerate(spaces, 1)]
+    one, *others = (run(kernel, schedule(kernel, k), found._replace(arrays=arrays)) for k in knobs)
+    assert np.isfinite(one).all() and one.std() > 0.1
+    for other in others:
+        np.testing.assert_array_equal(other, one)
 
 
 def test_a_first_layer_with_groups():
