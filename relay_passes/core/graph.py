@@ -206,12 +206,12 @@ class Graph:
         answer = rule(self, self._values[var])
         if answer is not None:
             answer = self._builder.normalize(answer)
-        fits = answer is not None and var.ty.is_base_of(answer.ty)
-        if fits:
-            self._set(var, answer)
+            if var.ty.is_base_of(answer.ty):
+                self._set(var, answer)
+                return True
         for emitted in reversed(self._emitted):
             self._drop_if_dead(emitted)
-        return fits
+        return False
 
     def _set(self, var: relax.Var, value: relax.Expr) -> None:
         old, self._values[var] = self._values[var], value

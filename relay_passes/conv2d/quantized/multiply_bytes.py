@@ -141,7 +141,7 @@ class MultiplyBytes:
                 graph.sweep({"relax.add": [fold_rescaling]})
                 graph.sweep({TURN: [fold_order]})
             if changed:
-                result.update_func(name, graph.to_function())
+                result.update_func(name, relax.analysis.remove_all_unused(graph.to_function()))
         return result
 
 
