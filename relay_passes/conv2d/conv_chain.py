@@ -27,7 +27,7 @@ from tvm import relax, tirx
 from tvm.ir import Constant, Op
 from tvm.sym import Analyzer
 
-from schedules.workload.conv2d import Activation, ConvLayer
+from schedules.workload.conv2d import Activation, ByteAddition, ConvLayer
 
 from .. import op as ops
 from ..op.elementwise import bounds_of
@@ -59,6 +59,8 @@ class ConvChain:
         Of a convolution of bytes: what its sums are multiplied by, one number a channel.
     sums : str | None
         Element type of the lines, if not that of the operands.
+    addition : ByteAddition | None
+        Of a convolution of bytes: what is done with the residual.
     """
 
     layer: ConvLayer
@@ -70,6 +72,7 @@ class ConvChain:
     out_dtype: str | None = None
     scale: relax.Expr | None = None
     sums: str | None = None
+    addition: ByteAddition | None = None
 
     @property
     def dtype(self) -> str:

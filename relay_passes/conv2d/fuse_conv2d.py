@@ -203,11 +203,12 @@ class _Pair:
         first, second = self.first, self.second
         operands = [
             *(first.data, first.weight, first.bias, first.scale),
-            *(second.weight, second.bias, second.scale),
+            *(second.weight, second.bias, second.scale, second.residual),
         ]
         attrs = first.layer.to_attrs("1") | second.layer.to_attrs("2")
         del attrs["groups1"], attrs["groups2"]
-        return ops.fused_quantized_conv2d(*operands, **attrs, out_dtype=str(second.out_dtype))
+        ending = {"out_dtype": str(second.out_dtype), "addition": second.addition}
+        return ops.fused_quantized_conv2d(*operands, **attrs, **ending)
 
 
 @dataclass(frozen=True)

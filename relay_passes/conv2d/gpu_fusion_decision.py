@@ -18,7 +18,6 @@ from schedules.gpu.conv2d.fused_tiles import ConvPair, choose_fused_tile
 from schedules.gpu.conv2d.tensor_core_pair_tile import (
     choose_pair_tile,
     fused_product_cycles,
-    repacking_cycles,
     separate_product_cycles,
 )
 from schedules.gpu.core.machine import GPUInfo
@@ -58,8 +57,6 @@ def decide_gpu(workload: FusedConv2DWorkload, target: Target, tf32: bool = False
         between = f"{kib:.{0 if kib >= 10 else 1}f} KiB between the layers"
         return Decision(True, f"estimated {gain:+.1%}: {between} stay in shared memory", gain)
     cause = "the first layer would be recomputed, or by too few blocks"
-    if choose_pair_tile(workload, gpu, tf32):
-        cause = "separate layers have their channels in blocks"
     return Decision(False, f"estimated {gain:+.1%}: {cause}", gain)
 
 
@@ -91,8 +88,7 @@ def _cycles(workload: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool) -> tuple[fl
     if workload.dtype == "float32":
         ways.append(separate_cycles(_pair(workload), gpu))
     if tile is not None:
-        products = fused_product_cycles(workload, tile, gpu)
-        return min(ways), products + repacking_cycles(workload, gpu)
+        return min(ways), fused_product_cycles(workload, tile, gpu)
     fused = fused_cycles(_pair(workload), gpu)
     assert fused is not None, "there is a tile"
     return min(ways), fused

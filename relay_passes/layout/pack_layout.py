@@ -57,11 +57,11 @@ class PackLayout:
 
     Weights and biases that are constants are packed here, others by calls in the function. A
     reshape reads past those before it, so that it is a view. On a GPU blocks are 16 bytes. Left
-    alone there: convolutions of float32 whose groups cross block boundaries, pairs on tensor cores,
-    and those of 16-bit floats and of bytes with open sizes, without tensor cores, or, of bytes,
-    with groups. Left alone everywhere: ops that are in no table of ``relay_passes/layout/packed``,
-    ops whose operands would be packed or unpacked for them alone, convolutions that are packed
-    already, and functions without any of our convolutions or packed tensors.
+    alone there: convolutions of float32 whose groups cross block boundaries, and those of 16-bit
+    floats and of bytes with open sizes or without tensor cores. Left alone everywhere: ops that are
+    in no table of ``relay_passes/layout/packed``, ops whose operands would be packed or unpacked
+    for them alone, convolutions that are packed already, and functions without any of our
+    convolutions or packed tensors.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ class PackLayout:
     block : int | None
         The number of lanes, whatever the target.
     tf32 : bool
-        Whether, on a GPU, dense convolutions and pairs run on tensor cores: then weights of the
-        former have the input lanes of a block last, and the latter stay in NCHW.
+        Whether, on a GPU, dense convolutions and pairs run on tensor cores: then their weights have
+        the input lanes of a block last.
     """
 
     def __init__(
@@ -92,27 +92,28 @@ class PackLayout:
             blocks = ChannelBlocks(self.block, self.block)
         else:
             blocks = _channel_blocks(mod, pass_target(self.target, "PackLayout"))
-        target, takes, cpu, chunks = gpu_target(self.target), _takes_all, None, False
+        target, takes, cpu, chunks = gpu_target(self.target), _takes_on_cpu, None, _takes_none
         if target is not None:
             gpu = GPUInfo.from_target(target)
-            chunks = self.tf32 and gpu.has_tensor_cores and blocks.most == LANES
-            takes = partial(_takes_on_gpu, lanes=blocks.most, gpu=gpu, tf32=self.tf32)
+            takes = partial(_takes_on_gpu, lanes=blocks.most)
             if gpu.has_tensor_cores:
                 mod = self._pack_bytes(self._pack_halves(mod))
+                if self.tf32 and blocks.most == LANES:
+                    chunks = partial(_is_tf32, gpu=gpu)
         elif current := self.target or Target.current(allow_none=True):
             cpu = CPUInfo.from_target(current)
         return _Packer(mod, blocks, takes, cpu, chunks).rewrite_module(mod)
 
     def _pack_halves(self, mod: IRModule) -> IRModule:
-        """The module with convolutions of 16-bit floats packed, but for pairs."""
+        """The module with convolutions of 16-bit floats packed."""
         block = self.block or CHUNK // 2
-        packer = _Packer(mod, ChannelBlocks(block, block), _takes_half)
+        packer = _Packer(mod, ChannelBlocks(block, block), _takes_half, chunks=_is_pair)
         return packer.rewrite_module(mod)
 
     def _pack_bytes(self, mod: IRModule) -> IRModule:
         """The module with convolutions of bytes packed, of 16 bytes each."""
         blocks = ChannelBlocks(CHUNK, CHUNK)
-        return _Packer(mod, blocks, _takes_bytes, chunks=True).rewrite_module(mod)
+        return _Packer(mod, blocks, _takes_bytes, chunks=_is_dense).rewrite_module(mod)
 
 
 def _channel_blocks(mod: IRModule, target: Target) -> ChannelBlocks:
@@ -144,27 +145,43 @@ def _calls_of(func: relax.Function) -> list[relax.Call]:
     return found
 
 
-def _takes_all(_: Conv2DKernel) -> bool:
-    return True
+def _takes_on_cpu(kernel: Conv2DKernel) -> bool:
+    return not (kernel.is_quantized and _is_pair(kernel))
 
 
-def _takes_on_gpu(kernel: Conv2DKernel, lanes: int, gpu: GPUInfo, tf32: bool) -> bool:
-    if kernel.dtype != "float32" or any(is_cut(layer, lanes) for layer in kernel.layers):
-        return False
-    return len(kernel.layers) == 1 or not takes_pair(kernel, gpu, tf32)
+def _takes_none(_: Conv2DKernel) -> bool:
+    return False
+
+
+def _takes_on_gpu(kernel: Conv2DKernel, lanes: int) -> bool:
+    is_float32 = kernel.dtype == "float32"
+    return is_float32 and not any(is_cut(layer, lanes) for layer in kernel.layers)
 
 
 def _takes_half(kernel: Conv2DKernel) -> bool:
-    return kernel.dtype in HALF and _is_single(kernel)
+    return kernel.dtype in HALF and _is_sized(kernel)
 
 
 def _takes_bytes(kernel: Conv2DKernel) -> bool:
-    return kernel.is_quantized and _is_single(kernel) and kernel.layers[0].groups == 1
+    return (kernel.is_quantized or kernel.data_dtype == "uint8") and _is_sized(kernel)
 
 
-def _is_single(kernel: Conv2DKernel) -> bool:
-    """Return whether a kernel is one convolution of images of a known size."""
-    return len(kernel.layers) == 1 and None not in (kernel.height, kernel.width)
+def _is_sized(kernel: Conv2DKernel) -> bool:
+    """Return whether images are of a known size."""
+    return None not in (kernel.height, kernel.width)
+
+
+def _is_pair(kernel: Conv2DKernel) -> bool:
+    return len(kernel.layers) == 2
+
+
+def _is_dense(kernel: Conv2DKernel) -> bool:
+    return all(layer.groups == 1 for layer in kernel.layers)
+
+
+def _is_tf32(kernel: Conv2DKernel, gpu: GPUInfo) -> bool:
+    """Return whether tensor cores take a kernel of float32."""
+    return takes_pair(kernel, gpu, tf32=True) if _is_pair(kernel) else _is_dense(kernel)
 
 
 @relax.expr_functor.mutator
@@ -177,7 +194,7 @@ class _Packer(relax.PyExprMutator):
         blocks: ChannelBlocks,
         takes: Takes,
         cpu: CPUInfo | None = None,
-        chunks: bool = False,
+        chunks: Takes = _takes_none,
     ) -> None:
         super().__init__(mod)
         self.blocks = blocks
@@ -305,8 +322,8 @@ class _Packer(relax.PyExprMutator):
         return int(call.attrs["block"]) == self.blocks.of(channels)
 
     def _is_sink(self, call: relax.Call) -> bool:
-        layers = read_convolution(call, self.blocks, self.scope.takes)
-        return self._is_pack(call) or layers is not None
+        kernel = read_convolution(call, self.blocks, self.scope.takes)
+        return self._is_pack(call) or kernel is not None
 
     def _can_stay_packed(self, call: relax.Call) -> bool:
         # A convolution that is no sink has no packed form, or has it already.

@@ -162,8 +162,7 @@ def _has_words(call: relax.Call, op: ConvOp, index: int) -> bool:
     is_dense = int(call.attrs["groups" + op.suffixes[index]]) == 1
     has_rank = call.args[1 + 2 * index].ty.ndim == WORDS_RANK
     if _sums_of(call) is None:
-        is_packed = str(call.attrs["data_layout"]) != "NCHW" and len(op.suffixes) == 1
-        return is_dense and has_rank and is_packed
+        return is_dense and has_rank and str(call.attrs["data_layout"]) != "NCHW"
     return is_dense or has_rank
 
 
@@ -248,7 +247,7 @@ def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLay
         )
     plain_data = lanes > 0 and index == 0 and call.attrs["data_layout"] == "NCHW"
     if lanes:
-        in_channels, out_channels = _true_channels(call.attrs, op, index)
+        in_channels, out_channels = true_channels(call.attrs, op, index)
         kernel = weight[1:3] if len(weight) == 4 else weight[2:4]
     else:
         groups = int(call.attrs["groups" + suffix])
@@ -265,7 +264,8 @@ def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLay
     return layer
 
 
-def _true_channels(attrs: Any, op: ConvOp, index: int) -> tuple[int, int]:
+def true_channels(attrs: Any, op: ConvOp, index: int) -> tuple[int, int]:
+    """Input and output channels of a layer of a packed call."""
     names = op.channels[index : index + 2]
     if any(name not in attrs.keys() for name in op.channels):
         raise OpError(

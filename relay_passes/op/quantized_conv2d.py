@@ -51,7 +51,9 @@ from .conv_types import (
     constant_shape,
     kernel_output_type,
     lanes_of,
+    packed_weight_shape,
     tensor_type,
+    true_channels,
 )
 from .elementwise import check_bytes
 from .register import is_typed, register_op
@@ -368,9 +370,13 @@ register_op(
 )
 
 
-FUSED_QUANTIZED_CONV2D = ConvOp("relax.tvm_fusion.fused_quantized_conv2d", ("1", "2"), ())
+FUSED_QUANTIZED_CONV2D = ConvOp(
+    "relax.tvm_fusion.fused_quantized_conv2d",
+    ("1", "2"),
+    ("in_channels", "mid_channels", "out_channels"),
+)
 _FUSED_NAME = FUSED_QUANTIZED_CONV2D.name
-_FIXED = {"groups1": 1, "groups2": 1, "data_layout": "NCHW", "out_layout": "NCHW"}
+_FIXED = {"groups1": 1, "groups2": 1}
 _PARAMETERS = {"weight": "int8", "bias": "float32", "scale": "float32"}
 
 
@@ -382,6 +388,7 @@ def fused_quantized_conv2d(
     weight2: relax.Expr,
     bias2: relax.Expr,
     scale2: relax.Expr,
+    residual: relax.Expr | None = None,
     *,
     strides1: Sequence[int] = (1, 1),
     padding1: Sequence[int] = (0, 0, 0, 0),
@@ -395,7 +402,13 @@ def fused_quantized_conv2d(
     activation2: str = "none",
     low2: float = 0.0,
     high2: float = 0.0,
+    data_layout: str = "NCHW",
+    out_layout: str | None = None,
+    in_channels: int | None = None,
+    mid_channels: int | None = None,
+    out_channels: int | None = None,
     out_dtype: str = "float32",
+    addition: ByteAddition | None = None,
 ) -> relax.Call:
     """Convolve bytes twice, rounding to bytes in between.
 
@@ -404,8 +417,9 @@ def fused_quantized_conv2d(
         mid = activation1(conv1(data, weight1) * scale1 + bias1)       uint8, rounded
         out = activation2(conv2(mid, weight2) * scale2 + bias2)        float32, or rounded to uint8
 
-    Data, weights, biases and scales are those of ``relax.tvm_fusion.quantized_conv2d`` in NCHW, and
-    so are sums, padding and the bytes of a layer. Batch, height and width may be symbolic.
+    Data, weights, biases, scales and residual are those of ``relax.tvm_fusion.quantized_conv2d``,
+    and so are sums, padding and the bytes of a layer. In blocks of ``x`` channels weights are in
+    words of a whole block, as for GPUs, and so is ``mid``. Batch, height and width may be symbolic.
 
     Parameters
     ----------
@@ -416,8 +430,14 @@ def fused_quantized_conv2d(
         activation is ``round_clip``.
     strides2, padding2, dilation2, activation2, low2, high2
         The second layer.
+    data_layout, out_layout : str | None
+        The same choice of ``NCHW`` or ``NCHW{x}c``; None stands for ``data_layout``.
+    in_channels, mid_channels, out_channels : int | None
+        True channel counts; given exactly where the layouts are packed.
     out_dtype : str
         ``float32``, or ``uint8`` where the second activation is ``round_clip``.
+    residual, addition : relax.Expr | None, ByteAddition | None
+        Bytes of the output's shape, and what is done with them; neither or both.
 
     Returns
     -------
@@ -442,11 +462,19 @@ def fused_quantized_conv2d(
         "activation2": activation2,
         "low2": low2,
         "high2": high2,
+        "data_layout": data_layout,
+        "out_layout": out_layout,
+        "in_channels": in_channels,
+        "mid_channels": mid_channels,
+        "out_channels": out_channels,
         "out_dtype": out_dtype,
     }
     operands = [data, weight1, bias1, scale1, weight2, bias2, scale2]
+    operands += [] if residual is None else [residual]
     checked = checked_attrs(FUSED_QUANTIZED_CONV2D, given)
     attrs = {name: value for name, value in checked.items() if name not in _FIXED}
+    if addition is not None:
+        attrs["addition"] = [float(number) for number in astuple(addition)]
     call = relax.Call(FUSED_QUANTIZED_CONV2D.get(), operands, attrs)
     if is_typed(*operands):
         _infer_fused_type(call)
@@ -455,36 +483,59 @@ def fused_quantized_conv2d(
 
 def read_fused_quantized(call: relax.Call) -> Conv2DKernel:
     """The kernel of a call; raises OpError where its operands do not fit together."""
-    names = {"data": "uint8"}
+    names, addition = {"data": "uint8"}, _read_addition(call)
     names |= {f"{name}{i}": dtype for i in (1, 2) for name, dtype in _PARAMETERS.items()}
+    names |= {} if addition is None else {"residual": "uint8"}
     check_operands(call, names, _FUSED_NAME)
-    extents = call.args[0].ty.shape.values
-    if len(extents) != 4:
-        raise OpError(f"{_FUSED_NAME}: data has rank {len(extents)}; expected 4 (NCHW)")
-    layers = _read_fused_layer(call, "1", 1), _read_fused_layer(call, "2", 4)
-    check_channels(extents, layers, 0, _FUSED_NAME)
+    layouts = str(call.attrs["data_layout"]), str(call.attrs["out_layout"])
+    lanes, extents = lanes_of(layouts[1], _FUSED_NAME), call.args[0].ty.shape.values
+    rank = 5 if lanes else 4
+    if len(extents) != rank or layouts[0] != layouts[1]:
+        raise OpError(
+            f"{_FUSED_NAME}: data has rank {len(extents)} with layouts {', '.join(layouts)}; "
+            f"expected rank {rank}, and equal layouts"
+        )
+    layers = _read_fused_layer(call, 0, lanes), _read_fused_layer(call, 1, lanes)
+    check_channels(extents, layers, lanes, _FUSED_NAME)
     batch, height, width = (constant(extents[axis]) for axis in (0, 2, 3))
     if height is not None and width is not None:
         check_sizes(layers, height, width, _FUSED_NAME)
     out_dtype = str(call.attrs["out_dtype"])
     check_bytes(layers[0].activation, "uint8", _FUSED_NAME)
     if out_dtype != "float32":
-        check_bytes(layers[1].activation, out_dtype, _FUSED_NAME)
-    return Conv2DKernel(layers, batch, height, width, dtype="uint8", out_dtype=out_dtype)
+        last = layers[1].activation if addition is None else addition.activation
+        check_bytes(last, out_dtype, _FUSED_NAME)
+    return Conv2DKernel(
+        layers,
+        *(batch, height, width, addition is not None, "uint8", *layouts),
+        out_dtype=out_dtype,
+        word=lanes or WORD_BYTES,
+        addition=addition,
+    )
 
 
-def _read_fused_layer(call: relax.Call, suffix: str, place: int) -> ConvLayer:
-    """The layer whose weight is an operand."""
+def _read_fused_layer(call: relax.Call, index: int, lanes: int) -> ConvLayer:
+    """The layer with a number, checked against its weight, bias and scale."""
+    suffix, place = FUSED_QUANTIZED_CONV2D.suffixes[index], 1 + 3 * index
     weight = constant_shape(call.args[place], "weight" + suffix, _FUSED_NAME)
-    if len(weight) != 4:
-        raise OpError(f"{_FUSED_NAME}: weight{suffix} has rank {len(weight)}; expected 4 (OIHW)")
+    if len(weight) != (7 if lanes else 4):
+        expected = "7 (words of a block)" if lanes else "4 (OIHW)"
+        raise OpError(f"{_FUSED_NAME}: weight{suffix} has rank {len(weight)}; expected {expected}")
+    channels = (weight[1], weight[0])
+    if lanes:
+        channels = true_channels(call.attrs, FUSED_QUANTIZED_CONV2D, index)
     attrs = dict(call.attrs.items()) | _FIXED
-    layer = ConvLayer.from_attrs(attrs, weight[1], weight[0], (weight[2], weight[3]), suffix)
+    layer = ConvLayer.from_attrs(attrs, *channels, (weight[2], weight[3]), suffix)
     check_layer(layer, suffix, _FUSED_NAME)
-    for argument, name in zip(call.args[place + 1 : place + 3], ("bias", "scale"), strict=True):
+    shape, numbers = weight, weight[:1]
+    if lanes:
+        shape = packed_weight_shape(layer, lanes, False, lanes, lanes)
+        numbers = (shape[0], lanes)
+    shapes = {"weight": shape, "bias": numbers, "scale": numbers}
+    for argument, (name, wanted) in zip(call.args[place:], shapes.items(), strict=False):
         found = constant_shape(argument, name + suffix, _FUSED_NAME)
-        if found != weight[:1]:
-            raise OpError(f"{_FUSED_NAME}: {name}{suffix} has shape {found}; expected {weight[:1]}")
+        if found != wanted:
+            raise OpError(f"{_FUSED_NAME}: {name}{suffix} has shape {found}; expected {wanted}")
     check_products(layer, _FUSED_NAME)
     return layer
 
@@ -493,13 +544,11 @@ def _infer_fused_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> 
     return kernel_output_type(call, read_fused_quantized(call), _FUSED_NAME)
 
 
-def _compute_fused(kernel: Conv2DKernel, operands: Sequence[te.Tensor], _: None) -> te.Tensor:
-    data, weight1, bias1, scale1, weight2, bias2, scale2 = operands
-    first, second = (weight1, bias1, scale1), (weight2, bias2, scale2)
-    layer1, layer2 = kernel.layers
-    return compute.fused_quantized_conv2d(
-        data, *first, *second, layer1, layer2, str(kernel.out_dtype)
-    )
+def _compute_fused(
+    kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
+) -> te.Tensor:
+    added = str(kernel.out_dtype), residual, kernel.addition
+    return compute.fused_quantized_conv2d(*operands, *kernel.layers, *added)
 
 
 def legalize_fused_quantized(

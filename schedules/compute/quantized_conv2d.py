@@ -99,13 +99,17 @@ def fused_quantized_conv2d(
     layer1: ConvLayer,
     layer2: ConvLayer,
     out_dtype: str,
+    residual: te.Tensor | None = None,
+    addition: ByteAddition | None = None,
 ) -> te.Tensor:
-    """Two convolutions of bytes in NCHW, the first of which gives bytes.
+    """Two convolutions of bytes, the first of which gives bytes.
 
     Parameters are those of :func:`quantized_conv2d`, numbered by layer.
     """
     mid = _finish(_sums(data, weight1, layer1, "1"), scale1, bias1, layer1, "uint8", "1")
-    return _finish(_sums(mid, weight2, layer2, "2"), scale2, bias2, layer2, out_dtype, "2")
+    added = None if residual is None or addition is None else (residual, addition)
+    sums = _sums(mid, weight2, layer2, "2")
+    return _finish(sums, scale2, bias2, layer2, out_dtype, "2", added)
 
 
 def _rounded(

@@ -11,10 +11,7 @@ from ..conv_chain import ConvChain
 
 
 def find_byte_chains(block: relax.DataflowBlock) -> list[ConvChain]:
-    """All convolutions of bytes in NCHW of a block, as chains of one line.
-
-    Not those that add a residual, which no pair can.
-    """
+    """All convolutions of bytes in NCHW of a block, as chains of one line."""
     return [chain for binding in block.bindings for chain in [_match(binding)] if chain is not None]
 
 
@@ -23,9 +20,10 @@ def _match(binding: relax.Binding) -> ConvChain | None:
     if not isinstance(binding, relax.VarBinding) or op_name(call) != QUANTIZED_CONV2D.name:
         return None
     kernel = read_quantized(call)
-    if kernel.out_layout != "NCHW" or kernel.residual:
+    if kernel.out_layout != "NCHW":
         return None
-    data, weight, bias, scale = call.args
+    data, weight, bias, scale, *residual = call.args
     [layer] = kernel.layers
-    operands = data, weight, bias, None
-    return ConvChain(layer, *operands, (binding,), str(kernel.out_dtype), scale)
+    operands = data, weight, bias, residual[0] if residual else None
+    given = str(kernel.out_dtype), scale
+    return ConvChain(layer, *operands, (binding,), *given, addition=kernel.addition)

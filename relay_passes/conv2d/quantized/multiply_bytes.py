@@ -82,9 +82,8 @@ class MultiplyBytes:
         )
 
     For CPUs that multiply bytes (VNNI, dot products of AArch64, or AVX2 in 16 bits), and GPUs whose
-    tensor cores do, the latter for convolutions only, in functions whose convolutions have no
-    groups: others are in float32 and another layout there. Products with constant matrices are
-    those of pixels; depthwise convolutions read bytes, and multiply floats; an image of up to four
+    tensor cores do, the latter for convolutions only. Products with constant matrices are those of
+    pixels; depthwise convolutions read bytes, and multiply floats; an image of up to four
     channels is rounded in its convolution; the sum of a product and of other bytes, each with its
     scale, is rounded in the product; maxima are taken of bytes; other readers get floats again.
     Where zero bytes stand for another number than zero, they are padded explicitly.
@@ -116,10 +115,6 @@ class MultiplyBytes:
         result = mod.clone()
         for name, graph in function_graphs(mod):
             rules = _Rules(word, cpu)
-            if on_gpu:
-                graph.sweep({_CONV2D: [rules.find_groups]})
-                if rules.has_groups:
-                    continue
             graph.sweep({_CONV2D: [rules.find_rounding], _MATMUL: [rules.find_rounding]})
             graph.sweep({"relax.add": [rules.find_summands]})
             graph.settle({ROUND_CLIP: [rules.store_bytes]})
@@ -146,21 +141,16 @@ class MultiplyBytes:
 
 
 class _Rules:
-    """Rules of one function, for all products of a CPU, or a GPU's dense convolutions.
+    """Rules of one function, for all products of a CPU, or a GPU's convolutions.
 
     The target multiplies ``word`` channels at once.
     """
 
     def __init__(self, word: int, cpu: CPUInfo | None) -> None:
-        self._only_dense, self._word = cpu is None, word
+        self._only_convolutions, self._word = cpu is None, word
         self._activations = None if cpu is None else ActivationProducts(cpu)
-        self.has_groups = False
         self._roundings: set[relax.Var] = set()  # whose results become bytes
         self._weights: dict[GenericConst, IntegerWeights | None] = {}
-
-    def find_groups(self, graph: Graph, call: relax.Call) -> None:
-        """Note whether there are convolutions with groups."""
-        self.has_groups |= int(call.attrs.groups) != 1
 
     def find_rounding(self, graph: Graph, call: relax.Call) -> None:
         """Note the rounded numbers that a product reads."""
@@ -249,7 +239,7 @@ class _Rules:
         if not isinstance(weight, GenericConst):
             return None
         if call.op.name == _MATMUL:
-            if self._only_dense:
+            if self._only_convolutions:
                 return None
             if str(call.ty.dtype) != "float32" or weight.ty.ndim != 2 or call.args[0].ty.ndim < 2:
                 return None
@@ -258,7 +248,7 @@ class _Rules:
         else:
             layer = read_convolution(relax.VarBinding(graph.current, call))
         if layer is None or layer.is_depthwise:
-            return None if self._only_dense else layer
+            return layer
         own = layer.in_channels // layer.groups
         if own * math.prod(layer.kernel) > MOST_PRODUCTS:
             return None
@@ -272,7 +262,7 @@ class _Rules:
         Groups of four channels in two words of 16 bits take longer.
         """
         own, is_alike = layer.in_channels // layer.groups, layer.in_channels == layer.out_channels
-        if self._only_dense or own % WORD_BYTES or not is_alike:
+        if own % WORD_BYTES or not is_alike:
             return False
         in_bytes = np.moveaxis(weights.integers, 1, -1)
         return own > WORD_BYTES or self._word == WORD_BYTES or fits_pairs(in_bytes)

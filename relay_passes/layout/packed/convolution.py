@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm import relax
 from tvm.ir import GenericConst, Op
 
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
 from relay_passes.op.pack import pack
-from relay_passes.op.quantized_conv2d import QUANTIZED_CONV2D, fits_pairs, read_quantized
+from relay_passes.op.quantized_conv2d import (
+    FUSED_QUANTIZED_CONV2D,
+    QUANTIZED_CONV2D,
+    fits_pairs,
+    read_fused_quantized,
+    read_quantized,
+)
 from schedules.workload.conv2d import (
     BOUNDED,
+    ITEM_BYTES,
     WORD_BYTES,
     WORDS,
     Activation,
@@ -26,12 +35,11 @@ from .packing_state import Packed, Result, Rule, Scope, Takes, is_single_pixel
 from .weight_packing import weight_form
 
 _OPS = {op.name: op for op in (CONV2D, FUSED_CONV2D)}
+_OPS_OF_BYTES = {op.name: op for op in (QUANTIZED_CONV2D, FUSED_QUANTIZED_CONV2D)}
 
 
-def read_convolution(
-    call: relax.Call, blocks: ChannelBlocks, takes: Takes
-) -> tuple[ConvLayer, ...] | None:
-    """The layers of a convolution call in NCHW that has a packed form, else None.
+def read_convolution(call: relax.Call, blocks: ChannelBlocks, takes: Takes) -> Conv2DKernel | None:
+    """The kernel of a convolution call in NCHW that has a packed form, else None.
 
     Parameters
     ----------
@@ -41,18 +49,13 @@ def read_convolution(
         Lanes of the channel blocks.
     takes : Callable
         Whether a direct convolution, or a pair, is packed.
-
-    Returns
-    -------
-    tuple[ConvLayer, ...] | None
-        One layer, or the two of a pair.
     """
     kernel = kernel_of(call)
     if kernel is None:
         return None
     if (kernel.is_quantized or kernel.sums) and blocks.least % WORDS[kernel.dtype]:
         return None
-    return kernel.layers if takes(kernel) else None
+    return kernel if takes(kernel) else None
 
 
 def kernel_of(call: relax.Call) -> Conv2DKernel | None:
@@ -60,7 +63,9 @@ def kernel_of(call: relax.Call) -> Conv2DKernel | None:
     name = call.op.name if isinstance(call.op, Op) else ""
     if name not in CONVOLUTION_RULES or str(call.attrs["out_layout"]) != "NCHW":
         return None
-    return read_quantized(call) if name == QUANTIZED_CONV2D.name else read_kernel(call, _OPS[name])
+    if name in _OPS:
+        return read_kernel(call, _OPS[name])
+    return read_quantized(call) if name == QUANTIZED_CONV2D.name else read_fused_quantized(call)
 
 
 def is_cut(layer: ConvLayer, block: int) -> bool:
@@ -76,21 +81,22 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
     padding; unless they are packed already, or tensor cores copy them in chunks of a block.
     """
     call = binding.value
-    layers = read_convolution(call, scope.blocks, scope.takes)
-    if layers is None:
+    kernel = read_convolution(call, scope.blocks, scope.takes)
+    if kernel is None:
         return None
-    if call.op.name == CONV2D.name and read_kernel(call, CONV2D).sums is not None:
+    op, layers = _OPS[call.op.name], kernel.layers
+    if kernel.sums is not None:
         return pack_words(scope, binding, layers[0])
-    op = _OPS[call.op.name]
     data, residual = call.args[0], call.args[op.operands :]
-    chunks = scope.chunks and len(layers) == 1 and layers[0].groups == 1
+    chunks = scope.chunks(kernel)
     few = _is_less(scope, layers[0].in_channels) and layers[0].groups == 1 and not chunks
     plain_data = few and scope.lookup(data) is None
     operands = [scope.visit(data) if plain_data else scope.pack(data).expr]
     for index, layer in enumerate(layers):
         block = scope.blocks.of(layer.out_channels)
-        form = weight_form(layer, block, plain_data and index == 0)
-        form = "chunks" if chunks else str(form)
+        form = str(weight_form(layer, block, plain_data and index == 0))
+        if chunks and layer.groups == 1 and ITEM_BYTES[kernel.dtype] != WORD_BYTES // 2:
+            form = "chunks"
         operands.append(scope.parameter(call.args[1 + 2 * index], form))
         operands.append(scope.parameter(call.args[2 + 2 * index], "bias"))
     packed_residual = [scope.pack(tensor) for tensor in residual]
@@ -192,18 +198,18 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
     bytes are signed in products, constant weights contain what sums of data less 128 lack.
     """
     call = binding.value
-    layers = read_convolution(call, scope.blocks, scope.takes)
-    if layers is None:
+    kernel = read_convolution(call, scope.blocks, scope.takes)
+    if kernel is None:
         return None
-    (layer,), data = layers, call.args[0]
+    data, layer = call.args[0], kernel.layers[-1]
     attrs = dict(call.attrs.items())
-    attrs |= _layout_attrs(scope, QUANTIZED_CONV2D, layers, plain_data=False)
+    attrs |= _layout_attrs(scope, _OPS_OF_BYTES[call.op.name], kernel.layers, plain_data=False)
+    if scope.chunks(kernel):
+        return _pack_chunks(scope, binding, kernel, attrs)
     suffix = ""
     if "rounding" in attrs:
         attrs["data_layout"], suffix = "NCHW", "_first"
         operands = [scope.visit(data)]
-    elif scope.chunks:
-        operands = [scope.pack(data).expr]
     elif layer.groups == 1 and _is_less(scope, layer.in_channels) and scope.lookup(data) is None:
         attrs["data_layout"] = f"NCHW{WORD_BYTES}c"
         suffix = "_first"
@@ -213,8 +219,7 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         suffix = _group_suffix(layer, groups)
         attrs |= {"groups": groups} if groups else {}
         operands = [_in_blocks(scope, data)]
-    form = "chunks" if scope.chunks else "quantized" + suffix
-    weight = scope.parameter(call.args[1], form)
+    weight = scope.parameter(call.args[1], "quantized" + suffix)
     is_constant = isinstance(weight, GenericConst)
     if scope.shifts and is_constant:
         attrs["shifted"] = True
@@ -225,12 +230,30 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         weight = scope.parameter(call.args[1], "pairs" + suffix)
     operands += [weight, *(scope.parameter(each, "bias") for each in call.args[2:4])]
     operands += [scope.pack(residual).expr for residual in call.args[4:]]
-    in_bytes = attrs["out_dtype"] == "uint8"
-    bound = BYTE if in_bytes else _bound_after(layer.activation, 0.0)
-    return _unblocked(scope, binding, relax.Call(call.op, operands, attrs), layer, bound)
+    packed = relax.Call(call.op, operands, attrs)
+    return _unblocked(scope, binding, packed, layer, _bound_of_bytes(kernel))
+
+
+def _pack_chunks(
+    scope: Scope, binding: relax.VarBinding, kernel: Conv2DKernel, attrs: dict[str, Any]
+) -> Result:
+    """Rewrite a call of bytes, with one layer or two, for tensor cores."""
+    call = binding.value
+    data, *parameters = call.args[: 1 + 3 * len(kernel.layers)]
+    forms = ("chunks", "bias", "bias") * len(kernel.layers)
+    operands = [scope.pack(data).expr, *map(scope.parameter, parameters, forms)]
+    operands += [scope.pack(residual).expr for residual in call.args[len(operands) :]]
+    packed = relax.Call(call.op, operands, attrs)
+    return _unblocked(scope, binding, packed, kernel.layers[-1], _bound_of_bytes(kernel))
+
+
+def _bound_of_bytes(kernel: Conv2DKernel) -> float:
+    """Bound of the magnitude of results past the last channel."""
+    in_bytes = kernel.out_dtype == "uint8"
+    return BYTE if in_bytes else _bound_after(kernel.layers[-1].activation, 0.0)
 
 
 CONVOLUTION_RULES: dict[str, Rule] = {
     **dict.fromkeys(_OPS, pack_convolution),
-    QUANTIZED_CONV2D.name: pack_quantized,
+    **dict.fromkeys(_OPS_OF_BYTES, pack_quantized),
 }

@@ -85,9 +85,9 @@ class Scope:
         Whether products of bytes are added in pairs of 16 bits.
     shifts : bool
         Whether products are those of signed bytes, so that 128 is subtracted from data.
-    chunks : bool
-        Whether dense weights have the input lanes of a block last, and images are packed, too, as
-        tensor cores read elements of other than 16 bits.
+    chunks : Callable
+        Whether tensor cores copy the data of a kernel in chunks of a block: then images are packed,
+        too, and dense weights of other than 16 bits have the input lanes of a block last.
     tile_groups : Callable
         Groups in which tile registers compute a convolution with groups; 0 where they do not.
     packed : dict
@@ -106,7 +106,7 @@ class Scope:
     takes: Takes = field(default=lambda _: True)
     pairs: bool = False
     shifts: bool = False
-    chunks: bool = False
+    chunks: Takes = field(default=lambda _: False)
     tile_groups: Callable[[Conv2DKernel], int] = field(default=lambda _: 0)
     packed: dict[relax.Var, Packed] = field(default_factory=dict)
     tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)

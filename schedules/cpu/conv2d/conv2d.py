@@ -201,7 +201,7 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
     mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
     # Weights of floats in words of a whole block are those of a GPU's tensor cores.
-    for_cpu = kernel.has_words or len(func.params[1].shape) < WORDS_RANK
+    for_cpu = kernel.has_words or all(len(param.shape) < WORDS_RANK for param in func.params)
     return kernel if packed and mine and for_cpu else None
 
 

@@ -152,7 +152,8 @@ def packed_kernel(func: tirx.PrimFunc, layers: int) -> Conv2DKernel | None:
     packed = kernel.out_layout == f"NCHW{LANES}c" and kernel.dtype == "float32"
     static = None not in (kernel.height, kernel.width)
     direct = not (kernel.winograd or kernel.plain_data or kernel.plain_out)
-    direct = direct and len(func.params[1].shape) < WORDS_RANK  # those of tensor cores have words
+    # Weights of tensor cores have words.
+    direct = direct and all(len(param.shape) < WORDS_RANK for param in func.params)
     if not (packed and static and direct and len(kernel.layers) == layers):
         return None
     for layer in kernel.layers:

@@ -97,8 +97,8 @@ class FusedConv2D(ConvRule):
 
     Takes functions that legalization marked as a fused pair of float32 on images of a known size
     (the batch may be symbolic) in ``NCHW4c``, or NCHW data with such an output, as far as
-    :func:`unsupported` allows and a tile fits the device; and pairs of float16 or bfloat16 in NCHW,
-    on tensor cores (:mod:`.tensor_core_pair`). Returns None for everything else.
+    :func:`unsupported` allows and a tile fits the device; and pairs on tensor cores
+    (:mod:`.tensor_core_pair`). Returns None for everything else.
     """
 
     template = FUSED

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel of two fused convolutions on tensor cores, the second of them dense.
+"""Kernel of two fused convolutions on tensor cores, in blocks of channels, the second one dense.
 
 ::
 
-    for image, tile of pixels:                                  # blocks
+    for tile of pixels of all images:                           # blocks
         for tile of channels between the layers:
-            sums = product of the first layer's weights and the windows of the data
+            sums = product of the windows of the data and the first layer's weights
             bias, activation; keep in shared memory, in the type of the tensors
         for tile of output channels:
-            sums = product of the second layer's weights and what is in shared memory
+            sums = product of what is in shared memory and the second layer's weights
             bias, residual, activation; store
 
-The results of the first layer are rounded as a kernel of its own would round them; those of
-float32 are factors of TF32 later. Before a pointwise layer of 16-bit floats they are lines of
-pixels, for each channel. Else they are lines of channels, for each pixel of the block and, before a
-wider layer, of a halo around them, which is computed by several blocks: a tap is then a shift by
-some lines, or a line of zeros beyond the image.
+Blocks of channels are 16 bytes, so that windows and weights are copied to shared memory as they
+lie. The results of the first layer are rounded as a kernel of its own would round them; those of
+float32 are factors of TF32 later. They are lines of channels, for each pixel of the block and,
+before a wider layer, of a halo around them, which is computed by several blocks: a tap is then a
+shift by some lines, or a line of zeros beyond the image.
 
 The products are those of :mod:`schedules.gpu.gemm.matmul.tensor_core_matmul`. A depthwise first
 layer is computed by the ordinary cores, as the elements of the second product's factor.
@@ -23,6 +23,7 @@ layer is computed by the ordinary cores, as the elements of the second product's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,10 +32,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
-from schedules.tir.extents import unravel
-from schedules.tir.index_math import ceildiv, i64, simplified
+from schedules.tir.index_math import ceildiv, i64
 from schedules.tir.statements import when
-from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload, from_json
+from schedules.workload.conv2d import ITEM_BYTES, Conv2DKernel, FusedConv2DWorkload, from_json
 
 from ..core.intrinsics import sync
 from ..core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
@@ -56,37 +56,34 @@ def tensor_pair_function(func: tirx.PrimFunc, gpu: GPUInfo) -> tirx.PrimFunc | N
     """The scheduled function of a pair that legalization marked; None if it is none for them."""
     text = func.attrs.get(attributes.WORKLOAD) if func.attrs else None
     kernel = None if text is None else from_json(str(text))
-    if kernel is None or len(kernel.layers) != 2 or kernel.out_layout != "NCHW":
+    if kernel is None or not takes_pair(kernel, gpu, allows_tf32(func)):
         return None
-    if kernel.height is None or kernel.width is None:
+    block = CHUNK // ITEM_BYTES[kernel.dtype]
+    if not kernel.data_layout == kernel.out_layout == f"NCHW{block}c":
         return None
     workload = pair_workload(kernel)
-    tile = choose_pair_tile(workload, gpu, allows_tf32(func))
-    pair = None if tile is None else read_pair(func, kernel, by_pixels=tile.pixels > 0)
+    tile, pair = choose_pair_tile(workload, gpu, allows_tf32(func)), read_pair(func, kernel)
     if tile is None or pair is None:
         return None
-    across = ceildiv(pair.second.n, tile.columns)
-    blocks = simplified(i64(pair.second.batches) * across)
+    blocks = ceildiv(pair.second.m, tile.second.rows)
 
     def body() -> None:
         with (
             unless_empty(blocks),
-            T.launch_thread("blockIdx.x", blocks) as block,
+            T.launch_thread("blockIdx.x", blocks) as number,
             resident_blocks(gpu, COSTS.register_file // (tile.registers * tile.threads)),
+            T.launch_thread("threadIdx.x", tile.threads) as thread,
         ):
-            places = unravel(block, [*pair.second.batch, across], is_natural=True)
-            *batch, column = (T.bind(place) for place in places)
-            with T.launch_thread("threadIdx.x", tile.threads) as thread:
-                first = T.bind(column * i64(tile.columns))
-                views = Views.declare(func, gpu)
-                _ThreadPart(pair, tile, workload, views, batch, first, thread).write()
+            first = T.bind(number * i64(tile.second.rows))
+            views = Views.declare(func, gpu)
+            _ThreadPart(pair, tile, workload, views, first, thread).write()
 
     return write_kernels(func, body)
 
 
 def takes_pair(kernel: Conv2DKernel, gpu: GPUInfo, tf32: bool) -> bool:
-    """Return whether tensor cores take a pair in NCHW, one of float32 only as ``tf32``."""
-    if kernel.height is None or kernel.width is None:
+    """Return whether tensor cores take a pair in blocks, one of float32 only as ``tf32``."""
+    if len(kernel.layers) != 2 or kernel.height is None or kernel.width is None:
         return False
     return choose_pair_tile(pair_workload(kernel), gpu, tf32) is not None
 
@@ -100,21 +97,14 @@ def pair_workload(kernel: Conv2DKernel) -> FusedConv2DWorkload:
 
 
 class _Intermediate(Factor):
-    """The right factor of the second product, which is in shared memory as a whole."""
-
-    def place(self, step: tirx.Expr, stage: Index) -> Index:
-        return step.astype("int32") * self.shared.nbytes
-
-    def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
-        """Do nothing: it is there."""
-
-
-class _Pixels(_Intermediate):
-    """The same with a line of channels for each pixel."""
+    """The left factor of the second product, which is in shared memory as a whole."""
 
     def place(self, step: tirx.Expr, stage: Index) -> Index:
         """The first channel of a step."""
         return T.bind(step.astype("int32") * (PANEL * self.shared.chunk))
+
+    def fetch(self, core: TensorCore, thread: tirx.Expr, depth: tirx.Expr, stage: Index) -> None:
+        """Do nothing: it is there."""
 
     def load(
         self,
@@ -139,7 +129,7 @@ class _Windows(_Intermediate):
     pair, tile : FusedConv2DWorkload, PairTile
         The layers, and the partition.
     first, skipped : tirx.Expr
-        The block's first pixel, and the number of the halo's pixels before it.
+        The block's first pixel, in its image, and the number of the halo's pixels before it.
     arguments : Any
         Of a factor.
     """
@@ -183,10 +173,10 @@ class _Windows(_Intermediate):
     ) -> None:
         (height, width), (down, right) = self.size, self.moved
         matrix, line = lane // ELEMENTS, lane % ELEMENTS
-        chunk = self.chunk_of_step + k // self.shared.chunk + matrix % 2
+        chunk = self.chunk_of_step + k // self.shared.chunk + matrix // 2
         for number in range(int(fragment.shape[0]) // 4):
-            own = row + number * STEP + matrix // 2 * ELEMENTS + line
-            pixel = self.first + own
+            own = row + number * STEP + matrix % 2 * ELEMENTS + line
+            pixel = (self.first + own) % (height * width)
             y, x = pixel // width + down, pixel % width + right
             seen = own + self.skipped + down * width + right
             place = T.bind(self.shared.place(seen, chunk))
@@ -219,7 +209,8 @@ class _FirstPart(ThreadPart):
         matmul = self.matmul
         [store] = matmul.epilogue.stores
         space = replace(matmul.epilogue, stores=())
-        lanes = classify(space, ELEMENTS, [matmul.accumulator])
+        width = min(ELEMENTS, self.core.type.chunk)
+        lanes = classify(space, width, [matmul.accumulator])
         lanes = lanes if lanes.is_aligned else classify(space, 1, [matmul.accumulator])
         held = hold([tirx.const(0, store.buffer.dtype)] * ELEMENTS, store.buffer.dtype)
         own = T.bind(self.first[0] + i64(row))
@@ -244,18 +235,8 @@ class _FirstPart(ThreadPart):
         return held
 
 
-class _SecondPart(ThreadPart):
-    """One thread's part of a tile of the second product, with weights by taps."""
-
-    def _fetch(self, step: tirx.Expr, stage: tirx.Expr) -> None:
-        channels = i64(self.left.operand.space.extents[-1])
-        inner = step * i64(self.tile.depth)
-        self.left.start = [*self.batch, T.bind(inner // channels), self.first[0]]
-        self.left.fetch(self.core, self.thread, T.bind(inner % channels), stage)
-
-
 class _ThreadPart:
-    """One thread's part of a block."""
+    """One thread's part of a block, whose pixels begin with ``row``."""
 
     def __init__(
         self,
@@ -263,83 +244,60 @@ class _ThreadPart:
         tile: PairTile,
         workload: FusedConv2DWorkload,
         views: Views,
-        batch: Sequence[tirx.Expr],
-        column: tirx.Expr,
+        row: tirx.Expr,
         thread: tirx.Expr,
     ):
         self.pair, self.tile, self.workload, self.views = pair, tile, workload, views
-        self.batch, self.column, self.thread = batch, column, thread
+        self.row, self.thread = row, thread
         self.core = TensorCore(tile.second.type, tile.mid_bytes + tile.stages_bytes)
 
     def write(self) -> None:
         """Emit the whole part."""
         second, tile = self.pair.second, self.tile
-        own = second.right, tile.mid, 0, tile.threads, self.views, [*self.batch, self.column]
-        right, kind = (_Pixels if tile.pixels else _Intermediate)(*own), ThreadPart
+        own = second.left, tile.mid, 0, tile.threads, self.views, [self.row]
+        left = _Intermediate(*own)
         if self.pair.first is None:
             self._fill()
-        elif not tile.pixels:
-            self._multiply_first(self.pair.first)
         elif self.workload.layer2.is_pointwise:
-            self._multiply_pixels(self.pair.first, self.column)
+            self._multiply_first(self.pair.first, self.row)
         else:
             skipped = self._multiply_with_halo(self.pair.first)
-            first = T.bind(self.column.astype("int32"))
-            right, kind = _Windows(self.workload, tile, first, skipped, *own), _SecondPart
-        with T.serial(i64(0), ceildiv(second.m, tile.second.rows)) as number:
+            image = i64(math.prod(self.workload.mid_size))
+            first = T.bind((self.row % image).astype("int32"))
+            left = _Windows(self.workload, tile, first, skipped, *own)
+        with T.serial(i64(0), ceildiv(second.n, tile.second.columns)) as number:
             sync()  # the stages are used again
-            row = T.bind(number * i64(tile.second.rows))
-            place = self.views, self.batch, (row, self.column), self.thread
-            kind(second, tile.second, *place, self.core, tile.mid_bytes, right).write()
-
-    def _multiply_first(self, first: MatmulFunction) -> None:
-        tile, mid = self.tile, self.tile.mid
-        assert tile.first is not None, "a dense layer has a tile"
-        with T.serial(i64(0), ceildiv(first.m, tile.first.rows)) as number:
-            sync()
-            row = T.bind(number * i64(tile.first.rows))
-            part = self._first_part(first, (row, self.column))
-            part.accumulate()
-
-            def at(line: Index, first: Index, turn: int) -> Index:
-                line = T.bind(row.astype("int32") + line)
-                stored = mid.stored(part.lane, line % mid.depth, first, turn)
-                return line // mid.depth * mid.nbytes + stored
-
-            part.keep(at)
-
-    def _first_part(self, first: MatmulFunction, corner: tuple[tirx.Expr, tirx.Expr]) -> _FirstPart:
-        """One thread's part of the tile of the first product with a first row and column."""
-        tile = self.tile.first
-        assert tile is not None, "a dense layer has a tile"
-        place = self.views, self.batch, corner, self.thread
-        return _FirstPart(first, tile, *place, self.core.of_type(tile.type), self.tile.mid_bytes)
+            corner = self.row, T.bind(number * i64(tile.second.columns))
+            place = self.views, [], corner, self.thread
+            ThreadPart(second, tile.second, *place, self.core, tile.mid_bytes, left).write()
 
     def _multiply_with_halo(self, first: MatmulFunction) -> tirx.Expr:
         """Emit the first layer for the block's pixels and a halo; returns the pixels before."""
-        tile, mid = self.tile, self.tile.mid
+        mid = self.tile.mid
         before, _ = halo(self.workload.layer2, self.workload.mid_size[1])
-        begin = tirx.max(self.column - i64(before), i64(0))
-        begin = T.bind(begin // i64(mid.chunk) * i64(mid.chunk))
-        dtype = tile.second.type.right
+        begin = T.bind(tirx.max(self.row - i64(before), i64(0)))
+        dtype = self.tile.second.type.dtype
         zeros = hold([tirx.const(0, dtype)] * mid.chunk, dtype)
         with when(self.thread < ZEROS // CHUNK):
             self.core.store(mid.nbytes + self.thread * CHUNK, zeros, 0)
-        self._multiply_pixels(first, begin, starts_anywhere=True)
-        return T.bind((self.column - begin).astype("int32"))
+        self._multiply_first(first, begin, starts_anywhere=True)
+        return T.bind((self.row - begin).astype("int32"))
 
-    def _multiply_pixels(
+    def _multiply_first(
         self, first: MatmulFunction, begin: tirx.Expr, starts_anywhere: bool = False
     ) -> None:
         """Emit the first layer for the pixels from one on."""
-        tile, mid = self.tile, self.tile.mid
-        assert tile.first is not None, "a dense layer has a tile"
-        extents = tile.pixels // tile.first.rows, tile.channels // tile.first.columns
-        with T.grid(*extents) as (down, across):
+        tile, mid, product = self.tile, self.tile.mid, self.tile.first
+        assert product is not None, "a dense layer has a tile"
+        with T.grid(tile.pixels // product.rows, tile.channels // product.columns) as place:
             sync()
-            row, column = T.bind(down * tile.first.rows), T.bind(across * tile.first.columns)
+            row, column = (
+                T.bind(number * step)
+                for number, step in zip(place, (product.rows, product.columns), strict=True)
+            )
             corner = T.bind(begin + i64(row)), T.bind(i64(column))
-            part = self._first_part(first, corner)
+            where = self.views, [], corner, self.thread
+            part = _FirstPart(first, product, *where, self.core, tile.mid_bytes)
             part.left.starts_anywhere = starts_anywhere
             part.accumulate()
 
@@ -350,13 +308,10 @@ class _ThreadPart:
 
     def _fill(self) -> None:
         """Emit the computation of a depthwise first layer, a chunk of a thread after the other."""
-        tile, operand = self.tile, self.pair.second.right
+        tile = self.tile
         chunks = tile.mid.lines * tile.mid.chunks
-        factor = Factor.of(operand, tile.mid, 0, chunks, self.views, [*self.batch, self.column])
-        turns = chunks // tile.threads
-        count = turns * (tile.channels // tile.mid.depth)
-        with T.serial(0, count, annotations=ROLLED) as number:
-            step, chunk = number // turns, number % turns * tile.threads + self.thread
-            at = T.bind(step * tile.mid.nbytes)
-            factor.fetch(self.core, chunk, i64(step * tile.mid.depth), at)
-            factor.keep(self.core, chunk, at)
+        factor = Factor.of(self.pair.second.left, tile.mid, 0, chunks, self.views, [self.row])
+        with T.serial(0, chunks // tile.threads, annotations=ROLLED) as number:
+            chunk = number * tile.threads + self.thread
+            factor.fetch(self.core, chunk, i64(0), 0)
+            factor.keep(self.core, chunk, 0)

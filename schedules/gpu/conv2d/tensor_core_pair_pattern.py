@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,10 +10,9 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from schedules.tir.block_expressions import Stage, read_stages
-from schedules.tir.index_math import i64
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer
+from schedules.workload.conv2d import Conv2DKernel
 
-from ..gemm.matmul.matmul_pattern import ACCUMULATOR, MatmulFunction, Operand, read_product
+from ..gemm.matmul.matmul_pattern import ACCUMULATOR, MatmulFunction, read_product
 
 
 @dataclass(frozen=True)
@@ -26,21 +24,15 @@ class PairFunction:
     first : MatmulFunction | None
         The first product, which stores the intermediate; None for a depthwise layer.
     second : MatmulFunction
-        The second product. Its right factor is the intermediate, or what computes a depthwise one.
-        Unless it is pointwise, its weights are by taps.
+        The second product. Its left factor is the intermediate, or what computes a depthwise one.
     """
 
     first: MatmulFunction | None
     second: MatmulFunction
 
 
-def read_pair(
-    func: tirx.PrimFunc, kernel: Conv2DKernel, by_pixels: bool = False
-) -> PairFunction | None:
-    """Read the products of a pair; None if the function is none of those of its op.
-
-    With ``by_pixels`` the factors of the first are exchanged, so that its rows are pixels.
-    """
+def read_pair(func: tirx.PrimFunc, kernel: Conv2DKernel) -> PairFunction | None:
+    """Read the products of a pair; None if the function is none of those of its op."""
     stages = read_stages(func) or []
     names = [stage.name for stage in stages]
     if "layer1" not in names:
@@ -50,38 +42,10 @@ def read_pair(
     if kernel.layers[0].is_depthwise:
         widened = summed_in_float32(before)
         second = read_product(behind, func.params, windows=True, inlined=widened)
-        if second is None:
-            return None
-        # Strided windows of neighbouring pixels do not begin beside each other, but are kept so.
-        right = replace(second.right, rows_first=True)
-        return PairFunction(None, replace(second, right=right))
+        return None if second is None else PairFunction(None, second)
     first = read_product(before, [before[-1].output], windows=True)
     second = read_product(behind, func.params, windows=True)
-    if first is None or second is None:
-        return None
-    layer = kernel.layers[1]
-    if not layer.is_pointwise:
-        second = replace(second, left=_by_taps(second.left, layer))
-    return PairFunction(_turned(first) if by_pixels else first, second)
-
-
-def _turned(matmul: MatmulFunction) -> MatmulFunction:
-    """The product with its factors exchanged."""
-    count = len(matmul.epilogue.axes)
-    epilogue = matmul.epilogue.permuted([*range(count - 2), count - 1, count - 2])
-    turned = replace(matmul, left=matmul.right, right=matmul.left, epilogue=epilogue)
-    return replace(turned, m=matmul.n, n=matmul.m)
-
-
-def _by_taps(weight: Operand, layer: ConvLayer) -> Operand:
-    """The weights of a layer by taps: with an axis more before the rows, and less to sum over."""
-    space, taps = weight.space, math.prod(layer.kernel)
-    *outer, row, depth = space.axes
-    tap, channel = tirx.Var("tap", "int64"), tirx.Var("c", "int64")
-    extents = [*space.extents[:-2], taps, space.extents[-2], layer.in_channels]
-    values = {depth: channel * i64(taps) + tap}
-    space = space.with_axes([*outer, tap, row, channel], extents, values)
-    return replace(weight, space=space, rows_first=False)
+    return None if first is None or second is None else PairFunction(first, second)
 
 
 def summed_in_float32(stages: Sequence[Stage]) -> list[Stage]:

@@ -29,29 +29,22 @@ from ..gemm.matmul.tensor_core_tile import (
 from ..gemm.warpgroup_conv2d import WindowSizes, fastest_window_tile
 
 _LEAST_STAGES = 2
-_GATHERED_STAGES = 3
-"""Most stages of windows gathered along the channels: the loads of more, before the loop, spill."""
 _PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
-_GATHER = 14.0  # instructions for each element of a window, as compiled for 3x3
-_GATHER_WEIGHT = 3.0  # the same of weights by taps
-_TAP = 3.0  # instructions for each tap of an element of a depthwise layer, as compiled for 3x3
+_ELEMENT = 5.0  # instructions for each element of a depthwise layer, as compiled for 3x3
+_ALONE = 10.0  # the same, more in a kernel of its own
+_TAP = {2: 4.6, 4: 2.7}  # the same for each tap, by the bytes of an element: halves are converted
 _DEPTHWISE_REGISTERS = 168
-_REGISTERS_OF_GATHERED = {8: 168, 16: 224}
-"""By elements of a thread in a step. With less, these and the last one, some kernels spill."""
-_MOST_TURNED = 16
-"""Elements of a thread in a step, gathered along the channels, for which the registers of the
-products suffice; of strided windows fewer."""
 _LANES = 128.0  # instructions of a multiprocessor in a cycle
 PANEL = 4
 """Chunks of a line of a panel, and of a stage."""
 PAIR_TYPES = {
     **{dtype: MATRIX_TYPES[dtype] for dtype in ("float16", "bfloat16", "float32")},
-    "uint8": MatrixType("int8", "uint8"),
+    "uint8": MatrixType("uint8", "int8"),
 }
-"""Types of the second product, by that of the data: float32 is rounded to TF32, bytes have weights
-of int8."""
+"""Types of the products, by that of the data: float32 is rounded to TF32, bytes have weights of
+int8."""
 NARROW = TensorTile(64, 32, 16, 32)
-"""A tile of few pixels, for many channels between the layers."""
+"""A tile of few channels."""
 
 
 ZEROS = 128
@@ -87,31 +80,25 @@ class PanelTile(SharedTile):
 
 @dataclass(frozen=True)
 class PairTile:
-    """Partition of a pair: a block has all channels of some pixels.
-
-    Before a pointwise layer of 16-bit floats the rows of the first product are channels, and its
-    columns the block's pixels. For other types, whose matrices cannot be transposed, and before a
-    wider layer its rows are these pixels and those around them, and its columns channels.
+    """Partition of a pair: a block has all channels of some pixels of all images.
 
     Parameters
     ----------
     first : TensorTile | None
-        That of the first product; None for a depthwise first layer.
+        That of the first product, whose rows are the block's pixels and, before a layer that is not
+        pointwise, those around them; None for a depthwise first layer.
     second : TensorTile
-        That of the second product, with as many threads.
+        That of the second product, whose rows are the block's pixels, with as many threads.
     channels : int
         Channels between the layers, rounded up.
     pixels : int
-        Pixels of the intermediate, rounded up, if it has a line of channels for each; else 0.
-    reserved : int
-        Registers of a thread while it computes or gathers the first layer's elements.
+        Pixels of the intermediate, rounded up.
     """
 
     first: TensorTile | None
     second: TensorTile
     channels: int
-    pixels: int = 0
-    reserved: int = 0
+    pixels: int
 
     @property
     def threads(self) -> int:
@@ -119,23 +106,14 @@ class PairTile:
         return self.second.threads
 
     @property
-    def columns(self) -> int:
-        """Pixels of a block."""
-        return self.second.columns
-
-    @property
     def mid(self) -> PanelTile:
-        """A step of the second product's right factor, or all of it if lines are pixels."""
-        if self.pixels:
-            return PanelTile(self.pixels, self.channels, False, False, self.second.type.chunk, True)
-        return PanelTile(self.columns, self.second.depth, True, False, self.second.type.chunk)
+        """The intermediate, with a line of channels for each pixel."""
+        return PanelTile(self.pixels, self.channels, False, True, self.second.type.chunk, True)
 
     @property
     def mid_bytes(self) -> int:
         """Shared memory of the intermediate."""
-        if self.pixels:
-            return self.mid.nbytes + ZEROS
-        return self.channels // self.second.depth * self.mid.nbytes
+        return self.mid.nbytes + ZEROS
 
     @property
     def stages_bytes(self) -> int:
@@ -145,14 +123,14 @@ class PairTile:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread: an estimate of those of either product, and those reserved."""
-        products = self.second.registers, self.first.registers if self.first else 0
-        return max(self.reserved, *products)
+        """Registers of a thread: an estimate of those of either product or a depthwise layer."""
+        first = self.first.registers if self.first else _DEPTHWISE_REGISTERS
+        return max(self.second.registers, first)
 
 
 def second_stage_bytes(tile: TensorTile) -> int:
     """Shared memory of a stage of the second product, of which only the weights are loaded."""
-    return tile.rows * tile.depth * tile.type.itemsize
+    return tile.columns * tile.depth * tile.type.itemsize
 
 
 def unsupported(layer1: ConvLayer, layer2: ConvLayer, dtype: str = "float16") -> str | None:
@@ -161,17 +139,21 @@ def unsupported(layer1: ConvLayer, layer2: ConvLayer, dtype: str = "float16") ->
     if layer2.groups != 1:
         return "the second layer has groups; the kernel reduces over all its input channels"
     if not layer2.is_pointwise:
-        reach = (layer2.kernel[1] - 1) * layer2.dilation[1]
-        if layer2.strides != (1, 1) or layer2.padding[1] + layer2.padding[3] != reach:
-            return "the second layer changes the width of the image; on tensor cores it must not"
+        if layer2.strides != (1, 1) or any(
+            layer2.padding[axis] + layer2.padding[axis + 2]
+            != (layer2.kernel[axis] - 1) * layer2.dilation[axis]
+            for axis in range(2)
+        ):
+            return "the second layer changes the size of the image; on tensor cores it must not"
         if layer2.in_channels % least:
             return f"the second layer is not pointwise, and its inputs are no multiple of {least}"
         if layer1.is_depthwise:
             return "the first layer is depthwise; on tensor cores the second has to be pointwise"
     if layer1.groups != 1 and not layer1.is_depthwise:
         return "the first layer has groups; the kernel takes dense and depthwise ones"
-    if min(layer1.out_channels, layer2.out_channels) < 8:
-        return "a layer has fewer than eight output channels, too few for tensor cores"
+    block = CHUNK // ITEM_BYTES[dtype]
+    if min(layer1.out_channels, layer2.out_channels) <= block:
+        return f"a layer has at most {block} output channels, too few for tensor cores"
     return None
 
 
@@ -197,41 +179,21 @@ def choose_pair_tile(
 
 def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     """All tiles, without stages."""
-    kind = PAIR_TYPES[pair.dtype]
-    sized = [tile.of_type(kind) for tile in (*TILES, NARROW)]
-    by_pixels = not (pair.layer2.is_pointwise and kind.transposes)
+    sized = [tile.of_type(PAIR_TYPES[pair.dtype]) for tile in (*TILES, NARROW)]
+    channels, around = pair.layer1.out_channels, 0
+    if not pair.layer2.is_pointwise:
+        around = sum(halo(pair.layer2, pair.mid_size[1]))
     found = []
     for first, second in itertools.product(sized, repeat=2):
-        if first.threads != second.threads:
-            continue
+        pixels = second.rows + around
         if pair.layer1.is_depthwise:
             if first is second:
-                channels = _rounded(pair.layer1.out_channels, second.depth)
-                found.append(PairTile(None, second, channels, by_pixels * second.columns))
-        elif by_pixels:
-            # Blocks without a halo do not overlap.
-            if not pair.layer2.is_pointwise or second.columns % first.rows == 0:
-                found.append(_with_halo(pair, first, second))
-        elif first.columns == second.columns:
-            found.append(PairTile(first, second, _rounded(pair.layer1.out_channels, first.rows)))
-    return [replace(tile, reserved=_reserved(pair, tile)) for tile in found]
-
-
-def _reserved(pair: FusedConv2DWorkload, tile: PairTile) -> int:
-    """Registers for the addresses of windows that do not begin beside each other, and the like."""
-    layer, first = pair.layer1, tile.first
-    if first is None and layer.strides == (1, 1):
-        return _DEPTHWISE_REGISTERS
-    if first is None:
-        return max(_REGISTERS_OF_GATHERED.values())
-    # Windows of neighbouring pixels then begin beside each other, which 16-bit floats are kept by.
-    is_even = layer.strides == (1, 1) and math.prod(pair.mid_size) % 8 == 0
-    if layer.is_pointwise or (is_even and first.type.transposes):
-        return 0
-    gathered = (first.rows if tile.pixels else first.columns) * first.depth // first.threads
-    if not first.type.transposes and gathered < _MOST_TURNED + (layer.strides == (1, 1)):
-        return 0
-    return _REGISTERS_OF_GATHERED.get(gathered, max(_REGISTERS_OF_GATHERED.values()))
+                found.append(PairTile(None, second, _rounded(channels, second.depth), pixels))
+        # Blocks without a halo do not overlap.
+        elif first.threads == second.threads and (around or second.rows % first.rows == 0):
+            rounded = _rounded(channels, max(first.columns, second.depth))
+            found.append(PairTile(first, second, rounded, _rounded(pixels, first.rows)))
+    return found
 
 
 def _rounded(extent: int, part: int) -> int:
@@ -245,47 +207,29 @@ def halo(layer: ConvLayer, width: int) -> tuple[int, int]:
     return before, max(0, reach[0] * width + reach[1] - before)
 
 
-def _with_halo(pair: FusedConv2DWorkload, first: TensorTile, second: TensorTile) -> PairTile:
-    pixels = second.columns
-    if not pair.layer2.is_pointwise:  # the first pixel is rounded down to a whole chunk
-        pixels += sum(halo(pair.layer2, pair.mid_size[1])) + second.type.chunk - 1
-    first = first.of_type(first.type.exchanged)
-    channels = _rounded(pair.layer1.out_channels, max(first.columns, second.depth))
-    return PairTile(first, second, channels, _rounded(pixels, first.rows))
-
-
 def _with_stages(tile: PairTile, gpu: GPUInfo) -> PairTile | None:
     """The tile with as many stages as fit."""
     room = gpu.shared_bytes - tile.mid_bytes
-    stages = min(MOST_STAGES, room // second_stage_bytes(tile.second))
-    first = tile.first
-    if first is not None:
-        first = first.with_stages(room)
-        if not first.type.transposes:
-            first = replace(first, stages=min(_GATHERED_STAGES, first.stages))
-        if first.stages < _LEAST_STAGES:
-            return None
-    if stages < _LEAST_STAGES:
+    second = replace(tile.second, stages=min(MOST_STAGES, room // second_stage_bytes(tile.second)))
+    first = tile.first and tile.first.with_stages(room)
+    if any(product.stages < _LEAST_STAGES for product in (first, second) if product):
         return None
-    return replace(tile, first=first, second=replace(tile.second, stages=stages))
+    return replace(tile, first=first, second=second)
 
 
 def fused_product_cycles(pair: FusedConv2DWorkload, tile: PairTile, gpu: GPUInfo) -> float:
     """Predicted cycles of the one kernel with a tile."""
     layer1, layer2, first, second = pair.layer1, pair.layer2, tile.first, tile.second
-    loaded = first.rows + first.columns if first else 0
     if first is None:
-        work = tile.channels * tile.columns * _depthwise_instructions(layer1) / _LANES
+        elements = tile.channels * second.rows
+        work = elements * _depthwise_instructions(layer1, pair.item_bytes) / _LANES
         before = _Work(work, work + COSTS.step_latency)
-    elif tile.pixels:
-        count = tile.pixels // first.rows * (tile.channels // first.columns)
-        before = _product(layer1, first, loaded, first.rows * _GATHER).times(count)
     else:
-        count = tile.channels // first.rows
-        before = _product(layer1, first, loaded, first.columns * _GATHER).times(count)
-    behind = _product(layer2, second, second.rows, second.rows * _GATHER_WEIGHT)
-    block = before.then(behind.times(-(-layer2.out_channels // second.rows)))
-    blocks = pair.batch * -(-math.prod(pair.out_size) // tile.columns)
+        count = tile.pixels // first.rows * (tile.channels // first.columns)
+        before = _product(layer1, first, first.rows + first.columns).times(count)
+    behind = _product(layer2, second, second.columns)
+    block = before.then(behind.times(-(-layer2.out_channels // second.columns)))
+    blocks = -(-pair.batch * math.prod(pair.out_size) // second.rows)
     resident = _resident(tile.registers * tile.threads, tile.mid_bytes + tile.stages_bytes)
     return _run(block, blocks, resident, _transfer(pair.bytes_fused(), gpu), gpu)
 
@@ -305,11 +249,6 @@ def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
     return sum(kernels) + COSTS.launch
 
 
-def repacking_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
-    """Predicted cycles of moving data and result of a pair, in NCHW, from and to packed layers."""
-    return 2 * COSTS.launch + 2 * sum(_transfer(moved, gpu) for moved in _ends(pair))
-
-
 def _ends(pair: FusedConv2DWorkload) -> tuple[int, int]:
     """Bytes of the data and of the result of a pair."""
     images = pair.batch * pair.item_bytes
@@ -321,18 +260,18 @@ def _layer_cycles(
     layer: ConvLayer, images: int, size: tuple[int, int], moved: int, dtype: str, gpu: GPUInfo
 ) -> float:
     """Predicted cycles of one layer's kernel, which moves some bytes and its weights."""
-    pixels = math.prod(size)
+    pixels = images * math.prod(size)
     transfer = _transfer(moved + layer.weight_elements() * ITEM_BYTES[dtype], gpu)
     if layer.is_depthwise:
-        elements = images * layer.out_channels * pixels
-        work = elements * _depthwise_instructions(layer) / (_LANES * gpu.multiprocessors)
+        each = _ALONE + _depthwise_instructions(layer, ITEM_BYTES[dtype])
+        work = layer.out_channels * pixels * each / (_LANES * gpu.multiprocessors)
         return max(transfer, work) + COSTS.block_latency
     kind = PAIR_TYPES[dtype]
-    tile = tile_of_sizes(images, layer.out_channels, pixels, gpu).of_type(kind)
+    tile = tile_of_sizes(1, pixels, layer.out_channels, gpu).of_type(kind)
     tile = tile.with_stages(gpu.shared_bytes)
-    blocks = images * -(-layer.out_channels // tile.rows) * -(-pixels // tile.columns)
+    blocks = -(-layer.out_channels // tile.columns) * -(-pixels // tile.rows)
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
-    block = _product(layer, tile, tile.rows + tile.columns, gathering=0.0)
+    block = _product(layer, tile, tile.rows + tile.columns)
     cycles = _run(block, blocks, resident, transfer, gpu)
     is_small = 2 * min(layer.in_channels, layer.out_channels) <= CHUNK  # in one block
     if layer.groups > 1 or is_small or kind.itemsize != 2 or not gpu.has_warpgroup_products:
@@ -341,8 +280,8 @@ def _layer_cycles(
     return min(cycles, max(transfer, by_warpgroups))
 
 
-def _depthwise_instructions(layer: ConvLayer) -> float:
-    return _GATHER + _TAP * math.prod(layer.kernel)
+def _depthwise_instructions(layer: ConvLayer, itemsize: int) -> float:
+    return _ELEMENT + _TAP[itemsize] * math.prod(layer.kernel)
 
 
 def _resident(registers: int, shared_bytes: int) -> int:
@@ -364,18 +303,12 @@ class _Work:
         return _Work(self.busy + other.busy, self.alone + other.alone)
 
 
-def _product(layer: ConvLayer, tile: TensorTile, loaded: int, gathering: float) -> _Work:
-    """Work of a tile of a layer's product.
-
-    So many rows and columns are loaded; to gather some takes so many instructions for each element
-    of the reduced axis, unless the layer is pointwise.
-    """
+def _product(layer: ConvLayer, tile: TensorTile, loaded: int) -> _Work:
+    """Work of a tile of a layer's product, of which so many rows and columns are loaded."""
     steps = -(-layer.in_channels * math.prod(layer.kernel) // tile.depth)
     size = tile.type.itemsize
     products = tile.rows * tile.columns * tile.depth * size / _PRODUCT_BYTES
-    moved = loaded * tile.depth * size / COSTS.l2_bytes
-    alone = 0.0 if layer.is_pointwise else gathering * tile.depth / _LANES
-    busy = max(products, moved, alone)
+    busy = max(products, loaded * tile.depth * size / COSTS.l2_bytes)
     alone = max(busy, COSTS.step_latency / (tile.stages - 1))
     return _Work(steps * busy, steps * alone + COSTS.step_latency)
 

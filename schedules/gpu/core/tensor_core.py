@@ -74,11 +74,6 @@ class MatrixType:
         return self.itemsize == 2
 
     @property
-    def exchanged(self) -> MatrixType:
-        """The type of the product with its factors exchanged."""
-        return MatrixType(self.right, self.dtype)
-
-    @property
     def instruction(self) -> str:
         """The product's instruction."""
         shape, total = f"m16n8k{self.step}.row.col", _SUMS[self.sums]

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.tir.expression_walk import substitute
+from schedules.tir.expression_walk import is_if_then_else, substitute
 from schedules.tir.extents import Extent, constant, unravel
 from schedules.tir.index_math import i64
 from schedules.tir.statements import when
@@ -17,7 +18,7 @@ from schedules.tir.statements import when
 from ..core.vector_loads import FlatViews, hold, load_vector, store_vector
 from .coalescing import Lanes, classify
 from .element_program import Read, Value
-from .iteration_domain import Store
+from .iteration_domain import IterationSpace, Store
 
 Names = Mapping[tirx.Var, tirx.Expr]
 Fetch = Callable[[Read, Names], "tirx.Expr | None"]
@@ -62,6 +63,7 @@ class PointWriter:
         self._names: list[dict[tirx.Var, tirx.Expr]] = [
             dict(zip(lanes.space.axes, place, strict=True)) for place in places
         ]
+        self._padded: dict[tirx.Var, list[tirx.Expr]] = {}
 
     @classmethod
     def at(cls, lanes: Lanes, views: Views, start: tirx.Expr) -> PointWriter:
@@ -82,12 +84,18 @@ class PointWriter:
                 self._store(number, store)
 
     def steps(self) -> None:
-        """Emit all steps."""
+        """Emit all steps.
+
+        What replaces elements beyond a tensor is in the registers before a vector is loaded.
+        """
+        paddings = paddings_of(self.lanes.space)
         for step in self.lanes.space.steps:
-            if isinstance(step, Value):
+            if isinstance(step, Value) and step.var in self._padded:
+                self.give(step.var, self._padded[step.var])
+            elif isinstance(step, Value):
                 self._value(step)
             else:
-                self._read(step)
+                self._read(step, paddings.get(step.var))
 
     def value(self, expression: tirx.Expr, lane: int) -> tirx.Expr:
         """An expression of the steps' variables in one lane."""
@@ -109,7 +117,7 @@ class PointWriter:
                 T.buffer_store(register, values[k], [k])
         self.give(step.var, [register[k % count] for k in range(self.lanes.vector)])
 
-    def _read(self, step: Read) -> None:
+    def _read(self, step: Read, padding: Value | None) -> None:
         kind = self.lanes.kinds[step.var]
         if self.fetch is not None:
             replaced = [self.fetch(step, names) for names in self._names]
@@ -119,7 +127,7 @@ class PointWriter:
                 return
         view = self.views.row(step.buffer)
         if kind == "vector" and view is not None:
-            self.give(step.var, self._load_vector(step, view))
+            self.give(step.var, self._load_vector(step, view, padding))
             return
         if kind == "uniform":
             value = self.views.load(step, self._position(step.var, step, 0), self._names[0])
@@ -141,9 +149,13 @@ class PointWriter:
         # It is the number of the point plus a constant: no division is needed.
         return self.first + i64(lane) + substitute(linear[1], names)
 
-    def _load_vector(self, step: Read, view: tirx.Buffer) -> list[tirx.Expr]:
+    def _load_vector(self, step: Read, view: tirx.Buffer, padding: Value | None) -> list[tirx.Expr]:
         vector = self.lanes.vector
         register = T.alloc_buffer((vector,), view.dtype, scope="local")
+        if padding is not None and view.dtype == step.buffer.dtype:
+            for k in range(vector):
+                T.buffer_store(register, padding.expression.args[2], [k])
+            self._padded[padding.var] = [register[k] for k in range(vector)]
         with when(*(substitute(guard, self._names[0]) for guard in step.guards)):
             index = T.bind(self._position(step.var, step, 0))
             load_vector(register, view, index)
@@ -159,6 +171,23 @@ class PointWriter:
             return
         register = hold(values, view.dtype)
         store_vector(register, view, T.bind(self._position(number, store, 0)))
+
+
+def paddings_of(space: IterationSpace) -> dict[tirx.Var, Value]:
+    """The values that are a read where it exists, and else a number, by the read's variable."""
+    reads = {step.var: step for step in space.steps if isinstance(step, Read)}
+    found = {}
+    for step in space.steps:
+        if not isinstance(step, Value) or not is_if_then_else(step.expression):
+            continue
+        condition, inside, outside = step.expression.args
+        read = reads.get(inside) if isinstance(inside, tirx.Var) else None
+        is_number = isinstance(outside, tirx.IntImm | tirx.FloatImm)
+        if read is None or not is_number or space.uses_of(read.var) > 1:
+            continue
+        if tvm_ffi.structural_equal(list(read.guards), [*step.guards, condition]):
+            found[read.var] = step
+    return found
 
 
 def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from tensor_core_emulation import emulate_tensor_cores
 from tvm import te, tirx
 from tvm.target import Target
 
+from relay_passes.layout.packed.weight_packing import pack_array
 from schedules import attributes
 from schedules.compute.conv2d import fused_conv2d
 from schedules.gpu import FusedConv2D
@@ -33,8 +35,15 @@ from schedules.gpu.conv2d.tensor_core_pair_tile import (
 )
 from schedules.gpu.core.bfloat16_bits import convert_by_bits
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.core.tensor_core import CHUNK
 from schedules.gpu.gemm.matmul.tensor_core_tile import TILES, TensorTile
-from schedules.workload.conv2d import Conv2DKernel, ConvLayer, FusedConv2DWorkload, to_json
+from schedules.workload.conv2d import (
+    ITEM_BYTES,
+    Conv2DKernel,
+    ConvLayer,
+    FusedConv2DWorkload,
+    to_json,
+)
 from tests.selection import in_turns, slow_where
 
 Size = tuple[int, int, int]
@@ -45,30 +54,52 @@ UNITS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-11}
 def kernel_of(
     layers: tuple[ConvLayer, ConvLayer], size: Size, residual: bool = False, dtype: str = "float16"
 ) -> Conv2DKernel:
-    return Conv2DKernel(layers, *size, residual=residual, dtype=dtype)
+    layout = f"NCHW{block_of(dtype)}c"
+    return Conv2DKernel(layers, *size, residual, dtype, layout, layout)
 
 
-def function(kernel: Conv2DKernel, batch: tirx.Var | None = None) -> tirx.PrimFunc:
-    """The function of a pair as legalization makes it."""
-    images = kernel.batch if batch is None else batch
+def block_of(dtype: str) -> int:
+    """Channels in 16 bytes."""
+    return CHUNK // ITEM_BYTES[dtype]
+
+
+def shapes_of(kernel: Conv2DKernel) -> list[tuple[int, ...]]:
+    """Shapes of a pair's inputs in NCHW."""
     first, second = kernel.layers
     shapes = [
-        (images, first.in_channels, kernel.height, kernel.width),
+        (kernel.batch, first.in_channels, kernel.height, kernel.width),
         (first.out_channels, first.in_channels // first.groups, *first.kernel),
         (first.out_channels,),
         (second.out_channels, second.in_channels, *second.kernel),
         (second.out_channels,),
     ]
-    if kernel.residual:
-        size = first.output_size(kernel.height, kernel.width)
-        shapes.append((images, second.out_channels, *second.output_size(*size)))
-    names = ("data", "weight1", "bias1", "weight2", "bias2", "residual")
-    tensors = [
-        te.placeholder(shape, kernel.dtype, name=name)
-        for shape, name in zip(shapes, names, strict=False)
+    size = second.output_size(*first.output_size(kernel.height, kernel.width))
+    return [*shapes, *[(kernel.batch, second.out_channels, *size)] * kernel.residual]
+
+
+def packed(kernel: Conv2DKernel, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The inputs in blocks of channels."""
+    dense = "chunks" if kernel.dtype == "float32" else "dense"
+    first = "depthwise" if kernel.layers[0].is_depthwise else dense
+    forms = ("data", first, "bias", dense, "bias", "data")
+    return [
+        pack_array(array, form, block_of(kernel.dtype))
+        for array, form in zip(arrays, forms, strict=False)
     ]
+
+
+def function(kernel: Conv2DKernel, batch: tirx.Var | None = None) -> tirx.PrimFunc:
+    """The function of a pair as legalization makes it."""
+    shapes = [array.shape for array in packed(kernel, list(map(np.empty, shapes_of(kernel))))]
+    names = ("data", "weight1", "bias1", "weight2", "bias2", "residual")
+    tensors = []
+    for shape, name in zip(shapes, names, strict=False):
+        if batch is not None and name in ("data", "residual"):
+            shape = (batch, *shape[1:])
+        tensors.append(te.placeholder(shape, kernel.dtype, name=name))
     residual = tensors[5] if kernel.residual else None
-    output = fused_conv2d(*tensors[:5], residual, first, second)
+    layouts = kernel.data_layout, kernel.out_layout
+    output = fused_conv2d(*tensors[:5], residual, *kernel.layers, *layouts)
     func = te.create_prim_func([*tensors, output], "int64")
     marked = kernel if batch is None else replace(kernel, batch=None)
     return func.with_attrs({"tvm_fusion.workload": to_json(marked), attributes.TF32: True})
@@ -107,24 +138,21 @@ def reference(kernel: Conv2DKernel, arrays: list[np.ndarray]) -> np.ndarray:
     else:
         mid = convolve(factor(arrays[0]), factor(arrays[1]), first)
     mid = factor(activated(mid + bias1[:, None, None], first))
-    reach = [(k - 1) * d + 1 for k, d in zip(second.kernel, second.dilation, strict=True)]
-    spread = np.zeros((*weight2.shape[:2], *reach))
-    spread[:, :, :: second.dilation[0], :: second.dilation[1]] = weight2
-    out = convolve(mid, spread, replace(second, kernel=tuple(reach))) + bias2[:, None, None]
+    out = convolve(mid, weight2, second) + bias2[:, None, None]
     return activated(out + residual[0] if residual else out, second)
 
 
 def check(kernel: Conv2DKernel, func: tirx.PrimFunc) -> None:
     """Run a scheduled function in OpenCL into a poisoned output."""
     rng, dtype = np.random.default_rng(), numpy_dtype(kernel.dtype)
-    shapes = [[int(extent) for extent in param.shape] for param in function(kernel).params]
-    arrays = [rng.standard_normal(shape) for shape in shapes[:-1]]
+    shapes = shapes_of(kernel)
+    arrays = [rng.standard_normal(shape) for shape in shapes]
     for place in (1, 3):
         arrays[place] /= np.sqrt(np.prod(shapes[place][1:]))
     arrays = [array.astype(dtype) for array in arrays]
-    expected = reference(kernel, arrays)
+    expected = pack_array(reference(kernel, arrays), "data", block_of(kernel.dtype))
     found = np.full(expected.shape, np.nan, dtype)
-    compile_opencl(convert_by_bits(func), OPENCL).run(*arrays, found)
+    compile_opencl(convert_by_bits(func), OPENCL).run(*packed(kernel, arrays), found)
     errors, unit = np.abs(found.astype("float64") - expected), UNITS[kernel.dtype]
     assert errors.max() < 20 * unit and errors.mean() < unit
 
@@ -144,8 +172,8 @@ CASES = {
     "halo": ((dense(16, 32, 1, "relu6"), dense(32, 20, 3, "relu")), (2, 4, 8), True),
     "halo_of_windows": ((dense(3, 64, 3, "relu"), dense(64, 9, 3)), (1, 4, 13), False),
     "halo_one_sided": (
-        (dense(8, 32, 1, "relu"), dense(32, 40, 3, dilation=(2, 1), padding=(1, 2, 0, 0))),
-        (1, 12, 8),
+        (dense(8, 32, 1, "relu"), dense(32, 40, 3, dilation=(2, 1), padding=(1, 2, 3, 0))),
+        (2, 12, 8),
         False,
     ),
     "depthwise": ((depthwise(40, 3, "relu6"), dense(40, 24)), (2, 6, 8), True),
@@ -179,7 +207,7 @@ def touches_all_banks(places: list[int], width: int = 16) -> bool:
 @pytest.mark.parametrize("columns", [32, 64, 128])
 def test_no_bank_conflicts(columns: int) -> None:
     """Lines of pixels: loads, stores of results, and elements of a depthwise layer."""
-    shared = PanelTile(columns, 32, True, False)
+    shared = PanelTile(columns, 32, True, True)
     loads = [
         [shared.fragment(lane, row, depth) for lane in range(32)]
         for row, depth in itertools.product(range(0, columns, 16), (0, 16))
@@ -197,7 +225,7 @@ def test_no_bank_conflicts(columns: int) -> None:
 @pytest.mark.parametrize("columns", [32, 104])
 def test_no_bank_conflicts_of_lines_of_channels(chunk: int, columns: int) -> None:
     """Loads of windows that begin at any pixel, and stores of elements of 4, 2 and 1 bytes."""
-    lines = PanelTile(columns, 128, False, False, chunk, True)
+    lines = PanelTile(columns, 128, False, True, chunk, True)
     loads = [
         [lines.fragment(lane, row, depth) for lane in range(32)]
         for row, depth in itertools.product(range(columns - 15), range(0, 128, 2 * chunk))
@@ -221,7 +249,7 @@ LARGE, WIDE, SQUARE, SMALL = TILES
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "tiles",
-    in_turns([(WIDE, LARGE), (SQUARE, SMALL), (SMALL, SQUARE), (NARROW, NARROW)]),
+    in_turns([(WIDE, LARGE), (SMALL, SQUARE), (NARROW, NARROW)]),
     ids=str,
 )
 def test_numbers_of_each_tile(
@@ -236,15 +264,15 @@ def test_numbers_of_each_tile(
             tile
             for tile in candidates(pair)
             if tile.first
-            and (tile.first.rows, tile.second.rows) == (first.rows, second.rows)
-            and tile.columns == second.columns
+            and (tile.first.columns, tile.second.rows) == (first.columns, second.rows)
+            and tile.second.columns == second.columns
         ]
 
     emulated.setattr(tensor_core_pair_tile, "candidates", only)
     choose_pair_tile.cache_clear()
-    mid = first.rows + (8 if first.columns < 128 else -8)
-    layers = dense(8, mid, activation="relu"), dense(mid, second.rows + 3)
-    kernel = kernel_of(layers, (1, 3, second.columns // 2), residual=True)
+    mid = first.columns + (8 if first.rows < 128 else -8)
+    layers = dense(8, mid, activation="relu"), dense(mid, second.columns + 3)
+    kernel = kernel_of(layers, (1, 3, second.rows // 2), residual=True)
     check(kernel, scheduled(function(kernel), OPENCL))
     choose_pair_tile.cache_clear()
 
@@ -312,9 +340,9 @@ def test_machine_code(name: str, dtype: str, arch: str) -> None:
     each = sum(part.sums // 4 * part.depth // part.type.step for part in products)
     assert count(names, PRODUCTS[dtype]) >= each  # short loops are unrolled
     assert count(names, "LDSM")
-    # Weights of a second layer that is not pointwise are gathered, by taps.
-    assert count(names, "LDGSTS.E.BYPASS.128") or name.startswith("halo")
+    assert count(names, "LDGSTS.E.BYPASS.128")
     assert count(names, "STS") == count(names, "STS.128") > 0
+    assert count(names, "STG.E") == count(names, "STG.E.128") > 0
     assert (count(names, "FFMA") > 0) is (tile.first is None)
     # sm_80 adds bfloat16, a bias, by an HFMA2; no sum is one.
     assert dtype == "bfloat16" or not count(names, "HFMA2")
@@ -334,10 +362,10 @@ def test_refuses_what_tensor_cores_do_not_take() -> None:
     wide = kernel_of((dense(64, 1024, 3), dense(1024, 64)), (1, 14, 14))
     assert choose_pair_tile(pair_workload(wide), GPUInfo.from_target(sm_80)) is None
     for layers, reason in (
-        ((dense(8, 64), dense(64, 64, 3, strides=(2, 2))), "changes the width"),
+        ((dense(8, 64), dense(64, 64, 3, strides=(2, 2))), "changes the size"),
         ((dense(8, 40), dense(40, 64, 3)), "multiple of 32"),
         ((depthwise(64), dense(64, 64, 3)), "has to be pointwise"),
         ((ConvLayer(16, 16, (1, 1), groups=2), dense(16, 16)), "has groups"),
-        ((dense(8, 4), dense(4, 16)), "fewer than eight"),
+        ((dense(8, 8), dense(8, 16)), "at most 8 output channels"),
     ):
         assert reason in str(tensor_core_pair_tile.unsupported(*layers))

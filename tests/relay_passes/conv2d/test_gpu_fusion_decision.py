@@ -63,17 +63,18 @@ def test_tensor_cores_for_separate_layers_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "uint8"])
-def test_pairs_of_tensor_cores_lose_against_layers_that_are_packed(dtype: str) -> None:
-    """By the two conversions; float32 as TF32. Bytes have no depthwise layers there."""
+def test_pairs_of_tensor_cores_gain_where_channels_are_few(dtype: str) -> None:
+    """As their separate layers they have channels in blocks; bytes have no depthwise layers."""
     pairs = [pair(56, dense(64, 64, 3), dense(64, 256), 8)]
     pairs += [pair(56, depthwise(96), dense(96, 24), 8)] * (dtype != "uint8")
-    for each in pairs:
-        decision = decide_gpu(replace(each, dtype=dtype), CUDA, tf32=True)
-        assert not decision.fuse and "channels in blocks" in decision.reason
+    pairs.append(pair(14, dense(256, 256, 3), dense(256, 1024), 8))
+    decisions = [decide_gpu(replace(each, dtype=dtype), CUDA, tf32=True) for each in pairs]
+    assert [decision.fuse for decision in decisions] == [True] * (len(pairs) - 1) + [False]
+    assert "too few blocks" in decisions[-1].reason
 
 
 def test_refusals_have_reasons() -> None:
-    fine = pair(14, depthwise(16), dense(16, 8))
+    fine = pair(14, depthwise(16), dense(16, 24))
     assert "second layer has groups" in decide_gpu(pair(14, dense(8, 8), depthwise(8)), CUDA).reason
     half = decide_gpu(replace(fine, dtype="float16"), OPENCL)
     assert not half.fuse and "without tensor cores it must be float32" in half.reason

@@ -395,7 +395,7 @@ def test_dense_layers_of_tf32_have_input_lanes_last():
     tvm.ir.assert_structural_equal(layout(Before), Expected, map_free_vars=True)
 
 
-def test_pairs_of_tensor_cores_stay_plain_for_tf32():
+def test_weights_of_pairs_have_input_lanes_last_for_tf32():
     w, b = const(32, 32, 1, 1), const(32)
 
     @I.ir_module
@@ -408,9 +408,14 @@ def test_pairs_of_tensor_cores_stay_plain_for_tf32():
             return gv
 
     sm_80, sm_75 = (Target({"kind": "cuda", "arch": arch}) for arch in ("sm_80", "sm_75"))
-    tvm.ir.assert_structural_equal(PackLayout(sm_80, tf32=True)(Module), Module)
-    for other in (PackLayout(sm_80), PackLayout(sm_75, tf32=True)):
-        assert "NCHW4c" in other(Module).script()
+    for layout, rank in (
+        (PackLayout(sm_80, tf32=True), 7),
+        (PackLayout(sm_80), 6),
+        (PackLayout(sm_75, tf32=True), 6),
+    ):
+        [_, call, _] = [b.value for b in layout(Module)["main"].body.blocks[0].bindings]
+        assert call.attrs["out_layout"] == "NCHW4c"
+        assert {int(call.args[at].ty.ndim) for at in (1, 3)} == {rank}
 
 
 def _with_weight(weight: np.ndarray, numbers: relax.Expr) -> tvm.IRModule:
@@ -458,23 +463,49 @@ def test_convolutions_of_bytes_are_packed():
     assert "limited=True" in packed.script() and "int16" not in packed.script()
 
 
-def test_pairs_of_float16_stay_plain_on_a_gpu():
-    """Among layers that are packed."""
-    w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((8, 8, 1, 1), (8,)))
+def test_pairs_are_packed_among_single_layers():
+    """Of float16 and of bytes, without a layout change between them; an image before a pair."""
+    w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((16, 16, 1, 1), (16,)))
+    image = relax.const(np.zeros((16, 3, 1, 1), "float16"))
 
     @I.ir_module
     class Module:
         @R.function
-        def main(x: R.Tensor((1, 8, 8, 8), "float16")):
+        def main(x: R.Tensor((1, 3, 8, 8), "float16")):
             with R.dataflow():
-                lv = R.tvm_fusion.conv2d(x, w, b)
-                gv = R.tvm_fusion.fused_conv2d(lv, w, b, w, b)
+                lv = R.tvm_fusion.fused_conv2d(x, image, b, w, b)
+                lv1 = R.tvm_fusion.conv2d(lv, w, b)
+                gv = R.tvm_fusion.fused_conv2d(lv1, w, b, w, b, lv)
                 R.output(gv)
             return gv
 
-    packed = PackLayout(GPU)(Module)
-    assert [call.attrs["out_layout"] for call in convolutions(packed)] == ["NCHW8c"]
-    assert "fused_conv2d" in packed.script() and packed.script().count('out_layout="NCHW"') == 1
+    weights = [relax.const(np.zeros((24, 24, k, k), "int8")) for k in (3, 1)]
+    numbers = const(24)
+
+    @I.ir_module
+    class Bytes:
+        @R.function
+        def main(x: R.Tensor((1, 24, 8, 8), "uint8")):
+            with R.dataflow():
+                lv = R.tvm_fusion.quantized_conv2d(
+                    x, weights[1], numbers, numbers, activation="round_clip", high=255.0,
+                    out_dtype="uint8",
+                )  # fmt: skip
+                gv = R.tvm_fusion.fused_quantized_conv2d(
+                    lv, weights[0], numbers, numbers, weights[1], numbers, numbers,
+                    padding1=[1] * 4,
+                )  # fmt: skip
+                R.output(gv)
+            return gv
+
+    for module, lanes, calls in ((Module, 8, 3), (Bytes, 16, 2)):
+        packed = PackLayout(GPU)(module)
+        bound = [binding.value for binding in packed["main"].body.blocks[0].bindings]
+        assert len(bound) == calls + 2  # a pack and an unpack
+        for call in bound[1:-1]:
+            assert call.attrs["data_layout"] == call.attrs["out_layout"] == f"NCHW{lanes}c"
+        assert bound[-2].attrs["mid_channels"] in (16, 24)
+    assert "fused_quantized_conv2d" in PackLayout(block=16)(Bytes).script()
 
 
 def half(constant):

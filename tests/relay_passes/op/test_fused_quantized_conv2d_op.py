@@ -13,6 +13,7 @@ from tvm.script import relax as R
 import tvm_fusion.pipeline  # noqa: F401  registers it
 from relay_passes.op import fused_quantized_conv2d
 from schedules.errors import OpError
+from schedules.workload.conv2d import ByteAddition
 from tests.targets import compile_unchecked
 
 
@@ -72,11 +73,30 @@ def test_types_of_bytes_and_with_an_open_batch():
     tvm.ir.assert_structural_equal(relax.BlockBuilder().normalize(call).ty, expected)
 
 
+def test_types_in_blocks_of_channels():
+    """Weights are in words of a block; sums are rounded after a residual is added."""
+    layout, channels = "NCHW16c", {"in_channels": 3, "mid_channels": 24, "out_channels": 20}
+    given = operands(
+        data=var("x", (1, 1, 6, 6, 16), "uint8"),
+        weight1=var("w", (2, 1, 3, 3, 1, 16, 16), "int8"),
+        weight2=var("w", (2, 2, 1, 1, 1, 16, 16), "int8"),
+        **{name: var("b", (2, 16), "float32") for name in ("bias1", "scale1", "bias2", "scale2")},
+        residual=var("r", (1, 2, 4, 4, 16), "uint8"),
+    )
+    rounding = {"out_dtype": "uint8", "addition": ByteAddition(1.0, 0.5, 0.0, 0.25, 0.0, 255.0)}
+    call = fused_quantized_conv2d(*given, data_layout=layout, **channels, **rounding)
+    expected = relax.TensorType((1, 2, 4, 4, 16), "uint8")
+    tvm.ir.assert_structural_equal(relax.BlockBuilder().normalize(call).ty, expected)
+    given[1] = var("w", (2, 1, 3, 3, 16, 16), "int8")
+    with pytest.raises(OpError, match="weight1 has rank 6; expected 7"):
+        fused_quantized_conv2d(*given, data_layout=layout, **channels, **rounding)
+
+
 @pytest.mark.parametrize(
     ("others", "attrs", "text"),
     [
         ({"data": var("x", (1, 3, 6, 6), "int8")}, {}, "data is of int8; expected uint8"),
-        ({"data": var("x", (3, 6, 6), "uint8")}, {}, "data has rank 3; expected 4"),
+        ({"data": var("x", (3, 6, 6), "uint8")}, {}, "data has rank 3 with layouts NCHW, NCHW"),
         ({"weight2": var("w", (5, 8), "int8")}, {}, "weight2 has rank 2; expected 4"),
         ({"weight2": var("w", (5, 7, 1, 1), "int8")}, {}, "layer 1 has 8 output channels and"),
         ({"scale1": var("s", (7,), "float32")}, {}, r"scale1 has shape \(7,\); expected \(8,\)"),

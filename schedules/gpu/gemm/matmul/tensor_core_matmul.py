@@ -288,8 +288,8 @@ class ThreadPart:
         The instructions and their shared memory, if there are several products.
     begin : int
         First byte of the stages in it.
-    right : Factor | None
-        The right factor, if it lies in that memory as a whole.
+    left : Factor | None
+        The left factor, if it lies in that memory as a whole.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class ThreadPart:
         thread: tirx.Expr,
         core: TensorCore | None = None,
         begin: int = 0,
-        right: Factor | None = None,
+        left: Factor | None = None,
     ):
         self.matmul, self.tile, self.views = matmul, tile, views
         self.batch, self.first = batch, first
@@ -312,15 +312,15 @@ class ThreadPart:
         self.column = warp % tile.warps_across * tile.warp_columns
         self.core = core or TensorCore(tile.type, tile.stages * tile.stage_bytes)
         self.begin = begin
-        shared = tile.shared(tile.rows, matmul.left, True)
-        where = tile.threads, views
-        self.left = Factor.of(matmul.left, shared, 0, *where, [*batch, first[0]])
-        self.stage_bytes = shared.nbytes
-        if right is None:
-            shared = tile.shared(tile.columns, matmul.right, False)
-            right = Factor.of(matmul.right, shared, self.stage_bytes, *where, [*batch, first[1]])
-            self.stage_bytes += shared.nbytes
-        self.right = right
+        self.stage_bytes, where = 0, (tile.threads, views)
+        if left is None:
+            shared = tile.shared(tile.rows, matmul.left, True)
+            left = Factor.of(matmul.left, shared, 0, *where, [*batch, first[0]])
+            self.stage_bytes = shared.nbytes
+        shared, place = tile.shared(tile.columns, matmul.right, False), [*batch, first[1]]
+        self.left = left
+        self.right = Factor.of(matmul.right, shared, self.stage_bytes, *where, place)
+        self.stage_bytes += shared.nbytes
         self.sums = T.alloc_buffer((tile.sums,), tile.type.register, scope="local")
         self.row_tile = RowTile.compute(
             matmul, views, first[0], tile.rows, self.thread, tile.threads
