@@ -65,6 +65,10 @@ LAID_OUT = "tvm_fusion.laid_out"
 """A constant matrix among the parameters has the layout [extent / lanes, other extent, lanes]: its
 position, the axis that is cut, and the lanes. Rules of products write it for ``PackWeights``."""
 
+ROUNDED = "tvm_fusion.rounded"
+"""Position of a constant of float32 among the parameters that has to be rounded to TF32. Rules of
+products of warpgroups write it for ``PackWeights``."""
+
 OPERATIONS, RATE = "tvm_fusion.operations", "tvm_fusion.rate"
 """Operations of a kernel that cannot be counted, two for a product that is added to a sum, and how
 many times as many a second a CPU does of them as of its words of bytes; 0 for those of floats.

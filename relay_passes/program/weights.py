@@ -130,7 +130,7 @@ def _bytes(tensor: tvm.runtime.Tensor) -> int:
 
 @tvm.transform.module_pass(opt_level=0, name="PackWeights")
 class PackWeights:
-    """Lay the constant matrices out that schedule rules have marked.
+    """Lay constant matrices out, and round constants, that schedule rules have marked.
 
     Before::
 
@@ -146,16 +146,18 @@ class PackWeights:
         y = R.call_tir(cls.matmul, (x, w'), ...)                        # w': [16, 512, 16]
 
     with ``w'[j, k, lane] = w[k, 16 * j + lane]``. The attribute holds the position of the argument,
-    the axis that is cut, and the number of lanes. It runs after ``ApplyRules``. Left alone: all
-    functions without the attribute. The pass is idempotent.
+    the axis that is cut, and the number of lanes. The attribute ``tvm_fusion.rounded`` holds the
+    position of a constant of float32 that is rounded to TF32: to 10 bits behind the point, ties
+    away from zero, as ``cvt.rna.tf32.f32`` does. It runs after ``ApplyRules``. Left alone: all
+    functions without these attributes. The pass is idempotent.
     """
 
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite the calls of every marked function."""
         marked = {
-            name.name_hint: [int(number) for number in func.attrs[attributes.LAID_OUT]]
+            name.name_hint: found
             for name, func in mod.functions_items()
-            if isinstance(func, tirx.PrimFunc) and func.attrs and attributes.LAID_OUT in func.attrs
+            if isinstance(func, tirx.PrimFunc) and (found := _marks(func))
         }
         if not marked:
             return mod
@@ -163,8 +165,11 @@ class PackWeights:
             name: func for name, func in mod.functions_items() if name.name_hint not in marked
         }
         packer = _Packer(IRModule(others), marked)
-        for name in marked:  # a name of a function has its type
-            packer.add(name, mod[name].without_attr(attributes.LAID_OUT))
+        for name, marks in marked.items():  # a name of a function has its type
+            func = mod[name]
+            for mark in marks:
+                func = func.without_attr(mark)
+            packer.add(name, func)
         for name, func in others.items():
             if isinstance(func, relax.Function):
                 packer.builder_.update_func(name, packer.visit_expr(func))
@@ -172,14 +177,24 @@ class PackWeights:
         return IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
+_Marks = dict[str, list[int]]
+
+
+def _marks(func: tirx.PrimFunc) -> _Marks:
+    """Attributes of a function that say what is done to its constants: a position, and how."""
+    attrs = func.attrs or {}
+    names = (attributes.LAID_OUT, attributes.ROUNDED)
+    return {name: [int(number) for number in attrs[name]] for name in names if name in attrs}
+
+
 @mutator
 class _Packer(PyExprMutator):
     """Replaces the constants of calls."""
 
-    def __init__(self, mod: IRModule, marked: dict[str, list[int]]) -> None:
+    def __init__(self, mod: IRModule, marked: dict[str, _Marks]) -> None:
         super().__init__(mod)
         self._marked = marked
-        self._packed: dict[tuple[int, tuple[int, ...], int, int], relax.Expr] = {}
+        self._packed: dict[tuple[int | str, ...], relax.Expr] = {}
         self._added: dict[str, GlobalVar] = {}
 
     def add(self, name: str, func: tirx.PrimFunc) -> None:
@@ -191,22 +206,32 @@ class _Packer(PyExprMutator):
         name = call.args[0].name_hint if op_name(call) == "relax.call_tir" else ""
         if name not in self._marked:
             return super().visit_call_(call)
-        place, axis, lanes = self._marked[name]
         fields = list(call.args[1].fields)
-        fields[place] = self._pack(fields[place], axis, lanes)
+        for mark, (place, *how) in self._marked[name].items():
+            fields[place] = self._pack(fields[place], mark, how)
         arguments = [self._added[name], relax.Tuple(fields), *call.args[2:]]
         return super().visit_call_(relax.Call(call.op, arguments, call.attrs, call.ty_args))
 
-    def _pack(self, matrix: GenericConst, axis: int, lanes: int) -> relax.Expr:
-        """A matrix in its new layout; the same one for all calls with these elements."""
+    def _pack(self, matrix: GenericConst, mark: str, how: list[int]) -> relax.Expr:
+        """A constant in its new form; the same one for all calls with these elements."""
         tensor = matrix.value
-        key = (tensor.data_ptr(), tuple(map(int, tensor.shape)), axis, lanes)
+        key = (tensor.data_ptr(), *map(int, tensor.shape), mark, *how)
         if key not in self._packed:
-            values = np.moveaxis(array_of(matrix), axis, 1)
-            depth, width = values.shape
-            vectors = values.reshape(depth, width // lanes, lanes).transpose(1, 0, 2)
-            self._packed[key] = tensor_constant(vectors, matrix.ty.dtype)
+            change = _laid_out if mark == attributes.LAID_OUT else _rounded
+            self._packed[key] = tensor_constant(change(array_of(matrix), *how), matrix.ty.dtype)
         return self._packed[key]
+
+
+def _laid_out(matrix: np.ndarray, axis: int, lanes: int) -> np.ndarray:
+    values = np.moveaxis(matrix, axis, 1)
+    depth, width = values.shape
+    return values.reshape(depth, width // lanes, lanes).transpose(1, 0, 2)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Numbers with the bits of TF32; NaN, whose bits might be dropped or carried, as one NaN."""
+    values = np.where(np.isnan(values), np.float32(np.nan), values)
+    return ((values.view("uint32") + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view("float32")
 
 
 _OPTION = "relax.backend.use_cuda_graph"

@@ -18,6 +18,7 @@ from schedules.gpu.reduce.coalesced_reduce import CHAIN, SISTERS
 from schedules.tuning.records import Records
 
 from .attention.attention import Attention
+from .conv2d.any_conv2d import WARPGROUPS as WARPGROUP_CONV2D
 from .conv2d.any_conv2d import AnyConv2D
 from .conv2d.conv2d import CONV2D, Conv2D
 from .conv2d.depthwise_conv2d import DEPTHWISE, DepthwiseConv2D
@@ -38,7 +39,7 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
         Conv2D(records),
         DepthwiseConv2D(records),
         FusedConv2D(records),
-        AnyConv2D(),
+        AnyConv2D(records),
         Attention(),
         CoalescedReduce(records),
         Transpose(),
@@ -52,7 +53,10 @@ def rules(records: Records | None = None) -> tuple[ScheduleRule, ...]:
 RULES = rules()
 TEMPLATES: dict[str, GPUTemplate[Any, Any]] = {
     template.name: template
-    for template in (CONV2D, DEPTHWISE, FUSED, TILES, ROWS, WARPGROUPS, SISTERS, CHAIN)
+    for template in (
+        *(CONV2D, DEPTHWISE, FUSED, WARPGROUP_CONV2D),
+        *(TILES, ROWS, WARPGROUPS, SISTERS, CHAIN),
+    )
 }
 """Templates of the rules with knobs, by name."""
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows: regions of larger tensors in the place of a function's parameters.
+"""Other parameters of a function: regions of larger tensors, and matrices in another layout.
 
-A kernel that writes its result into the rows of a larger tensor, or reads them from there, saves
-the copy between them.
+A kernel that writes its result into the rows of a larger tensor, its window, or reads them from
+there, saves the copy between them. A constant is laid out once, when the program is compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import tvm_ffi
 from tvm import ir, tirx
 
 from schedules import attributes
+
+from .extents import constant
 
 Window: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each dimension."""
@@ -68,3 +70,46 @@ def with_window(
 
 def _shifted(index: tirx.Expr, first: int) -> tirx.Expr:
     return index + tirx.const(first, str(index.ty.dtype)) if first else index
+
+
+def lay_out_matrix(func: tirx.PrimFunc, place: int, axis: int, lanes: int) -> tirx.PrimFunc:
+    """Let a function read one of its matrices in the layout [columns / lanes, depth, lanes].
+
+    Parameters
+    ----------
+    func : PrimFunc
+        A function, which only reads the matrix.
+    place : int
+        Position of the matrix among the parameters.
+    axis : int
+        Axis of the columns.
+    lanes : int
+        Lanes of a vector; they divide the columns. With all of them the matrix is transposed.
+
+    Returns
+    -------
+    PrimFunc
+        The function with another parameter, and the attribute ``LAID_OUT``.
+    """
+    plain = func.params[place]
+    count = plain.shape[axis] // lanes
+    shape = [count, plain.shape[1 - axis], lanes]
+    matrix = tirx.decl_buffer(shape, str(plain.dtype), plain.name)
+
+    def load(node: ir.TensorLoad) -> ir.TensorLoad:
+        if not node.source.same_as(plain):
+            return node
+        column, depth = node.indices[axis], node.indices[1 - axis]
+        if constant(count) == 1:
+            return matrix[tirx.const(0, column.ty.dtype), depth, column]
+        return matrix[tirx.floordiv(column, lanes), depth, tirx.floormod(column, lanes)]
+
+    def region(node: ir.TensorRegion) -> ir.TensorRegion:
+        if not node.source.same_as(plain):
+            return node
+        return tirx.BufferRegion(matrix, [ir.Range(0, extent) for extent in matrix.shape])
+
+    body = tvm_ffi.structural_map(func.body, [(ir.TensorLoad, load), (ir.TensorRegion, region)])
+    params = [matrix if k == place else param for k, param in enumerate(func.params)]
+    result = tirx.PrimFunc(params, body, func.ret_type, func.attrs)
+    return result.with_attr(attributes.LAID_OUT, [place, axis, lanes])

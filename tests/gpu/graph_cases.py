@@ -14,7 +14,7 @@ from tvm.relax import transform
 from tvm.s_tir import dlight
 from tvm.target import Target
 
-from relay_passes import AnnotateGathers
+from relay_passes import AnnotateGathers, PackWeights
 from schedules.gpu import RULES
 from schedules.tir.expression_walk import substitute
 
@@ -129,7 +129,7 @@ def run(
     ]
     mod = fused(build, *types, target=target, more=more)
     with target:
-        mod = dlight.ApplyDefaultSchedule(*RULES)(mod)
+        mod = PackWeights()(dlight.ApplyDefaultSchedule(*RULES)(mod))
     kernels = functions(mod)
     for name, func in kernels.items():
         assert func.attrs.get("tirx.is_scheduled"), f"no rule takes {name}"

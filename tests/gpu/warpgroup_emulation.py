@@ -34,7 +34,6 @@ from schedules.tir.extents import unravel
 class EmulatedWarpgroupCore:
     """Takes the place of :class:`schedules.gpu.core.warpgroup.WarpgroupCore`."""
 
-    producers = 0
     shared_bytes = staticmethod(warpgroup.WarpgroupCore.shared_bytes)
 
     def __init__(
@@ -47,13 +46,18 @@ class EmulatedWarpgroupCore:
         cluster: int,
         rank: tirx.Expr,
         kept_bytes: int = 0,
+        moves_registers: bool = False,
     ):
         assert stages >= 2
         self.type, self.kept = kind, tirx.const(stage_bytes, "uint32")
         self.threads, self.thread = warpgroups * warpgroup.WARPGROUP, thread
-        size = (stage_bytes + kept_bytes) // 2
+        size = (stage_bytes + kept_bytes) // kind.itemsize
         self.shared = T.alloc_buffer((size,), kind.dtype, scope="shared")
-        self.words = [T.alloc_buffer((self.threads,), "float32", scope="shared") for _ in range(2)]
+        self.words = [T.alloc_buffer((self.threads,), kind.sums, scope="shared") for _ in range(2)]
+
+    @staticmethod
+    def producers(moves_registers: bool = False) -> int:
+        return 0
 
     @staticmethod
     def encode(source: BulkSource) -> None:
@@ -122,11 +126,12 @@ class EmulatedWarpgroupCore:
         assert rank <= 5 and all(
             n * s <= 256 and s <= 8 for n, s in zip(source.box, steps, strict=True)
         )
-        assert steps[0] == 1 and source.words in (1, 4)
+        itemsize = self.type.itemsize
+        assert steps[0] == 1 and source.words in (1, 8 // itemsize)
         counts = [source.box[0] * source.words, *source.box[1:]]
         if source.is_swizzled:
-            assert counts[0] * 2 == warpgroup.LINE and set(counts[2:]) <= {1}
-        assert counts[0] % 8 == 0
+            assert counts[0] * itemsize == warpgroup.LINE and set(counts[2:]) <= {1}
+        assert counts[0] * itemsize % 16 == 0
         flat, total = flat_view(source.buffer), prod(counts)
         with T.serial(0, -(-total // self.threads)) as turn:
             number = T.bind(turn * self.threads + self.thread.astype("int32"))
@@ -142,8 +147,8 @@ class EmulatedWarpgroupCore:
                     position = position + c * stride
                 zero = tirx.const(0, flat.dtype)
                 value = tirx.if_then_else(tirx.all(*exists), flat[position], zero)
-                where = _element(place + number * 2, source.is_swizzled)
-                T.buffer_store(self.shared, value, [where])
+                where = self._element(place + number * itemsize, source.is_swizzled)
+                T.buffer_store(self.shared, value.astype(self.shared.dtype), [where])
 
     def multiply(
         self,
@@ -161,15 +166,17 @@ class EmulatedWarpgroupCore:
             for r, word in enumerate(left):
                 T.buffer_store(words, word, [self.thread * 16 + r])
             sync()
-        with T.serial(0, right[0].rows // 8) as product, T.serial(0, warpgroup.DEPTH) as k:
+        depth, of_sums = warpgroup.LINE // self.type.itemsize, self.type.sums
+        with T.serial(0, right[0].rows // 8) as product, T.serial(0, depth) as k:
             for e in range(4):
                 row = lane // 4 + e // 2 * 8
                 column = product * 8 + lane % 4 * 2 + e % 2
                 if in_shared:
-                    factor = self._read(*left, warp * 16 + row, k)
+                    factor = self._read(*left, warp * 16 + row, k, half=0x1000).astype(of_sums)
                 else:
                     factor = self._of_registers(words, row, k)
-                total = sums[product * 4 + e] + factor * self._read(*right, column, k)
+                other = self._read(*right, column, k).astype(self.type.right).astype(of_sums)
+                total = sums[product * 4 + e] + (factor * other).astype(sums.dtype)
                 T.buffer_store(sums, total, [product * 4 + e])
         if not in_shared:
             sync()
@@ -183,23 +190,35 @@ class EmulatedWarpgroupCore:
             return T.reinterpret("float32", bits << tirx.const(16, "uint32"))
         return T.reinterpret(self.type.dtype, bits.astype("uint16")).astype("float32")
 
-    def _read(self, layout: Layout, begin: tirx.Expr, row: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
-        """An element by the canonical layout that the descriptor of its product names."""
+    def _read(
+        self, layout: Layout, begin: tirx.Expr, row: tirx.Expr, k: tirx.Expr, half: int = 0
+    ) -> tirx.Expr:
+        """An element by the canonical layout that the descriptor of its product names.
+
+        Bits that TF32 lacks are dropped, after ``half`` of their last one was added.
+        """
         descriptor = layout.descriptor
         swizzle = descriptor >> 62
         assert swizzle in (0, 1) and descriptor >> 49 & 7 == 0  # 128 bytes, from their begin
+        assert self.type.transposes or not layout.rows_first
         leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (16, 32))
-        step, inner = k // 16, k % 16
-        of_step = int(layout.place(0, 16))
+        size, chunk = self.type.itemsize, self.type.chunk
+        step, inner = k // self.type.step, k % self.type.step
+        of_step = int(layout.place(0, 1))
         if not swizzle:
-            lane, other = (row % 8, inner % 8) if layout.rows_first else (inner % 8, row % 8)
-            place = lane * 2 + other * 16 + row // 8 * stride + inner // 8 * leading
+            lane, other = inner % chunk, row % 8
+            if layout.rows_first:
+                lane, other = row % 8, inner % 8
+            place = lane * size + other * 16 + row // 8 * stride + inner // chunk * leading
         elif layout.rows_first:
             place = row % 64 * 2 + row // 64 * leading + inner % 8 * 128 + inner // 8 * stride
         else:
-            place = row % 8 * 128 + row // 8 * stride + inner * 2
-        at = _element(begin + step * of_step + place, swizzle == 1)
-        return self.shared[at].astype("float32")
+            place = row % 8 * 128 + row // 8 * stride + inner * size
+        value = self.shared[self._element(begin + step * of_step + place, swizzle == 1)]
+        if self.type.is_rounded:
+            bits = (T.reinterpret("uint32", value) + half) >> 13 << 13
+            value = T.reinterpret("float32", bits)
+        return value
 
     pack, exp2 = EmulatedTensorCore.pack, EmulatedTensorCore.exp2
 
@@ -209,10 +228,10 @@ class EmulatedWarpgroupCore:
         sync()
         return self.words[0][self.thread ^ mask]
 
-
-def _element(byte: tirx.Expr, is_swizzled: bool) -> tirx.Expr:
-    """Place of an element that is at a byte, before a swizzle."""
-    return (byte ^ ((byte // 128 % 8) * 16)) // 2 if is_swizzled else byte // 2
+    def _element(self, byte: tirx.Expr, is_swizzled: bool) -> tirx.Expr:
+        """Place of an element that is at a byte, before a swizzle."""
+        byte = byte ^ ((byte // 128 % 8) * 16) if is_swizzled else byte
+        return byte // self.type.itemsize
 
 
 def emulate_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:

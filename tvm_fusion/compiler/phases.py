@@ -219,8 +219,10 @@ def gpu_phases(
         ],
         "schedule": [
             *tf32,
+            MarkConstants(),
             ConfigureReductions(target, records),
             ApplyRules(*rules, *STOCK_RULES),
+            PackWeights(),
             RequireKernels(),
         ],
     }

@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import tvm_ffi
-from tvm import ir, s_tir, tirx
+from tvm import s_tir, tirx
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from schedules import attributes
@@ -73,37 +72,6 @@ def column_axis(facts: BlockFacts, buffer: tirx.Buffer) -> int:
     column = facts.vars[facts.positions("S")[-1]]
     load = next(load for load in facts.loads if load.buffer.same_as(buffer))
     return next(axis for axis, expr in enumerate(load.indices) if uses(expr, column))
-
-
-def lay_out_matrix(
-    func: tirx.PrimFunc,  # A scheduled function, which only reads the matrix.
-    place: int,  # Position of the matrix among the parameters.
-    axis: int,  # Axis of the columns.
-    lanes: int,  # Lanes of a vector; they divide the columns.
-) -> tirx.PrimFunc:
-    """Let a function read one of its matrices in the layout [columns / lanes, depth, lanes].
-
-    Returns the function with another parameter, and the attribute ``LAID_OUT``.
-    """
-    plain = func.params[place]
-    shape = [plain.shape[axis] // lanes, plain.shape[1 - axis], lanes]
-    matrix = tirx.decl_buffer(shape, str(plain.dtype), plain.name)
-
-    def load(node: ir.TensorLoad) -> ir.TensorLoad:
-        if not node.source.same_as(plain):
-            return node
-        column, depth = node.indices[axis], node.indices[1 - axis]
-        return matrix[tirx.floordiv(column, lanes), depth, tirx.floormod(column, lanes)]
-
-    def region(node: ir.TensorRegion) -> ir.TensorRegion:
-        if not node.source.same_as(plain):
-            return node
-        return tirx.BufferRegion(matrix, [ir.Range(0, extent) for extent in matrix.shape])
-
-    body = tvm_ffi.structural_map(func.body, [(ir.TensorLoad, load), (ir.TensorRegion, region)])
-    params = [matrix if k == place else param for k, param in enumerate(func.params)]
-    result = tirx.PrimFunc(params, body, func.ret_type, func.attrs)
-    return result.with_attr(attributes.LAID_OUT, [place, axis, lanes])
 
 
 def _permutation(order: list[int]):  # noqa: ANN202 - an index map is any callable
@@ -249,7 +217,7 @@ class Columns:
     over rows is then inside of the one over columns."""
     laid_out: bool = False
     """Whether that input is not copied, because the caller gives it a layout in which vectors of
-    columns are contiguous (:func:`lay_out_matrix`)."""
+    columns are contiguous (:func:`schedules.tir.parameter_windows.lay_out_matrix`)."""
 
 
 @dataclass(frozen=True)

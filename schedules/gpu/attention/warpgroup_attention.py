@@ -124,7 +124,7 @@ def choose_warpgroup_attention(
     if not depth or not columns or dtype is None or max(depth, columns) > _MOST_LENGTH:
         return None
     has_keys = n if n is not None else tvm_ffi.structural_equal(attention.m, attention.n)
-    if not has_keys or not all(map(lies_in_memory, factors)):
+    if not has_keys or not all(lies_in_memory(each, MATRIX_TYPES[dtype]) for each in factors):
         return None
     depth, columns = (-(-length // DEPTH) * DEPTH for length in (depth, columns))
     tile = WarpgroupAttentionTile(depth, columns, dtype)
@@ -149,7 +149,7 @@ def write_warpgroup_attention(
 ) -> tirx.PrimFunc:
     """The function with one launch, of a block for each tile of queries."""
     blocks = simplified(i64(attention.batches) * ceildiv(attention.m, tile.rows))
-    threads = tile.warpgroups * WARPGROUP + WarpgroupCore.producers
+    threads = tile.warpgroups * WARPGROUP + WarpgroupCore.producers()
 
     def body() -> None:
         with unless_empty(blocks):

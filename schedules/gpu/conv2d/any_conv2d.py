@@ -9,10 +9,14 @@ block; the others have one thread for each output.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 import tvm
 import tvm_ffi
 from tvm import ir, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
+from tvm.target import Target
 
 from schedules import attributes
 from schedules.gpu.pointwise.elementwise import write_windows
@@ -22,26 +26,136 @@ from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import unravel
 from schedules.tir.index_math import ceildiv, i64, volume
 from schedules.tir.statements import when
-from schedules.workload.conv2d import from_json
+from schedules.workload.conv2d import Conv2DKernel, from_json
 
 from ..core.kernel_function import unless_empty, write_kernels
 from ..core.machine import GPUInfo
-from ..core.rule import GPURule
+from ..core.tensor_core import MATRIX_TYPES
 from ..gemm.matmul.matmul_pattern import ACCUMULATOR, read_matmul
 from ..gemm.matmul.tensor_core_matmul import tensor_core_function
-from ..gemm.warpgroup_conv2d import warpgroup_conv2d_function
+from ..gemm.warpgroup_conv2d import (
+    SHAPES,
+    WindowSizes,
+    WindowTile,
+    fastest_window_tile,
+    ranked_window_tiles,
+    warpgroup_conv2d_function,
+    window_kernel,
+    window_tile,
+)
+from .conv2d import ConvRule, ConvTemplate
 from .tensor_core_pair_pattern import summed_in_float32
 
 THREADS = 128
+_MOST_BOXES, _MOST_FEWER = 3, 3  # of a shape's settings: boxes, and numbers of stages
 
 
-class AnyConv2D(GPURule):
+@dataclass(frozen=True)
+class WindowKnobs:
+    """Tiles of a convolution of warpgroups.
+
+    Parameters
+    ----------
+    columns, cluster, warpgroups : int
+        As of :class:`.warpgroup_conv2d.WindowTile`.
+    box : int
+        Number of the box of pixels among all that fit, in order of their predicted times.
+    stages : int
+        Stages in shared memory.
+    """
+
+    columns: int
+    cluster: int
+    warpgroups: int
+    box: int
+    stages: int
+
+
+class WarpgroupConv2DTemplate(ConvTemplate[WindowKnobs]):
+    """Boxes of pixels (:mod:`..gemm.warpgroup_conv2d`)."""
+
+    name = "gpu.conv2d_warpgroups"
+    version = 1
+    knobs = WindowKnobs
+    rule = "AnyConv2D"
+
+    def read_workload(self, text: str) -> Conv2DKernel:
+        """Read the JSON of a workload."""
+        kernel = super().read_workload(text)
+        if len(kernel.layers) != 1 or kernel.dtype not in MATRIX_TYPES:
+            raise ValueError(f"{text:.100} describes no convolution of warpgroups")
+        return kernel
+
+    def default(self, workload: Conv2DKernel, machine: GPUInfo) -> WindowKnobs:
+        """Return the tile of the least predicted time."""
+        sizes = _window_sizes(workload)
+        _, tile = fastest_window_tile(sizes, machine)
+        shape = tile.columns, tile.cluster, tile.warpgroups
+        box = ranked_window_tiles(sizes, *shape, machine).index(tile)
+        return WindowKnobs(*shape, box, tile.stages)
+
+    def settings(self, workload: Conv2DKernel, machine: GPUInfo) -> Iterator[WindowKnobs]:
+        """Yield all shapes with their boxes of the least predicted times, and the most stages."""
+        sizes = _window_sizes(workload)
+        for shape in SHAPES:
+            if shape[1] <= machine.multiprocessors:
+                tiles = ranked_window_tiles(sizes, *shape, machine)[:_MOST_BOXES]
+                for box, tile in enumerate(tiles):
+                    for stages in range(tile.stages, max(tile.stages - _MOST_FEWER, 2), -1):
+                        yield WindowKnobs(*shape, box, stages)
+
+    def kernel(
+        self, func: tirx.PrimFunc, workload: Conv2DKernel, knobs: WindowKnobs, gpu: GPUInfo
+    ) -> tirx.PrimFunc:
+        """Write the kernel."""
+        matmul = read_matmul(func, windows=True)
+        found = None if matmul is None else window_tile(func, matmul, gpu)
+        assert matmul is not None and found is not None, "the workload was read from it"
+        windows, chosen = found
+        tile = replace(_tile_of(workload, knobs, gpu), type=chosen.type)
+        return window_kernel(func, matmul, windows, tile, gpu)
+
+    def cycles(self, workload: Conv2DKernel, knobs: WindowKnobs, machine: GPUInfo) -> float:
+        """Return the cycles of a multiprocessor with its share of the tiles."""
+        tile = _tile_of(workload, knobs, machine)
+        return tile.window_cycles(_window_sizes(workload), machine)
+
+
+def _window_sizes(workload: Conv2DKernel) -> WindowSizes:
+    layer, images = workload.layers[0], workload.batch
+    assert images is not None, "it has no symbolic extents"
+    size = layer.output_size(workload.height, workload.width)
+    return WindowSizes.of_layer(layer, images, size, MATRIX_TYPES[workload.dtype].chunk)
+
+
+def _tile_of(workload: Conv2DKernel, knobs: WindowKnobs, gpu: GPUInfo) -> WindowTile:
+    shape = knobs.columns, knobs.cluster, knobs.warpgroups
+    ranked = ranked_window_tiles(_window_sizes(workload), *shape, gpu)
+    return replace(ranked[knobs.box], most_stages=knobs.stages)
+
+
+WARPGROUPS = WarpgroupConv2DTemplate()
+
+
+class AnyConv2D(ConvRule):
     """Computes a convolution on tensor cores, or neighbouring outputs or one in a thread.
 
     Takes every function that legalization marked as one direct convolution: other element types
     than float32, other layouts than ``NCHW4c``, groups that cross block boundaries, symbolic sizes.
-    16-bit floats are summed in float32. Returns None for everything else.
+    16-bit floats are summed in float32. Returns None for everything else. Those of warpgroups are
+    tuned.
     """
+
+    template = WARPGROUPS
+
+    def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
+        """Return the convolution, if its sizes are known and warpgroups take it."""
+        kernel = _dense_kernel(func)
+        if kernel is None or not kernel.is_static:
+            return None
+        matmul = read_matmul(func, windows=True)
+        found = matmul and window_tile(func, matmul, self.machine(target))
+        return kernel if found else None
 
     def kernel(self, facts: KernelFacts, gpu: GPUInfo) -> tirx.PrimFunc | None:
         """Write the kernel, or return None if the rule does not take the function."""
@@ -67,6 +181,14 @@ class AnyConv2D(GPURule):
         blocks = sch.get(sch.get_sblock("conv1")), sch.get(sch.get_sblock("layer1"))
         threads = gpu.block_threads(THREADS)
         return write_kernels(func, lambda: _write_kernel(func, *blocks, threads))
+
+
+def _dense_kernel(func: tirx.PrimFunc) -> Conv2DKernel | None:
+    text = func.attrs.get(attributes.WORKLOAD) if func.attrs else None
+    kernel = None if text is None else from_json(str(text))
+    if kernel is None or kernel.winograd or len(kernel.layers) != 1:
+        return None
+    return kernel if kernel.layers[0].groups == 1 else None
 
 
 def _write_kernel(

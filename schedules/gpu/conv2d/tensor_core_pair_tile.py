@@ -273,10 +273,11 @@ def _layer_cycles(
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
     block = _product(layer, tile, tile.rows + tile.columns)
     cycles = _run(block, blocks, resident, transfer, gpu)
-    is_small = 2 * min(layer.in_channels, layer.out_channels) <= CHUNK  # in one block
-    if layer.groups > 1 or is_small or kind.itemsize != 2 or not gpu.has_warpgroup_products:
+    is_small = min(layer.in_channels, layer.out_channels) <= kind.chunk  # in one block
+    if layer.groups > 1 or is_small or not gpu.has_warpgroup_products:
         return cycles
-    by_warpgroups, _ = fastest_window_tile(WindowSizes.of_layer(layer, images, size), gpu)
+    sizes = WindowSizes.of_layer(layer, images, size, kind.chunk)
+    by_warpgroups, _ = fastest_window_tile(sizes, gpu)
     return min(cycles, max(transfer, by_warpgroups))
 
 

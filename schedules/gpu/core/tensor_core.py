@@ -63,15 +63,39 @@ class MatrixType:
         """Type of a sum in the instruction."""
         return "uint32" if self.sums == "int32" else self.sums
 
+    def total(self, register: tirx.Expr) -> tirx.Expr:
+        """The sum in a register."""
+        return register if self.register == self.sums else T.reinterpret(self.sums, register)
+
     @property
     def step(self) -> int:
         """Elements of the reduced axis in one product."""
         return 2 * self.chunk
 
     @property
+    def is_rounded(self) -> bool:
+        """Return whether elements have more bits than their products take: float32, as TF32."""
+        return self.itemsize == 4
+
+    @property
     def transposes(self) -> bool:
-        """Return whether ``ldmatrix`` can transpose its matrices."""
+        """Return whether ``ldmatrix`` can transpose its matrices, and ``wgmma`` its factors."""
         return self.itemsize == 2
+
+    @property
+    def exchanged(self) -> MatrixType:
+        """The type of the product with its factors exchanged."""
+        return MatrixType(self.right, self.dtype)
+
+    @property
+    def warpgroup_columns(self) -> int:
+        """Most columns of a warpgroup's product: the PTX manual has none of 256 for bytes."""
+        return 128 if self.itemsize == 1 else 256
+
+    @property
+    def warpgroup_suffix(self) -> str:
+        """End of the name of a warpgroup's product, behind its columns."""
+        return f"k{self.step}.{_SUMS[self.sums]}.{self.name}.{_NAMES[self.right]}"
 
     @property
     def instruction(self) -> str:
@@ -137,6 +161,33 @@ class RegisterOperations:
         """Two to the power of a float32, with a relative error of 2^-22; 0 instead of denormals."""
         return T.cuda.func_call("tvm_fusion_exp2", value, source_code=_EXP2, return_type="float32")
 
+    def load_matrices(
+        self,
+        fragment: tirx.Buffer,
+        first: int,
+        address: tirx.Expr,
+        is_transposed: bool = False,
+        shifts: Sequence[tirx.Expr] | None = None,
+    ) -> None:
+        """Load four matrices to registers, of which lanes ``8 i`` and on give the rows of i.
+
+        ``shifts``, for float32 only, are subtracted from the lane's row of the even and of the odd
+        ones.
+        """
+        name = "x4.trans" if is_transposed else "x4"
+        load = T.ptx[f"ldmatrix.sync.aligned.m8n8.{name}.shared.b16"]
+        own = [fragment[first + k] for k in range(4)]
+        T.evaluate(load(*own, address))
+        if self.type.is_rounded:  # the product would drop the other bits
+            for k, bits in enumerate(own):
+                if shifts is not None:
+                    shifted = T.reinterpret("float32", bits) - shifts[k % 2]
+                    bits = T.reinterpret("uint32", shifted)
+                rounded = T.cuda.func_call(
+                    "tvm_fusion_round_tf32", bits, source_code=_ROUND, return_type="uint32"
+                )
+                T.buffer_store(fragment, rounded, [first + k])
+
     def exchange(self, value: tirx.Expr, mask: int) -> tirx.Expr:
         """The value of the lane whose number differs by ``mask``."""
         return shuffle_xor(value, mask, 32)
@@ -199,24 +250,8 @@ class TensorCore(RegisterOperations):
         is_transposed: bool,
         shifts: Sequence[tirx.Expr] | None = None,
     ) -> None:
-        """Load four matrices to registers, of which lanes ``8 i`` and on give the rows of i.
-
-        ``shifts``, for float32 only, are subtracted from the lane's row of the even and of the odd
-        ones.
-        """
-        name = "x4.trans" if is_transposed else "x4"
-        load = T.ptx[f"ldmatrix.sync.aligned.m8n8.{name}.shared.b16"]
-        own = [fragment[first + k] for k in range(4)]
-        T.evaluate(load(*own, self._at(place)))
-        if self.type.name == "tf32":  # the product would drop the other bits
-            for k, bits in enumerate(own):
-                if shifts is not None:
-                    shifted = T.reinterpret("float32", bits) - shifts[k % 2]
-                    bits = T.reinterpret("uint32", shifted)
-                rounded = T.cuda.func_call(
-                    "tvm_fusion_round_tf32", bits, source_code=_ROUND, return_type="uint32"
-                )
-                T.buffer_store(fragment, rounded, [first + k])
+        """Load four matrices at a byte of shared memory, as :meth:`load_matrices` does."""
+        self.load_matrices(fragment, first, self._at(place), is_transposed, shifts)
 
     def multiply(
         self, sums: tirx.Buffer, first: int, left: list[tirx.Expr], right: list[tirx.Expr]

@@ -8,16 +8,21 @@ free. Blocks of a cluster may each copy a part of a factor that all of them mult
 once. The layouts are those of the PTX manual, sections ``wgmma.mma_async`` (canonical layouts with
 a swizzle of 128 bytes, and without any) and ``cp.async.bulk.tensor``. A map is encoded by the host
 for each call.
+
+Factors of 16 bits lie along either axis, those of bytes and of float32 along the reduced one. Of
+float32 the product drops the bits that TF32 lacks. So warps round the left factor on its way from
+shared memory to registers; the right one has to be rounded in memory.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules.tir.index_math import i64
@@ -26,7 +31,7 @@ from schedules.tir.statements import when
 from . import cluster_intrinsics
 from .intrinsics import sync
 from .kernel_function import ROLLED
-from .tensor_core import MatrixType, RegisterOperations
+from .tensor_core import CHUNK, MatrixType, RegisterOperations
 
 Index: TypeAlias = "tirx.Expr | int"
 Fetch = Callable[[tirx.Expr, tirx.Expr, tirx.Expr], None]
@@ -37,12 +42,14 @@ WARPGROUP = 128
 """Threads that multiply together."""
 ROWS = 64
 """Rows of a product of a warpgroup."""
-DEPTH = 64
-"""Elements of the reduced axis in a stage, of 16 bits: 128 bytes."""
-STEP = 16
-"""Elements of the reduced axis in a product."""
 LINE = 128
-"""Bytes of a line, within which chunks of 16 bytes are swizzled."""
+"""Bytes of the reduced axis in a stage, and of a line, within which chunks of 16 are swizzled."""
+STEPS = 4
+"""Products of a stage, each of 32 bytes of the reduced axis."""
+DEPTH = 64
+"""Elements of 16 bits of the reduced axis in a stage."""
+STEP = DEPTH // STEPS
+"""The same in a product."""
 PATTERN = 8 * LINE
 """Bytes after which the swizzle repeats, to a multiple of which a factor's tile is aligned."""
 
@@ -50,6 +57,9 @@ _SWIZZLE = 3  # of a map: 128 bytes
 _PROMOTE = 2  # lines of 128 bytes in the second-level cache
 _DESCRIPTOR_SWIZZLE = 1 << 62  # 128 bytes
 _UNIT = 4  # bits of an address that a descriptor leaves out
+# Registers of a thread. At the launch 384 threads have 168 each, the multiple of 8 that fits. Two
+# warpgroups take exactly what one gives up, so that none waits for ever.
+_GIVEN, _TAKEN = 24, 240
 
 # Else the compiler reads a sum before the wait for what adds to it, or writes a factor's register
 # before the wait for what reads it.
@@ -75,8 +85,9 @@ __forceinline__ __device__ void tvm_fusion_arrive(unsigned int barrier, int rank
 class FactorLayout:
     """Tile of a factor in shared memory, as products of warpgroups read it.
 
-    A line is 64 elements along the reduced axis, or along the rows if neighbours in memory lie
-    there; then 64 lines are a block, and further rows are in further blocks.
+    A line is 128 bytes along the reduced axis. Of 16-bit elements it may lie along the rows, if
+    neighbours in memory lie there; then 64 lines are a block, and further rows are in further
+    blocks.
 
     Parameters
     ----------
@@ -86,16 +97,19 @@ class FactorLayout:
         Whether lines lie along the rows.
     parts : int
         Equal parts of the rows, each copied by one block of a cluster to all of them.
+    itemsize : int
+        Bytes of an element.
     """
 
     rows: int
     rows_first: bool
     parts: int = 1
+    itemsize: int = 2
 
     @property
     def box(self) -> tuple[int, int]:
         """Elements of a line, and lines, of a copy."""
-        return DEPTH, DEPTH if self.rows_first else self.rows // self.parts
+        return LINE // self.itemsize, DEPTH if self.rows_first else self.rows // self.parts
 
     @property
     def boxes(self) -> range:
@@ -109,24 +123,31 @@ class FactorLayout:
         block = DEPTH * LINE if self.rows_first else 1 << _UNIT  # unused where there is one block
         return _DESCRIPTOR_SWIZZLE | PATTERN >> _UNIT << 32 | block >> _UNIT << 16
 
-    def place(self, row: Index, k: int = 0) -> Index:
-        """Byte where a part or a multiple of 64 rows, and 16 elements of the other axis, begin."""
-        return row * LINE + k * (LINE if self.rows_first else 2)
+    def chunk(self, row: Index, number: Index) -> Index:
+        """Byte of a chunk of a row, where lines are of rows."""
+        return row * LINE + (number ^ row % 8) * CHUNK
+
+    def place(self, row: Index, step: int = 0) -> Index:
+        """Byte where a part or a multiple of 64 rows, and a product's part of a stage, begin."""
+        return row * LINE + step * (STEP * LINE if self.rows_first else LINE // STEPS)
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
     """The same of a tensor in blocks of 16 bytes of channels: without a swizzle.
 
-    Chunks are 16 bytes along the reduced axis, or along the rows. Eight of them that follow each
-    other are a matrix of 8 x 8 elements.
+    Chunks are 16 bytes along the reduced axis, or, of 16-bit elements, along the rows. Eight of
+    them that follow each other are a matrix.
 
     Parameters
     ----------
-    rows, rows_first, parts : int, bool, int
+    rows, rows_first : int, bool
         As of :class:`FactorLayout`.
     row_bytes, depth_bytes : int
         Distances of matrices that are neighbours along the rows and along the reduced axis.
+    parts : int
+        Equal parts of the rows where chunks lie along them, else of the reduced axis, each copied
+        by one block of a cluster to all of them.
     """
 
     rows: int
@@ -140,9 +161,19 @@ class ChunkLayout:
         """Descriptor without the address: both distances."""
         return self.row_bytes >> _UNIT << 32 | self.depth_bytes >> _UNIT << 16
 
-    def place(self, row: Index, k: int = 0) -> Index:
-        """Byte where a part or a multiple of 64 rows, and 16 elements of the other axis, begin."""
-        return row * (self.row_bytes // 8) + k // 8 * self.depth_bytes
+    def part(self, number: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        """First row of a part, and its first chunk along the reduced axis."""
+        if self.rows_first:
+            return number * i64(self.rows // self.parts), i64(0)
+        return i64(0), number * i64(LINE // CHUNK // self.parts)
+
+    def chunk(self, row: Index, number: Index) -> Index:
+        """Byte of a chunk of a row, where chunks are of rows."""
+        return row * CHUNK + number * self.depth_bytes
+
+    def place(self, row: Index, step: int = 0) -> Index:
+        """Byte where a part or a multiple of 64 rows, and a product's part of a stage, begin."""
+        return row * (self.row_bytes // 8) + 2 * step * self.depth_bytes
 
 
 Layout: TypeAlias = FactorLayout | ChunkLayout
@@ -165,7 +196,8 @@ class BulkSource:
     steps : tuple[int, ...]
         Distances of these elements along each axis; none for neighbours.
     words : int
-        Elements of the tensor that are one along the first axis, all neighbours: 1 or 4.
+        Elements of the tensor that are one along the first axis, all neighbours: 1, or those of
+        eight bytes.
     is_swizzled : bool
         Whether chunks are swizzled within lines, as in :class:`FactorLayout`.
     """
@@ -178,6 +210,11 @@ class BulkSource:
     words: int = 1
     is_swizzled: bool = True
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DataType(str(self.buffer.dtype)).bits // 8
+
 
 class WarpgroupCore(RegisterOperations):
     """Emitter of the instructions of one kernel, inside its launch.
@@ -185,23 +222,22 @@ class WarpgroupCore(RegisterOperations):
     Parameters
     ----------
     kind : MatrixType
-        Of the factors, of 16 bits.
+        Of the factors.
     stages, stage_bytes : int
         Stages in shared memory, and bytes of each.
     warpgroups : int
         Warpgroups that multiply.
     thread : tirx.Expr
-        The thread; behind those of the warpgroups there are :attr:`producers`.
+        The thread; behind those of the warpgroups there are :meth:`producers`.
     cluster : int
         Blocks that share copies.
     rank : tirx.Expr
         Number of the block among them.
     kept_bytes : int
         Shared memory behind the stages, which is filled once.
+    moves_registers : bool
+        Whether two warpgroups take registers that a warpgroup of producers gives up.
     """
-
-    producers = 32
-    """Threads of a block beside those of the warpgroups; one of them copies."""
 
     def __init__(
         self,
@@ -213,11 +249,14 @@ class WarpgroupCore(RegisterOperations):
         cluster: int,
         rank: tirx.Expr,
         kept_bytes: int = 0,
+        moves_registers: bool = False,
     ):
         self.type, self.stages, self.stage_bytes = kind, stages, stage_bytes
+        self.moves_registers = moves_registers
         self.kept_bytes = kept_bytes
         self.cluster, self.rank = cluster, rank
         self.threads, self.thread = warpgroups * WARPGROUP, thread
+        self._left: tirx.Buffer | None = None  # a stage of it, where it is rounded
         size = self.shared_bytes(stages, stage_bytes, kept_bytes)
         shared = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
         begin = T.cuda.cvta_generic_to_shared(shared.data)
@@ -248,6 +287,11 @@ class WarpgroupCore(RegisterOperations):
             cluster_intrinsics.wait()
 
     @staticmethod
+    def producers(moves_registers: bool = False) -> int:
+        """Threads of a block beside those of the warpgroups; one of them copies."""
+        return WARPGROUP if moves_registers else 32
+
+    @staticmethod
     def launch_cluster(size: int) -> AbstractContextManager[object]:
         """Launch so many neighbouring blocks together, to be opened inside the launch of blocks."""
         return nullcontext() if size == 1 else T.launch_thread("clusterCtaIdx.x", size)
@@ -263,7 +307,7 @@ class WarpgroupCore(RegisterOperations):
         name = f"{source.buffer.name}_map"
         found = tirx.Var(name, T.handle("tensormap").ty)
         T.bind(T.tvm_stack_alloca("tensormap", 1), var=found)
-        strides = [stride * i64(2) for stride in source.strides]  # bytes
+        strides = [stride * i64(source.itemsize) for stride in source.strides]  # bytes
         rank, swizzle = len(source.box), _SWIZZLE if source.is_swizzled else 0
         steps = source.steps or (1,) * rank
         box = [count * step for count, step in zip(source.box, steps, strict=True)]
@@ -302,27 +346,46 @@ class WarpgroupCore(RegisterOperations):
         finish : Callable
             Stores the sums of a tile.
         """
+        if self.moves_registers:  # every warp of a warpgroup executes it, before all waits
+            with when(self.thread >= self.threads):
+                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](_GIVEN))
         with when(tirx.EQ(self.thread, self.threads)):
             ring = _Ring(self.stages, 1)
             with tiles() as tile:
                 self._fill(ring, steps, fetch(tile))
         with when(self.thread < self.threads):
+            if self.moves_registers:
+                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](_TAKEN))
             ring = _Ring(self.stages, 0)
+            if self.type.is_rounded:
+                self._left = T.alloc_buffer((4 * STEPS,), "uint32", scope="local")
             with tiles() as tile:
                 clear(sums)
                 with T.serial(0, steps, annotations=ROLLED) as step:
                     ring.wait(self._filled)
                     self._issue(multiply, ring.stage)
-                    # Only now the products of the step before are done, so that others follow them.
-                    self._wait(1)
-                    self._release(ring.before, step > 0)
+                    self._free_stage(ring, step)
                     ring.advance()
-                self._wait(0)
-                self._release(ring.before, True)
+                if self._left is None:
+                    self._wait(0)
+                    self._release(ring.before, True)
                 self._settle(sums)
                 finish(tile)
         if self.cluster > 1:  # else a block could end while another one still tells its barriers
             self._meet()
+
+    def _free_stage(self, ring: _Ring, step: tirx.Expr) -> None:
+        """Wait for products, and tell that their stage is free."""
+        if self._left is None:
+            # Only now the products of the step before are done, so that others follow them.
+            self._wait(1)
+            self._release(ring.before, step > 0)
+        else:
+            # The next step rounds its factor to the same registers. Meanwhile the tensor cores have
+            # the other warpgroup's products.
+            self._wait(0)
+            self._settle(self._left)
+            self._release(ring.stage, True)
 
     def run_chained(
         self,
@@ -457,35 +520,46 @@ class WarpgroupCore(RegisterOperations):
         right: tuple[Layout, tirx.Expr],
         sets: bool = False,
     ) -> None:
-        """Add the products of 64 rows and of all columns, 64 elements deep.
+        """Add the products of 64 rows and of all columns, 128 bytes deep.
 
-        ``left`` lies from a byte on, or in registers as ``mma.sync`` has it, four for each 16
-        elements. ``sets`` replaces the sums.
+        ``left`` lies from a byte on, or in registers as ``mma.sync`` has it, four for each 32
+        bytes. ``sets`` replaces the sums.
         """
-        layout = right[0]
-        product = T.ptx[self._instruction(layout.rows)]
-        own = [sums[e] for e in range(int(sums.shape[0]))]
-        begins = [self._descriptor(*right)]
-        in_shared = isinstance(left[0], FactorLayout | ChunkLayout)
-        if in_shared:
-            begins.insert(0, self._descriptor(*left))
-        for k in range(0, DEPTH, STEP):
-            factors = [self._at_depth(begins[-1], layout, k)]
-            transposed = [int(layout.rows_first)]
-            if in_shared:
-                factors.insert(0, self._at_depth(begins[0], left[0], k))
-                transposed.insert(0, int(left[0].rows_first))
-            else:
-                factors[:0] = left[k // STEP * 4 : k // STEP * 4 + 4]
-            adds = tirx.const(k > 0 or not sets, "bool")
-            T.evaluate(product(*own, *factors, adds, 1, 1, *transposed))
+        layouts, begins = [right[0]], [self._descriptor(*right)]
+        registers: Sequence[tirx.Expr] = ()
+        if not isinstance(left[0], FactorLayout | ChunkLayout):
+            registers = left
+        elif self._left is not None:
+            registers = self._rounded(*left)
+        else:
+            layouts, begins = [left[0], *layouts], [self._descriptor(*left), *begins]
+        columns = right[0].rows
+        width = min(columns, self.type.warpgroup_columns)
+        product = T.ptx[f"wgmma.mma_async.sync.aligned.m{ROWS}n{width}{self.type.warpgroup_suffix}"]
+        for step, first in itertools.product(range(STEPS), range(0, columns, width)):
+            own = [sums[e] for e in range(first // 2, (first + width) // 2)]
+            factors = [*registers[4 * step : 4 * step + 4]]
+            for begin, layout in zip(begins, layouts, strict=True):
+                place = layout.place(first if layout is right[0] else 0, step)
+                factors.append(begin + tirx.const(int(place) // (1 << _UNIT), "uint64"))
+            options = [tirx.const(step > 0 or not sets, "bool")]
+            if self.type.sums == "float32":
+                options += [1, 1]  # signs
+            if self.type.transposes:
+                options += [int(each.rows_first) for each in layouts]
+            T.evaluate(product(*own, *factors, *options))
 
-    def _instruction(self, columns: int) -> str:
-        kind = self.type.name
-        return f"wgmma.mma_async.sync.aligned.m{ROWS}n{columns}k{STEP}.f32.{kind}.{kind}"
-
-    def _at_depth(self, begin: tirx.Expr, layout: Layout, k: int) -> tirx.Expr:
-        return begin + tirx.const(int(layout.place(0, k)) // (1 << _UNIT), "uint64")
+    def _rounded(self, layout: Layout, place: tirx.Expr) -> list[tirx.Expr]:
+        """A stage of 64 rows from a byte on, rounded to TF32, in registers."""
+        assert self._left is not None, "it was allocated for this type"
+        lane, warp = self.thread % 32, self.thread % WARPGROUP // 32
+        below, beside = lane // 8 % 2, lane // 16
+        row = T.bind(warp * 16 + below * 8 + lane % 8)
+        for step in range(STEPS):
+            byte = layout.chunk(row, 2 * step + beside)
+            self.load_matrices(self._left, 4 * step, self._base + place + byte.astype("uint32"))
+        T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+        return [self._left[r] for r in range(4 * STEPS)]
 
     def _descriptor(self, layout: Layout, place: tirx.Expr) -> tirx.Expr:
         address = (self._base + place) >> _u32(_UNIT)

@@ -24,20 +24,20 @@ from schedules.workload.conv2d import ConvLayer
 
 from ..core.machine import GPUInfo
 from ..core.machine_costs import COSTS
-from ..core.tensor_core import CHUNK, MATRIX_TYPES
+from ..core.tensor_core import CHUNK
 from ..core.warpgroup import DEPTH, LINE, ROWS, ChunkLayout, WarpgroupCore
 from .matmul.matmul_pattern import MatmulFunction, divides
 from .matmul.matmul_tile_sizes import assumed_size
 from .matmul.tensor_core_matmul import Locate
-from .matmul.tensor_core_tile import ELEMENTS, choose_tensor_tile, factor_dtype
+from .matmul.tensor_core_tile import ELEMENTS, choose_tensor_tile, rounded_position
 from .matmul.warpgroup_matmul import Grid, product_kernel
 from .matmul.warpgroup_tile import WarpgroupTile, single_cycles
 from .window_boxes import BLOCKS, LONGEST_BOX, LONGEST_RUN, BlockedTensor, WindowProduct
 
+_MATRIX = 8 * CHUNK  # bytes of one
 SHAPES = tuple(itertools.product((256, 128, 64), (1, 2), (2, 1)))
 """Columns, cluster and warpgroups of tiles."""
 _SEVERAL = 2
-_BLOCK = ELEMENTS * ELEMENTS * 2  # bytes of the filters of two blocks of channels
 
 
 def warpgroup_conv2d_function(
@@ -52,20 +52,43 @@ def warpgroup_conv2d_function(
     gpu : GPUInfo
         The device.
     """
+    found = window_tile(func, matmul, gpu)
+    return None if found is None else window_kernel(func, matmul, *found, gpu)
+
+
+def window_tile(
+    func: tirx.PrimFunc, matmul: MatmulFunction, gpu: GPUInfo
+) -> tuple[WindowProduct, WindowTile] | None:
+    """The convolution that a product is, and its tile; None if it is better computed otherwise."""
     if not gpu.has_warpgroup_products or not matmul.is_plain:
         return None
     windows = WindowProduct.of(matmul.left, matmul.right)
-    tile = None if windows is None else choose_window_tile(windows, matmul, gpu)
-    if windows is None or tile is None:
+    if windows is None:
         return None
+    tile = choose_window_tile(windows, matmul, gpu, rounded_position(func, matmul.right))
+    return None if tile is None else (windows, tile)
+
+
+def window_kernel(
+    func: tirx.PrimFunc,
+    matmul: MatmulFunction,
+    windows: WindowProduct,
+    tile: WindowTile,
+    gpu: GPUInfo,
+) -> tirx.PrimFunc:
+    """The scheduled function of a convolution with a tile."""
 
     def factors() -> tuple[_BlockFactor, _BlockFactor]:
-        data = ChunkLayout(tile.rows, False, ELEMENTS * CHUNK, tile.pixels * CHUNK)
-        filters = ChunkLayout(tile.columns, True, BLOCKS * _BLOCK, _BLOCK, tile.cluster)
-        share = tile.columns // tile.cluster // ELEMENTS
+        data = ChunkLayout(tile.rows, False, _MATRIX, tile.pixels * CHUNK)
+        along = (tile.columns // tile.cluster, True, BLOCKS * _MATRIX, _MATRIX)
+        if not tile.type.transposes:
+            along = (tile.columns, False, _MATRIX, tile.columns * CHUNK)
+        share, is_transposed, *distances = along
+        filters = ChunkLayout(tile.columns, is_transposed, *distances, tile.cluster)
+        box = share // tile.type.chunk, tile.type.chunk
         return (
             _BlockFactor(windows, windows.data, tile.box, data, 0),
-            _BlockFactor(windows, windows.filters, (share, ELEMENTS), filters, tile.pixels * LINE),
+            _BlockFactor(windows, windows.filters, box, filters, tile.pixels * LINE),
         )
 
     grid = _PixelGrid(matmul, tile, windows)
@@ -146,44 +169,59 @@ class WindowSizes:
         )
 
     @classmethod
-    def of_layer(cls, layer: ConvLayer, images: int, size: tuple[int, int]) -> WindowSizes:
-        """Sizes of a dense layer with an output of some size."""
+    def of_layer(
+        cls, layer: ConvLayer, images: int, size: tuple[int, int], lanes: int = ELEMENTS
+    ) -> WindowSizes:
+        """Sizes of a dense layer with an output of some size and some channels in a block."""
         (down, across), taps = layer.strides, prod(layer.kernel)
         is_plain = taps == down == across == 1 and not any(layer.padding)
         is_joined = across == 1
         last = (LONGEST_RUN if is_joined else LONGEST_BOX) // across
         rows = (images, prod(size)) if is_plain else (images, *size)
         longest = (LONGEST_BOX, LONGEST_BOX // down)[: len(rows) - 1]
-        blocks = -(-layer.in_channels // ELEMENTS)
-        return cls(rows, (*longest, last), taps, blocks, layer.out_channels, is_joined)
+        blocks = -(-layer.in_channels // lanes)
+        longest, first = (*longest, last), int(images == 1)  # one image is no axis
+        return cls(rows[first:], longest[first:], taps, blocks, layer.out_channels, is_joined)
 
 
 @functools.lru_cache(maxsize=256)
 def fastest_window_tile(sizes: WindowSizes, gpu: GPUInfo) -> tuple[float, WindowTile]:
     """The tile of the least predicted time, for any type, and its cycles."""
     tiles = (
-        WindowTile(columns, cluster, warpgroups, box=box)
-        for columns, cluster, warpgroups in SHAPES
-        if cluster <= gpu.multiprocessors
-        for box in _boxes(list(map(min, sizes.rows, sizes.longest)), warpgroups * ROWS)
+        ranked_window_tiles(sizes, *shape, gpu)[0]
+        for shape in SHAPES
+        if shape[1] <= gpu.multiprocessors
     )
     rated = ((tile.window_cycles(sizes, gpu), tile) for tile in tiles)
     return min(rated, key=lambda found: (found[0], found[1].rows))
 
 
+@functools.lru_cache(maxsize=256)
+def ranked_window_tiles(
+    sizes: WindowSizes, columns: int, cluster: int, warpgroups: int, gpu: GPUInfo
+) -> tuple[WindowTile, ...]:
+    """The tiles of a shape, those of least predicted time first, for any type."""
+    boxes = _boxes(list(map(min, sizes.rows, sizes.longest)), warpgroups * ROWS)
+    tiles = (WindowTile(columns, cluster, warpgroups, box=box) for box in boxes)
+    return tuple(sorted(tiles, key=lambda tile: tile.window_cycles(sizes, gpu)))
+
+
 def choose_window_tile(
-    windows: WindowProduct, matmul: MatmulFunction, gpu: GPUInfo
+    windows: WindowProduct, matmul: MatmulFunction, gpu: GPUInfo, rounded: int | None = None
 ) -> WindowTile | None:
-    """The tile of the least predicted time; None if single warps take less."""
-    single, dtype = choose_tensor_tile(matmul, gpu), factor_dtype(matmul.left)
-    if single is None or dtype is None or dtype != factor_dtype(matmul.right):
+    """The tile of the least predicted time; None if single warps take less.
+
+    Of float32 only with weights that have a :func:`rounded_position`.
+    """
+    single = choose_tensor_tile(matmul, gpu, tf32=rounded is not None)
+    if single is None:
         return None
     sizes = WindowSizes.of(windows, matmul.n)
     cycles, tile = fastest_window_tile(sizes, gpu)
     extents = 1, prod(sizes.rows), sizes.columns, int(constant(matmul.k) or 0)
     if cycles > single_cycles(single, *extents, gpu):
         return None
-    return replace(tile, type=MATRIX_TYPES[dtype])
+    return replace(tile, type=single.type)
 
 
 def _boxes(longest: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
@@ -226,7 +264,7 @@ class _PixelGrid(Grid):
     @property
     def depth(self) -> int:
         # Whole steps for each tap: beyond the last block of channels there are zeros.
-        return prod(self.windows.taps) * -(-self.windows.blocks // BLOCKS) * DEPTH
+        return prod(self.windows.taps) * -(-self.windows.blocks // BLOCKS) * self.tile.depth
 
     def start(self, number: tirx.Expr) -> list[tirx.Expr]:
         # Tiles of a cluster that are past the end begin past the end of the outermost axis, also
@@ -275,7 +313,7 @@ class _BlockFactor:
     ):
         self.windows, self.tensor = windows, tensor
         self.layout, self.begin = layout, begin
-        self.source = tensor.source(box)
+        self.source = tensor.source(box, BLOCKS if layout.rows_first else BLOCKS // layout.parts)
         self._map = WarpgroupCore.encode(self.source)
 
     def fetch(
@@ -289,12 +327,14 @@ class _BlockFactor:
         """Begin to copy the tile at a start to a stage, from a place of the padded depth on."""
         layout, dtype = self.layout, stage.ty.dtype
         chunks = -(-self.windows.blocks // BLOCKS)
-        *taps, chunk = unravel(depth // i64(DEPTH), [*self.windows.taps, chunks])
+        lanes = self.windows.data.lanes
+        *taps, chunk = unravel(depth // i64(BLOCKS * lanes), [*self.windows.taps, chunks])
         for part in core.shares(layout):
-            row = i64(part) * i64(layout.rows // layout.parts)
-            rows = (
-                [row // i64(ELEMENTS) + start[0] // i64(ELEMENTS)] if layout.rows_first else start
-            )
-            coordinates = self.tensor.coordinates(rows, [*taps, chunk * i64(BLOCKS)])
-            at = stage + tirx.const(self.begin, dtype) + i64(layout.place(row)).astype(dtype)
+            row, block = layout.part(i64(part))
+            rows = start
+            if self.tensor is self.windows.filters:
+                rows = [row // i64(lanes) + start[0] // i64(lanes)]
+            coordinates = self.tensor.coordinates(rows, [*taps, chunk * i64(BLOCKS) + block])
+            place = layout.place(row) + block * i64(layout.depth_bytes)
+            at = stage + tirx.const(self.begin, dtype) + place.astype(dtype)
             core.copy(self._map, self.source, coordinates, at, filled, layout.parts > 1)

@@ -17,16 +17,17 @@ from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import Extent, constant, extent_of, size_of
 from schedules.tir.index_math import i64, ravel
 
-from ..core.warpgroup import DEPTH, BulkSource
+from ..core.tensor_core import CHUNK, MATRIX_TYPES
+from ..core.warpgroup import LINE, BulkSource
 from .matmul.matmul_pattern import Operand
-from .matmul.tensor_core_tile import ELEMENTS, copied_read
+from .matmul.tensor_core_tile import copied_read
 
-BLOCKS = DEPTH // ELEMENTS
+BLOCKS = LINE // CHUNK
 """Blocks of channels that are copied at once."""
-_WORD = 4  # elements of 16 bits in one of those that maps count, so that boxes may be longer
+_WORD = 8  # bytes of what maps count as an element, so that boxes may be longer
 LONGEST_BOX = 256
 """Elements of a box along an axis, the steps between them included."""
-LONGEST_RUN = LONGEST_BOX * _WORD // ELEMENTS
+LONGEST_RUN = LONGEST_BOX * _WORD // CHUNK
 """Pixels of a box along an axis that is copied as one with the channels of a block."""
 _LONGEST_STEP = 8
 _MOST_AXES = 5
@@ -71,7 +72,7 @@ class BoxAxis:
 
 @dataclass(frozen=True)
 class BlockedTensor:
-    """A factor of a product in blocks of eight channels.
+    """A factor of a product in blocks of channels of 16 bytes.
 
     Parameters
     ----------
@@ -111,25 +112,32 @@ class BlockedTensor:
             found[self.axes[0].row] = LONGEST_RUN
         return found
 
-    def source(self, box: Sequence[int]) -> BulkSource:
-        """The tensor of which boxes of some rows are copied."""
-        words, others = self.lanes // _WORD, list(self.axes)
+    @property
+    def words(self) -> int:
+        """The same in words, as maps count them."""
+        return self.lanes * MATRIX_TYPES[str(self.buffer.dtype)].itemsize // _WORD
+
+    def source(self, box: Sequence[int], blocks: int = BLOCKS) -> BulkSource:
+        """The tensor of which boxes of some rows and blocks are copied."""
+        words, others = self.words, list(self.axes)
         extents, counts = [i64(words)], [words]
         if self.is_joined:
             first = others.pop(0)
-            extents, counts = [i64(first.extent) * i64(words)], [self._length(first, box) * words]
+            extents = [i64(first.extent) * i64(words)]
+            counts = [self._length(first, box, blocks) * words]
         extents += [i64(axis.extent) for axis in others]
-        counts += [self._length(axis, box) for axis in others]
+        counts += [self._length(axis, box, blocks) for axis in others]
         strides = tuple(i64(axis.stride) for axis in others)
         steps = (1, *(max(1, axis.step) for axis in others))
+        word = self.lanes // words
         return BulkSource(
-            self.buffer, tuple(extents), strides, tuple(counts), steps, _WORD, is_swizzled=False
+            self.buffer, tuple(extents), strides, tuple(counts), steps, word, is_swizzled=False
         )
 
-    def _length(self, axis: BoxAxis, box: Sequence[int]) -> int:
+    def _length(self, axis: BoxAxis, box: Sequence[int], blocks: int) -> int:
         if axis.row is not None:
             return box[axis.row]
-        return BLOCKS if axis.tap == self.block else 1
+        return blocks if axis.tap == self.block else 1
 
     def coordinates(
         self, rows: Sequence[tirx.Expr], depths: Sequence[tirx.Expr]
@@ -137,7 +145,7 @@ class BlockedTensor:
         """Where the box of some first rows, a tap and a first block begins."""
         places = [axis.at(rows, depths) for axis in self.axes]
         if self.is_joined:
-            return [places[0] * i64(self.lanes // _WORD), *places[1:]]
+            return [places[0] * i64(self.words), *places[1:]]
         return [i64(0), *places]
 
     def merged(self) -> BlockedTensor:
@@ -183,8 +191,9 @@ class WindowProduct:
         data, filters = _read_blocked(left, lanes=1), _read_blocked(right, lanes=2)
         if data is None or filters is None or left.depth_parts != right.depth_parts:
             return None
-        *taps, blocks, _ = (constant(extent) or 0 for extent in left.depth_parts)
-        is_by_columns = filters.rows[1:] == (ELEMENTS,) and filters.axes[-1].is_plain
+        *taps, blocks, _ = (constant(extent) or 0 for extent in _depth_parts(left, data.lanes))
+        columns = [axis for axis in filters.axes if axis.row == 0]
+        is_by_columns = filters.rows[1:] == (data.lanes,) and all(each.is_plain for each in columns)
         steps = [axis.step for axis in (*data.axes, *filters.axes)]
         if not is_by_columns or max(steps) > _LONGEST_STEP or 0 in (*taps, blocks):
             return None
@@ -194,18 +203,26 @@ class WindowProduct:
 
 
 def _read_blocked(operand: Operand, lanes: int) -> BlockedTensor | None:
-    """A factor whose last axes are the channels of a block, reduced ones first; else None."""
+    """A factor whose last axes are the channels of a block; else None.
+
+    With two of them, reduced ones are the first of 16-bit elements, else the last.
+    """
     found = _read_axes(operand)
-    depth, rows = len(operand.depth_parts), len(operand.row_parts)
-    if found is None or depth < 2 or len(found[1]) <= lanes:
+    if found is None or len(found[1]) <= lanes:
         return None
     buffer, axes = found
-    ends = [(None, depth - 1), (rows - 1, None)][:lanes]
+    kind = MATRIX_TYPES[str(buffer.dtype)]
+    parts = _depth_parts(operand, kind.chunk)
+    depth, rows = len(parts), len(operand.row_parts)
+    if depth < 2:
+        return None
+    ends = [(None, depth - 1), (rows - 1, None)]
+    ends = ends[:lanes] if kind.transposes else ends[lanes - 1 :: -1]
     for axis, (row, tap), place in zip(axes[-lanes:], ends, (lanes - 1, 0), strict=False):
         is_lane = (axis.row, axis.tap, axis.offset) == (row, tap, 0)
-        if not is_lane or axis.step + axis.reach != 1 or constant(axis.extent) != ELEMENTS:
+        if not is_lane or axis.step + axis.reach != 1 or constant(axis.extent) != kind.chunk:
             return None
-        assert constant(axis.stride) == ELEMENTS**place, "last axes lie beside each other"
+        assert constant(axis.stride) == kind.chunk**place, "last axes lie beside each other"
     rest = axes[-lanes - 1 :: -1]
     blocks = [axis for axis in rest if axis.tap == depth - 2]
     kept = [axis for axis in rest if axis.tap != depth - 2]
@@ -216,12 +233,22 @@ def _read_blocked(operand: Operand, lanes: int) -> BlockedTensor | None:
             return None
     if len(blocks) != 1 or not kept or (blocks[0].row, blocks[0].offset) != (None, 0):
         return None
-    if blocks[0].reach != 1 or extent_of(blocks[0].extent) != constant(operand.depth_parts[-2]):
+    if blocks[0].reach != 1 or extent_of(blocks[0].extent) != constant(parts[-2]):
         return None
-    # Matrices of 8 x 8 follow each other along the rows of the data, and along the depth of the
-    # filters, of which the blocks of a cluster copy some columns each.
-    order = [*kept, *blocks] if lanes == 1 else [*blocks, *kept]
-    return BlockedTensor(buffer, tuple(order), depth - 2, operand.row_parts, ELEMENTS**lanes)
+    # Matrices follow each other along the rows. Only those of 16-bit filters, which are transposed,
+    # do so along the depth.
+    by_depth = lanes == 2 and kind.transposes
+    order = [*blocks, *kept] if by_depth else [*kept, *blocks]
+    return BlockedTensor(buffer, tuple(order), depth - 2, operand.row_parts, kind.chunk**lanes)
+
+
+def _depth_parts(operand: Operand, chunk: int) -> list[Extent]:
+    """Extents of the reduced axes, channels as blocks of some and as lanes."""
+    *taps, channels = operand.depth_parts
+    count = constant(channels)
+    if count is None or count == chunk or count % chunk:
+        return [*taps, channels]
+    return [*taps, count // chunk, chunk]
 
 
 def _read_axes(operand: Operand) -> tuple[tirx.Buffer, list[BoxAxis]] | None:
@@ -229,7 +256,10 @@ def _read_axes(operand: Operand) -> tuple[tirx.Buffer, list[BoxAxis]] | None:
     read = copied_read(operand)
     if read is None or operand.shift is not None or len(operand.space.axes) != 2:
         return None
-    parts = [*operand.row_parts, *operand.depth_parts]
+    kind = MATRIX_TYPES.get(str(read.buffer.dtype))
+    if kind is None:
+        return None
+    parts = [*operand.row_parts, *_depth_parts(operand, kind.chunk)]
     fresh = [tirx.Var(f"a{k}", "int64") for k in range(len(parts))]
     count, analyzer = len(operand.row_parts), sym.Analyzer()
     for axis, extent in zip(fresh, parts, strict=True):

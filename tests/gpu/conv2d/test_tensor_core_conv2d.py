@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
@@ -40,8 +42,18 @@ def scheduled(
     target: Target,
     wide: bool = False,
     is_packed: bool = False,
+    constants: Sequence[int] = (),
 ) -> tirx.PrimFunc:
-    """The rule's result, with TF32 allowed; with ``wide``, of :func:`wide_conv2d`.
+    """The rule's result for :func:`layer_function`."""
+    func = layer_function(layer, size, dtype, wide, is_packed)
+    func = func.with_attr(attributes.CONSTANTS, list(constants)) if constants else func
+    return AnyConv2D().apply(func, target, False).mod["main"]
+
+
+def layer_function(
+    layer: ConvLayer, size: tuple[int, int, int], dtype: str, wide: bool, is_packed: bool
+) -> tirx.PrimFunc:
+    """A function of one layer, with TF32 allowed; with ``wide``, of :func:`wide_conv2d`.
 
     The tensors are in NCHW, or in blocks of channels, the data only if it has some.
     """
@@ -67,10 +79,7 @@ def scheduled(
     output = wide_conv2d(*tensors, layer) if wide else conv2d(*tensors, None, layer, *layouts)
     func = te.create_prim_func([*tensors, output], "int64").with_attr(attributes.TF32, True)
     kernel = Conv2DKernel((layer,), batch, height, width, False, dtype, *layouts)
-    schedule = AnyConv2D().apply(
-        func.with_attr("tvm_fusion.workload", to_json(kernel)), target, False
-    )
-    return schedule.mod["main"]
+    return func.with_attr(attributes.WORKLOAD, to_json(kernel))
 
 
 def wide_conv2d(data: te.Tensor, weight: te.Tensor, bias: te.Tensor, layer: ConvLayer) -> te.Tensor:

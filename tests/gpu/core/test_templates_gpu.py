@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tvm
 from cluster_emulation import clusters, emulated
+from conv2d.test_tensor_core_conv2d import layer_function, layer_of
 from cpu.conv_cases import build
 from cuda_text import cuda_source, ptxas
 from gpu_conv_cases import CUDA, case_of, dense, depthwise
@@ -27,6 +28,7 @@ from schedules.errors import OpError
 from schedules.gpu.conv2d.conv2d import conv2d_template
 from schedules.gpu.conv2d.fused_tiles import FusedTile
 from schedules.gpu.core.machine import GPUInfo
+from schedules.gpu.gemm import warpgroup_conv2d
 from schedules.gpu.gemm.conv_tiles import ConvTile
 from schedules.gpu.gemm.matmul import warpgroup_tile
 from schedules.tuning.records import Record, Records, parse_record
@@ -101,6 +103,10 @@ FUNCTIONS: dict[str, list[tirx.PrimFunc]] = {
     ],
     "gpu.matmul_tiles": [matmul(70, 132, 68), matmul(67, 131, 65, True)],
     "gpu.matmul_rows": [matmul(3, 132, 68), matmul(8, 131, 65, True)],
+    "gpu.conv2d_warpgroups": [
+        layer_function(layer_of(24, 40, 3, 2), (2, 9, 13), "float16", True, True),
+        layer_function(layer_of(64, 136, 3), (4, 14, 14), "float16", True, True),
+    ],
     "gpu.matmul_warpgroups": [product(200, 72, 136), product(1000, 264, 520)],
     "gpu.reduce": [total((3, 5, 4100), [1, 2]), total((4097, 36), [0])],
     "gpu.reduce_chain": [softmax((37, 1000)), softmax((3, 8200))],
@@ -110,7 +116,8 @@ FUNCTIONS: dict[str, list[tirx.PrimFunc]] = {
 @pytest.fixture(autouse=True)
 def prefer_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let them take small products, too."""
-    monkeypatch.setattr(warpgroup_tile, "single_cycles", lambda *_: float("inf"))
+    for module in (warpgroup_tile, warpgroup_conv2d):
+        monkeypatch.setattr(module, "single_cycles", lambda *_: float("inf"))
 
 
 def cuda_of(name: str) -> Target:

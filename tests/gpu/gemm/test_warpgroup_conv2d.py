@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from conv2d.test_quantized_pair import BYTES, finished, function, in_blocks, kernel_of, packed
 from conv2d.test_tensor_core_conv2d import (
     BLOCK,
     convolve,
@@ -15,6 +17,7 @@ from conv2d.test_tensor_core_conv2d import (
     wide_packed_conv2d,
 )
 from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
+from gemm.matmul.test_tensor_cores import rounded_to_tf32
 from opencl import compile_opencl
 from tvm import te, tirx
 from tvm.target import Target
@@ -22,10 +25,11 @@ from warpgroup_emulation import check_protocol, emulate_warpgroups
 
 from relay_passes.layout.packed.weight_packing import pack_array
 from schedules import attributes
+from schedules.gpu import AnyConv2D
 from schedules.gpu.core import machine
 from schedules.gpu.gemm import warpgroup_conv2d
 from schedules.gpu.gemm.matmul.matmul import Matmul
-from schedules.gpu.gemm.matmul.matmul_pattern import read_matmul
+from schedules.gpu.gemm.matmul.matmul_pattern import MatmulFunction, read_matmul
 from schedules.gpu.gemm.warpgroup_conv2d import WindowSizes
 from schedules.gpu.gemm.window_boxes import WindowProduct
 from schedules.workload.conv2d import Activation, ConvLayer
@@ -42,9 +46,12 @@ Size = tuple[int, int, int]
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     emulate_warpgroups(monkeypatch)
     monkeypatch.setattr(machine, "_OPENCL_MULTIPROCESSORS", 3)  # fewer blocks than tiles
-    warpgroup_conv2d.fastest_window_tile.cache_clear()
+    cached = warpgroup_conv2d.fastest_window_tile, warpgroup_conv2d.ranked_window_tiles
+    for each in cached:
+        each.cache_clear()
     yield monkeypatch
-    warpgroup_conv2d.fastest_window_tile.cache_clear()
+    for each in cached:
+        each.cache_clear()
 
 
 def layer_of(
@@ -97,6 +104,64 @@ def test_numbers(name: str, emulated: pytest.MonkeyPatch) -> None:
     compile_opencl(func, OPENCL).run(*inputs, found)
     terms = layer.in_channels * layer.kernel[0] * layer.kernel[1]
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-6 * terms + 1e-5)
+
+
+BYTES_AND_TF32: dict[str, tuple[ConvLayer, Size, tuple[int, int, int]]] = {
+    "3x3": (layer_of(32, 48, (3, 3), 1), (2, 7, 9), (64, 2, 1)),
+    "strided": (layer_of(100, 72, (3, 3), 1, strides=(2, 2)), (2, 13, 11), (64, 1, 2)),
+    "1x1": (layer_of(160, 136), (3, 5, 7), (128, 2, 1)),
+}
+
+
+@pytest.mark.quick_cases("3x3")
+@pytest.mark.parametrize("name", BYTES_AND_TF32)
+def test_numbers_of_bytes(name: str, emulated: pytest.MonkeyPatch) -> None:
+    """Sums are exact; they are scaled and rounded as those of single warps."""
+    layer, size, shape = BYTES_AND_TF32[name]
+    emulated.setattr(warpgroup_conv2d, "SHAPES", (shape,))
+    kernel = in_blocks(kernel_of((replace(layer, activation=BYTES),), size))
+    func = AnyConv2D().apply(function(kernel), OPENCL, False).mod["main"]
+    assert func.attrs[attributes.RULE] == RULE
+    rng = np.random.default_rng()
+    batch, height, width = size
+    data = rng.integers(0, 256, (batch, layer.in_channels, height, width), "uint8")
+    weight = rng.integers(-128, 128, (layer.out_channels, layer.in_channels, *layer.kernel), "int8")
+    scale = rng.uniform(1e-5, 1e-4, layer.out_channels).astype("float32")
+    bias = rng.uniform(0, 255, layer.out_channels).astype("float32")
+    sums = convolve(data.astype("int64"), weight.astype("int64"), layer)
+    exact = packed(kernel, finished(sums, bias, scale, kernel.layers[0]), "data")
+    forms = (data, "data"), (weight, "chunks"), (bias, "bias"), (scale, "bias")
+    inputs = [packed(kernel, array, form) for array, form in forms]
+    found = np.full(exact.shape, 77, "uint8")
+    compile_opencl(func.with_attr("global_symbol", "main"), OPENCL).run(*inputs, found)
+    off = np.abs(found.astype("int64") - exact)
+    assert off.max() <= 1 and (off > 0).mean() < 1e-3  # multiply and add, rounded once or twice
+
+
+@pytest.mark.quick_cases("3x3")
+@pytest.mark.parametrize("name", BYTES_AND_TF32)
+def test_numbers_of_tf32(name: str, emulated: pytest.MonkeyPatch) -> None:
+    """Data are rounded by the kernel, which drops what constant weights have beyond TF32."""
+    layer, size, shape = BYTES_AND_TF32[name]
+    emulated.setattr(warpgroup_conv2d, "SHAPES", (shape,))
+    func = scheduled(layer, size, "float32", OPENCL, is_packed=True, constants=(1,))
+    assert func.attrs[attributes.RULE] == RULE and list(func.attrs[attributes.ROUNDED]) == [1]
+    rng = np.random.default_rng()
+    batch, height, width = size
+    shapes = (
+        (batch, layer.in_channels, height, width),
+        (layer.out_channels, layer.in_channels, *layer.kernel),
+        (layer.out_channels,),
+    )
+    data, weight, bias = (rng.standard_normal(each).astype("float32") for each in shapes)
+    rounded = convolve(rounded_to_tf32(data), rounded_to_tf32(weight), layer)
+    exact = pack_array(rounded + bias[:, None, None], "data", 4)
+    used = forms(layer, "float32")
+    arrays = data, rounded_to_tf32(weight).astype("float32"), bias
+    inputs = [pack_array(each, form, 4) for each, form in zip(arrays, used, strict=True)]
+    found = np.full(exact.shape, np.nan, "float32")
+    compile_opencl(func, OPENCL).run(*inputs, found)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=5e-4)
 
 
 def residual_function(batch: int | tirx.Var, guard: int = 1) -> tirx.PrimFunc:
@@ -157,6 +222,7 @@ CASES = {
     "3x3": (layer_of(256, 256, (3, 3), 1), (64, 14, 14)),
     "3x3_stride": (layer_of(128, 128, (3, 3), 1, strides=(2, 2)), (8, 56, 56)),
     "1x1_stride": (layer_of(1024, 2048, strides=(2, 2)), (8, 14, 14)),
+    "one_image": (layer_of(128, 256, (3, 3), 1), (1, 56, 56)),
 }
 
 
@@ -232,9 +298,11 @@ def test_sizes_of_a_layer_are_those_of_its_product(
 ) -> None:
     """Those by which pairs are weighed, before anything is lowered."""
     found: list[WindowSizes] = []
-    monkeypatch.setattr(
-        warpgroup_conv2d, "choose_window_tile", lambda w, m, g: found.append(WindowSizes.of(w, m.n))
-    )
+
+    def note(windows: WindowProduct, matmul: MatmulFunction, *_: object) -> None:
+        found.append(WindowSizes.of(windows, matmul.n))
+
+    monkeypatch.setattr(warpgroup_conv2d, "choose_window_tile", note)
     layer, (batch, height, width) = CASES[name]
     scheduled(layer, (batch, height, width), "float16", HOPPER, is_packed=True)
     assert found == [WindowSizes.of_layer(layer, batch, layer.output_size(height, width))]

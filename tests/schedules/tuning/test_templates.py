@@ -51,6 +51,7 @@ RELU = Activation("relu")
 DENSE = ConvLayer(32, 64, (3, 3), padding=SAME, activation=RELU)
 DEPTHWISE = ConvLayer(32, 32, (3, 3), padding=SAME, groups=32, activation=RELU)
 POINTWISE = ConvLayer(32, 64, (1, 1), activation=RELU)
+LARGE = ConvLayer(128, 256, (3, 3), padding=SAME, activation=RELU)
 
 
 def kernel(*layers: ConvLayer, size: int = 28, lanes: int = 16, **options: object) -> Conv2DKernel:
@@ -75,6 +76,7 @@ WORKLOADS: dict[str, Any] = {
     "gpu.conv2d": kernel(DENSE, lanes=4),
     "gpu.depthwise_conv2d": kernel(DEPTHWISE, lanes=4),
     "gpu.fused_conv2d": kernel(DEPTHWISE, POINTWISE, lanes=4),
+    "gpu.conv2d_warpgroups": kernel(LARGE, size=56, lanes=8, dtype="float16"),
     "gpu.matmul_tiles": ((200, 128), (128, 96)),
     "gpu.matmul_rows": ((4, 512), (512, 96)),
     "gpu.matmul_warpgroups": ((1000, 1024), (1024, 2048)),
@@ -167,7 +169,8 @@ def built(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
     channels = workload.layers[0].in_channels
     shape = (1, channels // lanes, size, size, lanes)
     plain = workload.plain_data
-    data = te.placeholder((1, channels, size, size) if plain else shape, name="data")
+    dtype = workload.dtype
+    data = te.placeholder((1, channels, size, size) if plain else shape, dtype, "data")
     inputs = [data]
     for number, layer in enumerate(workload.layers):
         blocks = layer.out_channels // lanes
@@ -176,8 +179,8 @@ def built(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
             weight = (blocks, *layer.kernel, lanes)
         if workload.winograd:
             weight = ((workload.winograd + 2) ** 2, blocks, channels // lanes, lanes, lanes)
-        inputs.append(te.placeholder(weight, name=f"weight{number}"))
-        inputs.append(te.placeholder((blocks, lanes), name=f"bias{number}"))
+        inputs.append(te.placeholder(weight, dtype, f"weight{number}"))
+        inputs.append(te.placeholder((blocks, lanes), dtype, f"bias{number}"))
     source = [pack(data, lanes) if plain else data, *inputs[1:]]
     layouts = workload.data_layout, workload.out_layout
     if workload.winograd:
@@ -187,7 +190,8 @@ def built(workload: Conv2DKernel | DenseWorkload) -> tirx.PrimFunc:
     else:
         output = fused_conv2d(*source, None, *workload.layers, *layouts)
     output = unpack(output, workload.layers[-1].out_channels) if workload.plain_out else output
-    func = te.create_prim_func([*inputs, output])
+    # Indices as legalization has them; those of float32 may have any type.
+    func = te.create_prim_func([*inputs, output], None if dtype == "float32" else "int64")
     return func.with_attr("tvm_fusion.workload", to_json(workload))
 
 

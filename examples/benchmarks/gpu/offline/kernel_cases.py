@@ -141,8 +141,22 @@ def product(
     )
 
 
+def byte_product(name: str, m: int, n: int, k: int) -> KernelCase:
+    """Product of an input of int8 and a constant matrix, in int32."""
+    return KernelCase(
+        name,
+        [("MatMulInteger", ["x", "w"], ["y"], {})],
+        {"x": ("int8", (m, k))},
+        {"y": ("int32", (m, n))},
+        lambda torch, x, w: x @ w.double() if x.is_floating_point() else torch._int_mm(x, w),
+        lambda: {"w": weight(k, n, dtype="int8", scale=30.0)},
+        2.0 * m * n * k,
+        1e-12,
+    )
+
+
 def of_warpgroups(case: KernelCase) -> KernelCase:
-    """A kernel of 16 bits by warpgroups of sm_90a, beside that of single warps."""
+    """A kernel by warpgroups of sm_90a, beside that of single warps."""
     return KernelCase(**{**vars(case), "name": f"{case.name} warpgroups", "is_specific": True})
 
 
@@ -268,8 +282,10 @@ def convolution(
     kernel: int = 3,
     stride: int = 1,
     layers: int = 1,
+    dtype: str = "float16",
+    **options: Any,
 ) -> KernelCase:
-    """Convolutions of float16 with bias and ReLU, the first with a stride, behind each other.
+    """Convolutions with bias and ReLU, the first with a stride, behind each other.
 
     The first one's channels are packed, and those of the last one unpacked.
     """
@@ -294,19 +310,20 @@ def convolution(
     def weights() -> dict[str, NDArray[Any]]:
         found: dict[str, NDArray[Any]] = {}
         for k, count in enumerate(inputs):
-            found[f"w{k}"] = weight(last, count, kernel, kernel, dtype="float16")
-            found[f"b{k}"] = weight(last, dtype="float16", scale=0.1)
+            found[f"w{k}"] = weight(last, count, kernel, kernel, dtype=dtype)
+            found[f"b{k}"] = weight(last, dtype=dtype, scale=0.1)
         return found
 
     return KernelCase(
         name,
         nodes,
-        {"x": ("float16", (batch, first, size, size))},
-        {"y": ("float16", (batch, last, out, out))},
+        {"x": (dtype, (batch, first, size, size))},
+        {"y": (dtype, (batch, last, out, out))},
         expression,
         weights,
         2.0 * batch * out**2 * last * sum(inputs) * kernel**2,
         _HALF,
+        options,
     )
 
 
@@ -436,6 +453,7 @@ def small_cases() -> list[KernelCase]:
     def sums(name: str, shape: tuple[int, ...], axes: tuple[int, ...], operator: str) -> KernelCase:
         return reduction(Case(name, shape, "float32", (Reduction(operator, axes),)))
 
+    tf32 = {"precision": "tf32"}
     return [
         *(_renamed(reduction(case)) for case in reduction_cases.paper2() if case.bytes < 1 << 20),
         _renamed(sums("all", (300_001,), (0,), "sum")),
@@ -448,7 +466,9 @@ def small_cases() -> list[KernelCase]:
         product("small/product float16", 129, 136, 72),
         of_warpgroups(product("small/product float16 of edges", 1000, 1032, 520)),
         product("small/product float32", 65, 130, 70, "float32"),
-        product("small/product tf32", 128, 128, 64, "float32", precision="tf32"),
+        product("small/product tf32", 128, 128, 64, "float32", **tf32),
+        of_warpgroups(product("small/product tf32 of edges", 1000, 1032, 520, "float32", **tf32)),
+        of_warpgroups(byte_product("small/product int8 of edges", 1000, 1032, 528)),
         rms_norm("small/rms norm", 65, 768),
         cross_entropy("small/cross entropy", 33, 5003),
         attention("small/attention", 1, 2, 130, 64),
@@ -457,6 +477,9 @@ def small_cases() -> list[KernelCase]:
         of_warpgroups(convolution("small/convolution of edges", 2, (72, 72), 19)),
         of_warpgroups(convolution("small/convolution strided", 2, (136, 64), 15, stride=2)),
         of_warpgroups(convolution("small/convolution 1x1", 3, (192, 200), 13, kernel=1)),
+        of_warpgroups(
+            convolution("small/convolution tf32", 8, (72, 264), 19, dtype="float32", **tf32)
+        ),
         pair("small/pair", 2, (32, 32, 64), 14),
         pair("small/pair depthwise", 2, (64, 64, 64), 14, depthwise=True),
     ]
@@ -482,7 +505,6 @@ def timed_cases() -> list[KernelCase]:
         cross_entropy("norm/cross entropy 4096x128256 float16", 4096, 128256, half),
         *(each for case in _large_products() for each in (case, of_warpgroups(case))),
         product("product/16x4096x4096", 16, 4096, 4096),
-        product("product/4096x4096x4096 tf32", 4096, 4096, 4096, "float32", precision="tf32"),
         *(each for case in _large_attention() for each in (case, of_warpgroups(case))),
         attention("attention/8x12x128x64", 8, 12, 128, 64),
         decoding("attention/decoding 1x32 of 8, 32768 keys", 1, 32, 4, 32768),
@@ -500,23 +522,26 @@ def timed_cases() -> list[KernelCase]:
 
 
 def _large_products() -> list[KernelCase]:
-    """Products of float16 that warpgroups compute faster, as predicted."""
+    """Products that warpgroups compute faster, as predicted."""
     return [
         product("product/4096x4096x4096", 4096, 4096, 4096),
         product("product/8192x1024x4096", 8192, 1024, 4096),
         product("product/512x3072x768", 512, 3072, 768),
+        product("product/4096x4096x4096 tf32", 4096, 4096, 4096, "float32", precision="tf32"),
+        byte_product("product/4096x4096x4096 int8", 4096, 4096, 4096),
     ]
 
 
 def _large_convolutions() -> list[KernelCase]:
-    """Convolutions of float16 that warpgroups compute faster, as predicted."""
-    layers = {"layers": 4}
+    """Convolutions that warpgroups compute faster, as predicted."""
+    layers, tf32 = {"layers": 4}, {"dtype": "float32", "precision": "tf32"}
     return [
         convolution("convolution/4 3x3 128 of 28, batch 64", 64, (128, 128), 28, **layers),
         convolution("convolution/4 3x3 256 of 14, batch 64", 64, (256, 256), 14, **layers),
         convolution("convolution/4 3x3 256 of 14, batch 8", 8, (256, 256), 14, **layers),
         convolution("convolution/3x3 128 of 56 strided, batch 64", 64, (128, 128), 56, stride=2),
         convolution("convolution/1x1 1024 to 256 of 14, batch 64", 64, (1024, 256), 14, kernel=1),
+        convolution("convolution/3x3 256 of 14 tf32, batch 64", 64, (256, 256), 14, **tf32),
     ]
 
 

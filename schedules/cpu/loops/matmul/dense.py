@@ -12,8 +12,9 @@ from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 
 from schedules import attributes
-from schedules.cpu.nests.reduction_nests import column_axis, lay_out_matrix
+from schedules.cpu.nests.reduction_nests import column_axis
 from schedules.schedule_rule import KernelFacts
+from schedules.tir.parameter_windows import lay_out_matrix
 from schedules.tuning.template import Template
 
 from ...core.kernel_builder import STACK_BYTES

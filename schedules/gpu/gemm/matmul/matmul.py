@@ -30,7 +30,7 @@ from .templates import (
     WarpgroupWorkload,
 )
 from .tensor_core_matmul import tensor_core_function
-from .tensor_core_tile import allows_tf32, choose_tensor_tile
+from .tensor_core_tile import allows_tf32, along_depth, choose_tensor_tile, rounded_position
 from .tiled_matmul import write_tiles_kernel
 from .warpgroup_matmul import warpgroup_function
 from .warpgroup_tile import choose_warpgroup_tile
@@ -75,8 +75,11 @@ class Matmul(TunableGPURule):
         if not matmul.is_plain and not takes_statistics(matmul, gpu):
             return None
         by_warpgroups = warpgroup_conv2d_function if plain is None else warpgroup_function
+        turned = func, matmul
+        if plain is not None and gpu.has_tensor_cores:
+            turned = along_depth(func, matmul)
         for write in () if is_skinny else (by_warpgroups, tensor_core_function):
-            if (kernel := write(func, matmul, gpu)) is not None:
+            if (kernel := write(*turned, gpu)) is not None:
                 return kernel
         if plain is None:
             return None
@@ -94,9 +97,11 @@ class Matmul(TunableGPURule):
         if found is None or found.is_skinny:
             return found
         gpu = self.machine(target)
-        by_warpgroups = choose_warpgroup_tile(matmul, gpu)
+        func, matmul = along_depth(func, matmul) if gpu.has_tensor_cores else (func, matmul)
+        by_warpgroups = choose_warpgroup_tile(matmul, gpu, rounded_position(func, matmul.right))
         if by_warpgroups is not None:
-            return WarpgroupWorkload(**vars(found), factors=by_warpgroups.type.dtype)
+            kind = by_warpgroups.type
+            return WarpgroupWorkload(**vars(found), factors=kind.dtype, right=kind.right)
         return found if choose_tensor_tile(matmul, gpu, allows_tf32(func)) is None else None
 
     def templates(

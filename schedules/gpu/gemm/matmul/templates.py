@@ -17,11 +17,12 @@ from schedules.workload.reduce import DTYPES
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
 from ...core.rule import GPUTemplate, Knobs
-from ...core.tensor_core import MATRIX_TYPES
+from ...core.tensor_core import MatrixType, product_type
 from .factor_tiles import WIDTH, operand_lanes
 from .matmul_pattern import MatmulFunction, read_matmul
 from .matmul_tile_sizes import TileConfig, all_tile_configs, choose_tiles, tile_cycles
 from .skinny_matmul import MOST_ROWS, RowsConfig, all_rows_configs, choose_rows, write_rows_kernel
+from .tensor_core_tile import along_depth
 from .tiled_matmul import write_tiles_kernel
 from .warpgroup_matmul import warpgroup_kernel
 from .warpgroup_tile import WarpgroupTile, fastest_tile
@@ -80,11 +81,17 @@ class WarpgroupWorkload(MatmulWorkload):
 
     Parameters
     ----------
-    factors : str
-        Type of the factors.
+    factors, right : str
+        Types of the left and of the right factor.
     """
 
     factors: str
+    right: str
+
+    @property
+    def type(self) -> MatrixType:
+        """That of both factors."""
+        return MatrixType(self.factors, self.right)
 
 
 @dataclass(frozen=True)
@@ -104,9 +111,8 @@ class WarpgroupKnobs:
     warpgroups: int
     stages: int
 
-    def tile(self, factors: str) -> WarpgroupTile:
+    def tile(self, kind: MatrixType) -> WarpgroupTile:
         """The tile for factors of a type."""
-        kind = MATRIX_TYPES[factors]
         return WarpgroupTile(self.columns, self.cluster, self.warpgroups, kind, self.stages)
 
 
@@ -126,8 +132,9 @@ class MatmulTemplate(GPUTemplate[MatmulWorkload, Knobs]):
         """Read the JSON of a workload."""
         found = self.workload(**json.loads(text))
         extents = found.batches, found.m, found.n, found.k, found.vector
-        factors = getattr(found, "factors", None)
-        are_known = found.dtype in DTYPES and factors in (None, *MATRIX_TYPES)
+        are_known = found.dtype in DTYPES
+        if isinstance(found, WarpgroupWorkload):
+            are_known &= product_type(found.factors, found.right) is not None
         if not are_known or not all(type(e) is int and e > 0 for e in extents):
             raise ValueError(f"{text:.100} describes no product")
         return found
@@ -214,14 +221,15 @@ class WarpgroupTemplate(MatmulTemplate[WarpgroupKnobs]):
     """Products of warpgroups (:mod:`.warpgroup_matmul`)."""
 
     name = "gpu.matmul_warpgroups"
-    version = 1
+    version = 2
     knobs = WarpgroupKnobs
     workload = WarpgroupWorkload
 
     def default(self, workload: MatmulWorkload, machine: GPUInfo) -> WarpgroupKnobs:
         """Return the tile of the least predicted time."""
         extents = workload.batches, workload.m, workload.n, workload.k
-        tile = fastest_tile(*extents, machine)
+        assert isinstance(workload, WarpgroupWorkload), "the rule gives it no other"
+        tile = fastest_tile(*extents, workload.type, machine)
         return WarpgroupKnobs(tile.columns, tile.cluster, tile.warpgroups, tile.stages)
 
     def settings(self, workload: MatmulWorkload, machine: GPUInfo) -> Iterator[WarpgroupKnobs]:
@@ -237,13 +245,14 @@ class WarpgroupTemplate(MatmulTemplate[WarpgroupKnobs]):
     ) -> tirx.PrimFunc:
         """Write the kernel."""
         assert isinstance(workload, WarpgroupWorkload), "the rule gives it no other"
-        return warpgroup_kernel(func, _read(func), knobs.tile(workload.factors), gpu)
+        func, matmul = along_depth(func, _read(func))
+        return warpgroup_kernel(func, matmul, knobs.tile(workload.type), gpu)
 
     def cycles(self, workload: MatmulWorkload, knobs: WarpgroupKnobs, machine: GPUInfo) -> float:
         """Return the cycles of a multiprocessor with its share of the tiles."""
         extents = workload.batches, workload.m, workload.n, workload.k
         assert isinstance(workload, WarpgroupWorkload), "the rule gives it no other"
-        return knobs.tile(workload.factors).cycles(*extents, machine)
+        return knobs.tile(workload.type).cycles(*extents, machine)
 
 
 def _read(func: tirx.PrimFunc) -> MatmulFunction:

@@ -407,7 +407,7 @@ class ThreadPart:
     def sums_of_rows(self, i: int) -> list[tirx.Expr]:
         """The lane's sums of the warp's 16 rows with a number."""
         count = self.tile.warp_columns // ELEMENTS * 4
-        return [self._sum(i * count + e) for e in range(count)]
+        return [self.tile.type.total(self.sums[i * count + e]) for e in range(count)]
 
     def _finish(self) -> None:
         """Store the results."""
@@ -419,10 +419,6 @@ class ThreadPart:
             place = (self.matmul, self.views, rows, column, self.sums_of_rows(i))
             keep = MomentRegisters.allocate(self.matmul, vectors=2)
             store_products(self.core, self.lane, *place, self.row_tile, keep)
-
-    def _sum(self, place: int) -> tirx.Expr:
-        value, kind = self.sums[place], self.tile.type
-        return value if kind.register == kind.sums else T.reinterpret(kind.sums, value)
 
 
 Locate = Callable[[tirx.Expr], tuple[list[tirx.Expr], tirx.Expr | bool]]

@@ -11,6 +11,7 @@ from tvm import DataType, tirx
 from schedules import attributes
 from schedules.tir.expression_walk import is_if_then_else
 from schedules.tir.extents import constant
+from schedules.tir.parameter_windows import lay_out_matrix
 
 from ...core.machine import GPUInfo
 from ...core.machine_costs import COSTS
@@ -18,7 +19,7 @@ from ...core.tensor_core import CHUNK, MATRIX_TYPES, MatrixType, product_type
 from ...pointwise.coalescing import classify
 from ...pointwise.element_program import Read, Value
 from ..implicit_gemm import Index
-from .matmul_pattern import MatmulFunction, Operand
+from .matmul_pattern import MatmulFunction, Operand, read_matmul
 from .matmul_tile_sizes import assumed_size
 
 ELEMENTS = 8  # rows of a matrix of ldmatrix, columns of a product, 16-bit elements of a chunk
@@ -253,6 +254,38 @@ def element(operand: Operand) -> tirx.Expr:
 def allows_tf32(func: tirx.PrimFunc) -> bool:
     """Return whether the attribute :data:`schedules.attributes.TF32` is set."""
     return bool(func.attrs and func.attrs.get(attributes.TF32, False))
+
+
+def rounded_position(func: tirx.PrimFunc, right: Operand) -> int | None:
+    """Position of a right factor that can be rounded to TF32 before: a constant; else None."""
+    read = copied_read(right)
+    return _constant_position(func, read) if read is not None and allows_tf32(func) else None
+
+
+def _constant_position(func: tirx.PrimFunc, read: Read) -> int | None:
+    constants = map(int, func.attrs.get(attributes.CONSTANTS, ()))
+    return next((k for k in constants if func.params[k].same_as(read.buffer)), None)
+
+
+def along_depth(
+    func: tirx.PrimFunc, matmul: MatmulFunction
+) -> tuple[tirx.PrimFunc, MatmulFunction]:
+    """A function and its product, with the right factor along the reduced axis if it is a constant.
+
+    Tensor cores transpose matrices of 16 bits only. Of bytes and of TF32 a constant ``[K, N]`` is
+    transposed when the program is compiled.
+    """
+    found, right = matrix_type(matmul, allows_tf32(func)), matmul.right
+    depth, read = constant(matmul.k), copied_read(right)
+    if found is None or found.transposes or not right.rows_first or not depth or read is None:
+        return func, matmul
+    place = _constant_position(func, read)
+    if place is None or len(read.indices) != 2 or not read.indices[0].same_as(right.space.axes[-1]):
+        return func, matmul
+    func = lay_out_matrix(func, place, 0, depth)
+    turned = read_matmul(func)
+    assert turned is not None, "it is the same product"
+    return func, turned
 
 
 def factor_dtype(operand: Operand) -> str | None:

@@ -6,7 +6,7 @@
     one thread:
         for tile of the block, step:
             wait until the stage is free
-            copy 64 elements of the reduced axis of both factors     # in bulk, zeros past the end
+            copy 128 bytes of the reduced axis of both factors       # in bulk, zeros past the end
     each warpgroup:
         for tile of the block:
             for step:
@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
@@ -32,7 +32,6 @@ from schedules.tir.index_math import ceildiv, i64, simplified
 from ...core.kernel_function import ROLLED, resident_blocks, unless_empty, write_kernels
 from ...core.machine import GPUInfo
 from ...core.warpgroup import (
-    DEPTH,
     LINE,
     ROWS,
     WARPGROUP,
@@ -44,6 +43,7 @@ from ...core.warpgroup import (
 from ...pointwise.point_kernel import Views
 from .matmul_pattern import MatmulFunction, Operand, divides
 from .tensor_core_matmul import Locate, rows_after, store_products
+from .tensor_core_tile import element, rounded_position
 from .warpgroup_tile import WarpgroupTile, bulk_source, choose_warpgroup_tile
 
 _BAND = 8  # rows of tiles, of which neighbouring blocks share columns
@@ -61,7 +61,7 @@ def warpgroup_function(
     gpu : GPUInfo
         The device.
     """
-    tile = choose_warpgroup_tile(matmul, gpu)
+    tile = choose_warpgroup_tile(matmul, gpu, rounded_position(func, matmul.right))
     return None if tile is None else warpgroup_kernel(func, matmul, tile, gpu)
 
 
@@ -101,7 +101,7 @@ def product_kernel(
     """
     tile = grid.tile
     blocks = simplified(tirx.min(grid.tiles, i64(gpu.multiprocessors // tile.cluster)))
-    threads = tile.warpgroups * WARPGROUP + WarpgroupCore.producers
+    threads = tile.warpgroups * WARPGROUP + WarpgroupCore.producers(tile.moves_registers)
 
     def body() -> None:
         with unless_empty(grid.tiles):
@@ -114,7 +114,10 @@ def product_kernel(
             ):
                 _write_block(grid, both, Views.declare(func, gpu), block, blocks, thread)
 
-    return write_kernels(func, body).with_attr(attributes.RULE, rule)
+    written = write_kernels(func, body).with_attr(attributes.RULE, rule)
+    if not tile.type.is_rounded:
+        return written
+    return written.with_attr(attributes.ROUNDED, [rounded_position(func, grid.matmul.right)])
 
 
 class Grid:
@@ -203,7 +206,9 @@ class Factor:
     """
 
     def __init__(self, operand: Operand, rows: int, begin: int, parts: int = 1):
-        self.layout, self.begin = FactorLayout(rows, operand.rows_first, parts), begin
+        itemsize = DataType(element(operand).ty.dtype).bits // 8
+        self.layout = FactorLayout(rows, operand.rows_first, parts, itemsize)
+        self.begin = begin
         found = bulk_source(operand, self.layout)
         assert found is not None, "a factor that is copied is a tensor"
         self.source, self._axes = found
@@ -240,17 +245,18 @@ def _write_block(
     left, right = factors
     cluster, rank = T.bind(block // i64(tile.cluster)), T.bind(block % i64(tile.cluster))
     where = thread, tile.cluster, rank
-    core = WarpgroupCore(tile.type, tile.stages, tile.stage_bytes, tile.warpgroups, *where)
-    sums = T.alloc_buffer((tile.sums,), "float32", scope="local")
+    stages = tile.stages, tile.stage_bytes, tile.warpgroups
+    core = WarpgroupCore(tile.type, *stages, *where, moves_registers=tile.moves_registers)
+    sums = T.alloc_buffer((tile.sums,), tile.type.register, scope="local")
     own = T.bind(thread // WARPGROUP * int(left.layout.place(ROWS)))
     turns = T.bind((grid.tiles - i64(1) - cluster) // blocks + i64(1))
-    steps = -(-grid.depth // DEPTH)
+    steps = -(-grid.depth // tile.depth)
 
     def fetch(number: tirx.Expr) -> Fetch:
         rows, columns = grid.place(cluster + number * blocks, rank)
 
         def fetch_step(step: tirx.Expr, stage: tirx.Expr, filled: tirx.Expr) -> None:
-            depth = i64(step) * i64(DEPTH)
+            depth = i64(step) * i64(tile.depth)
             left.fetch(core, rows, depth, stage, filled)
             right.fetch(core, columns, depth, stage, filled)
 
@@ -264,7 +270,7 @@ def _write_block(
     def finish(number: tirx.Expr) -> None:
         start, (*_, column) = grid.place(cluster + number * blocks, rank)
         rows = grid.locate(start, i64(thread // 32 * (ROWS // 4)))
-        values = [sums[e] for e in range(tile.sums)]
+        values = [tile.type.total(sums[e]) for e in range(tile.sums)]
         store_products(core, thread % 32, matmul, views, rows, column, values)
 
     core.run(

@@ -22,7 +22,6 @@ from .tensor_core_tile import (
     TensorTile,
     choose_tensor_tile,
     copied_read,
-    factor_dtype,
     is_copied,
 )
 
@@ -66,9 +65,19 @@ class WarpgroupTile:
         return self.columns // 2
 
     @property
+    def moves_registers(self) -> bool:
+        """Return whether sums and a rounded factor take more registers than 288 threads have."""
+        return self.type.is_rounded and self.columns == 256 and self.warpgroups == 2
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage of both factors."""
         return (self.rows + self.columns) * LINE
+
+    @property
+    def depth(self) -> int:
+        """Elements of the reduced axis in a stage."""
+        return LINE // self.type.itemsize
 
     @property
     def stages(self) -> int:
@@ -80,7 +89,7 @@ class WarpgroupTile:
     def cycles(self, batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> float:
         """Predicted cycles of a product, whose blocks compute one tile after the other."""
         clusters = batches * -(-m // (self.cluster * self.rows)) * -(-n // self.columns)
-        share, steps = -(-clusters // (gpu.multiprocessors // self.cluster)), -(-k // DEPTH)
+        share, steps = -(-clusters // (gpu.multiprocessors // self.cluster)), -(-k // self.depth)
         products = self.rows * self.columns * DEPTH / COSTS.warpgroup_products
         copied = (self.rows + self.columns / self.cluster) * LINE
         step = max(products, copied / COSTS.l2_bytes)
@@ -97,29 +106,31 @@ TILES = (
 )
 
 
-def choose_warpgroup_tile(matmul: MatmulFunction, gpu: GPUInfo) -> WarpgroupTile | None:
+def choose_warpgroup_tile(
+    matmul: MatmulFunction, gpu: GPUInfo, rounded: int | None = None
+) -> WarpgroupTile | None:
     """The tile of the least predicted time; None if single warps take less, or must compute it.
 
-    Warpgroups take factors of 16 bits that are copied as they lie in memory.
+    Warpgroups take factors that are copied as they lie in memory. Of bytes and of TF32 both lie
+    along the reduced axis, and the right one is rounded before: it has a :func:`rounded_position`.
     """
-    single = choose_tensor_tile(matmul, gpu)
+    single = choose_tensor_tile(matmul, gpu, tf32=rounded is not None)
     if not gpu.has_warpgroup_products or single is None or not matmul.is_plain:
         return None
-    types = {factor_dtype(operand) for operand in (matmul.left, matmul.right)}
-    [dtype] = types if len(types) == 1 else [None]
-    if dtype is None or not all(map(lies_in_memory, (matmul.left, matmul.right))):
+    kind, factors = single.type, (matmul.left, matmul.right)
+    if not all(lies_in_memory(factor, kind) for factor in factors):
         return None
     batches, m, n, k = (assumed_size(e) for e in (matmul.batches, matmul.m, matmul.n, matmul.k))
     extents = batches, m, n, k
-    best = fastest_tile(*extents, gpu)
-    if best.cycles(*extents, gpu) > single_cycles(single, *extents, gpu):
-        return None
-    return replace(best, type=MATRIX_TYPES[dtype])
+    best = fastest_tile(*extents, kind, gpu)
+    return None if best.cycles(*extents, gpu) > single_cycles(single, *extents, gpu) else best
 
 
-def fastest_tile(batches: int, m: int, n: int, k: int, gpu: GPUInfo) -> WarpgroupTile:
-    """The tile of the least predicted time, for any type."""
-    fitting = (tile for tile in TILES if tile.cluster <= gpu.multiprocessors)
+def fastest_tile(
+    batches: int, m: int, n: int, k: int, kind: MatrixType, gpu: GPUInfo
+) -> WarpgroupTile:
+    """The tile of the least predicted time for factors of a type."""
+    fitting = (replace(tile, type=kind) for tile in TILES if tile.cluster <= gpu.multiprocessors)
     return min(fitting, key=lambda tile: tile.cycles(batches, m, n, k, gpu))
 
 
@@ -128,18 +139,24 @@ def single_cycles(tile: TensorTile, batches: int, m: int, n: int, k: int, gpu: G
     blocks = batches * -(-m // tile.rows) * -(-n // tile.columns)
     share, steps = -(-blocks // gpu.multiprocessors), -(-k // tile.depth)
     resident = COSTS.register_file // (tile.registers * tile.threads)
-    products = tile.rows * tile.columns * tile.depth / COSTS.warp_products
+    # In the time of one product of 16 bits there are two of bytes, or half a one of TF32.
+    products = tile.rows * tile.columns * tile.depth * tile.type.itemsize / 2 / COSTS.warp_products
     step = max(products, tile.stage_bytes / COSTS.l2_bytes)
     alone = max(step, COSTS.step_latency / max(1, tile.stages - 1))
     rounds = -(-share // max(1, resident))
     return max(share * steps * step, rounds * steps * alone) + rounds * COSTS.block_latency
 
 
-def lies_in_memory(operand: Operand) -> bool:
-    """Return whether tensor maps describe a factor, its rows multiples of 16 bytes."""
-    shared = SharedTile(STEP, 2 * STEP, operand.rows_first, True)
-    layout = FactorLayout(ROWS, operand.rows_first)
-    return is_copied(operand, shared) and bulk_source(operand, layout) is not None
+def lies_in_memory(operand: Operand, kind: MatrixType) -> bool:
+    """Return whether tensor maps describe a factor of a type, its rows multiples of 16 bytes.
+
+    Other types than those of 16 bits have to lie along the reduced axis.
+    """
+    rows_first = operand.rows_first
+    shared = SharedTile(STEP, LINE // kind.itemsize, rows_first, True, kind.chunk)
+    layout = FactorLayout(ROWS, rows_first, itemsize=kind.itemsize)
+    can_be_read = kind.transposes or not rows_first
+    return can_be_read and is_copied(operand, shared) and bulk_source(operand, layout) is not None
 
 
 def bulk_source(operand: Operand, layout: FactorLayout) -> tuple[BulkSource, list[int]] | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cuda_text import count, cuda_source, loops, opcodes, ptxas, sass
+from gemm.matmul.test_tensor_cores import rounded_to_tf32
 from graph_cases import CUDA, run, scheduled
 from opencl import compile_opencl
 from tvm import relax, te, tirx
@@ -16,6 +17,7 @@ from tvm.relax import op
 from tvm.target import Target
 from warpgroup_emulation import check_protocol, emulate_warpgroups
 
+from relay_passes import AllowTF32, MarkConstants
 from schedules import attributes
 from schedules.gpu.core import machine
 from schedules.gpu.core.machine import GPUInfo
@@ -121,6 +123,116 @@ def test_numbers_of_an_open_number_of_rows(emulated: pytest.MonkeyPatch) -> None
         shapes = [(rows, 72), (72, 64)]
         [found] = run(lambda x, w: op.matmul(x, w, out_dtype=F32), [x, w], shapes, target=OPENCL)
         assert_close(found, x.astype("float64") @ w.astype("float64"), 72)
+
+
+def requantized(x: relax.Expr, w: relax.Expr, b: relax.Expr) -> relax.Expr:
+    """Bytes by bytes, their bias, and bytes again."""
+    layer = op.add(op.matmul(x, op.permute_dims(w), out_dtype="int32"), b)
+    scaled = op.round(op.multiply(op.astype(layer, F32), relax.const(2.0**-9, F32)))
+    return op.astype(op.clip(scaled, -128, 127), "int8")
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize(
+    ("types", "tile"),
+    [
+        (("uint8", "int8"), WarpgroupTile(64)),
+        (("int8", "int8"), WarpgroupTile(128, 2)),
+        (("int8", "uint8"), WarpgroupTile(256)),
+    ],
+    ids=str,
+)
+def test_numbers_of_bytes(
+    types: tuple[str, str], tile: WarpgroupTile, emulated: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, extremes included, with edges of tiles along all axes."""
+    emulated.setattr(warpgroup_tile, "TILES", (tile,))
+    m, n, k = tile.cluster * tile.rows + 9, tile.columns + 8, 144
+    rng = np.random.default_rng()
+    x, w = (
+        rng.integers(np.iinfo(each).min, np.iinfo(each).max, shape, each, endpoint=True)
+        for each, shape in zip(types, ((m, k), (n, k)), strict=True)
+    )
+    x[0], w[0] = np.iinfo(types[0]).max, np.iinfo(types[1]).min
+    b = rng.integers(-(2**15), 2**15, n, "int32")
+    [found] = run(requantized, [x, w, b], target=OPENCL)
+    exact = x.astype("int64") @ w.T.astype("int64") + b
+    np.testing.assert_array_equal(found, np.clip(np.rint(exact * 2.0**-9), -128, 127))
+
+
+def by_constant(w: np.ndarray, dtype: str) -> Build:
+    """A product by a constant ``[K, N]``, summed in ``dtype``."""
+    return lambda x: op.matmul(x, relax.const(w), out_dtype=dtype)
+
+
+CONSTANTS = [AllowTF32(), MarkConstants()]
+
+
+def test_numbers_of_constants_in_rows(emulated: pytest.MonkeyPatch) -> None:
+    """Of bytes and of TF32 they are turned, and those of float32 rounded, before."""
+    emulated.setattr(warpgroup_tile, "TILES", (WarpgroupTile(64, 2),))
+    rng = np.random.default_rng()
+    x, w = (rng.standard_normal(shape).astype(F32) for shape in ((140, 44), (44, 72)))
+    x[3, 5], x[4, 7], w[9, 11] = np.nan, np.inf, -np.inf
+    [found] = run(by_constant(w, F32), [x], target=OPENCL, more=CONSTANTS)
+    factors = rounded_to_tf32(x), rounded_to_tf32(w)
+    with np.errstate(invalid="ignore"):
+        exact = factors[0] @ factors[1]
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-4)
+    x, w = (rng.integers(-128, 128, shape, "int8") for shape in ((140, 48), (48, 72)))
+    [found] = run(by_constant(w, "int32"), [x], target=OPENCL, more=CONSTANTS)
+    np.testing.assert_array_equal(found, x.astype("int32") @ w.astype("int32"))
+
+
+WAYS = ("dec", "inc")
+NARROW = {
+    "int8": ("int8", "int32", "IGMMA.64x128x32.S8.S8", 8),
+    "uint8": ("uint8", "int32", "IGMMA.64x128x32.U8.U8", 8),
+    "tf32": (F32, F32, "HGMMA.64x256x8.F32.TF32", 4),
+}
+
+
+@pytest.mark.quick_cases("int8", "tf32")
+@pytest.mark.parametrize("name", NARROW)
+def test_machine_code_of_bytes_and_tf32(name: str) -> None:
+    """A stage of 128 bytes is four products deep; TF32's left factor is rounded on its way.
+
+    It stays in registers beside 128 sums. Two warpgroups take what the producers give up: all of a
+    multiprocessor, but for 1024 registers.
+    """
+    dtype, sums, instruction, products = NARROW[name]
+    build = by_constant(np.ones((4096, 4096), dtype), sums)
+    [func] = scheduled(build, ((4096, 4096), dtype), target=HOPPER, more=CONSTANTS).values()
+    assert func.attrs[attributes.RULE] == "Matmul (warpgroups)"
+    source = cuda_source(func, "sm_90a")
+    [used], [code] = ptxas(source, "sm_90a").values(), sass(source, "sm_90a").values()
+    assert "wgmma" not in compile_cuda(source, "sm_90a").log.lower(), "ptxas serializes products"
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names = opcodes(code)
+    main = min((each for each in loops(code) if count(each, instruction)), key=len)
+    assert count(names, instruction) == count(main, instruction) == products
+    assert len(main) <= 125 and count(main, "WARPGROUP.DEPBAR") == 1
+    moved = [each for each in names if each.startswith("USETMAXREG")]
+    if name == "tf32":
+        assert moved == ["USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL"]
+        assert used.registers == 168 and count(main, "LDSM") == 4
+        dec, inc = (int(re.search(f"setmaxnreg.{way}.* ([0-9]+);", source)[1]) for way in WAYS)
+        assert 128 * dec + 256 * inc == 384 * used.registers <= 65536
+    else:
+        assert not moved and used.registers <= 224
+    for slow in ("BAR", "MEMBAR", "STL", "LDL"):
+        assert not count(main, slow)
+    assert count(names, "UTMALDG") == 2 and not count(names, "MMA.16")
+    assert count(names, "STG.E") == count(names, "STG.E.128") > 0
+
+
+def test_others_of_bytes_and_tf32_stay_where_they_were() -> None:
+    """Factors along the rows that are no constants, and float32 that none has rounded."""
+    types = [((2048, 2048), "int8")] * 2
+    build = lambda x, w: op.matmul(x, w, out_dtype="int32")  # noqa: E731
+    assert rule_of(build, *types) == "Matmul"
+    [func] = scheduled(dense, *[((2048, 2048), F32)] * 2, target=HOPPER, more=CONSTANTS).values()
+    assert func.attrs[attributes.RULE] == "Matmul"
 
 
 CASES: dict[str, tuple[Build, list[tuple[tuple[int, ...], str]], int]] = {
