@@ -35,7 +35,7 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.target.codegen import llvm_version_major
 
-from schedules.compute.conv2d import add_bytes, finished
+from schedules.compute.conv2d import activate, add_bytes, finished
 from schedules.tir.float_bits import widen_bits
 from schedules.workload.conv2d import (
     WORD_BYTES,
@@ -743,10 +743,19 @@ def add_half_products(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> ti
     return T.call_pure_extern(str(total.ty.dtype), _DOT, total, left, right)
 
 
-def rounded_pairs(value: tirx.Expr) -> tirx.Expr:
-    """The bfloat16 nearest to 16 neighbouring float32, as words of int32; of AVX-512 alone."""
+def rounded_halves(value: tirx.Expr) -> tirx.Expr:
+    """The bits of the bfloat16 nearest to 16 float32, by an instruction; below 2^-126 zero."""
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-    return T.reinterpret("int32x8", T.call_llvm_pure_intrin("bfloat16x16", name, value))
+    return T.reinterpret("uint16x16", T.call_llvm_pure_intrin("bfloat16x16", name, value))
+
+
+def finished_sum(
+    value: tirx.Expr, activation: Activation, dtype: str, out_dtype: str | None, dots: bool
+) -> tirx.Expr:
+    """What is stored of a complete sum; ``dots`` as in :class:`LayerOperands`."""
+    if dots and out_dtype == "bfloat16" and value.ty.dtype.lanes > LANES_OF_128_BITS:
+        return rounded_halves(activate(value, activation, dtype))
+    return finished(value, activation, dtype, out_dtype)
 
 
 def _add_pairs(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
@@ -891,9 +900,8 @@ def with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
 
 def ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
     """What is stored of a complete sum."""
-    return finished(
-        value, ops.ending, "float32" if ops.scale is not None else ops.dtype, ops.out_dtype
-    )
+    dtype = "float32" if ops.scale is not None else ops.dtype
+    return finished_sum(value, ops.ending, dtype, ops.out_dtype, ops.dots)
 
 
 def packed_bytes(values: Sequence[tirx.Expr], activation: Activation) -> tirx.Expr:

@@ -14,8 +14,7 @@ import onnx
 import onnx.parser
 import pytest
 from click.testing import CliRunner
-from cpu.conv2d.test_conv2d_bfloat16 import portable_dots
-from cpu.conv2d.winograd.test_winograd_bfloat16 import portable_pairs
+from cpu.conv2d.test_conv2d_bfloat16 import emulate_dots
 from gpu_onnx import attention, bottlenecks
 from onnx import TensorProto, helper, numpy_helper
 from onnx_reference import random_feed, relative_error, run_onnx
@@ -24,8 +23,6 @@ from tvm.target import Target
 import tvm_fusion
 from examples.models import mobilenet_v2, resnet_18
 from examples.transformers import bert_base
-from schedules.cpu.conv2d.winograd import winograd_nest
-from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.cli.command_line import cli
 from tvm_fusion.compiler import pipeline
@@ -139,7 +136,7 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, model = resolve("native", 1), pooled()
-    monkeypatch.setattr(micro_kernel, "_dot_function", portable_dots)
+    emulate_dots(monkeypatch)
     neon = {"vector_bits": 128, "num_vector_registers": 32, "half_dots": "bfdot"}
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
     with described(target, replace(CPUInfo.from_target(target), **neon)):
@@ -166,8 +163,7 @@ def test_numbers_of_winograd_by_loops_in_place_of_the_dot_products_of_zen_4(
         **weights,
     )
     target = resolve("native", 1)
-    monkeypatch.setattr(micro_kernel, "_dot_function", portable_dots)
-    monkeypatch.setattr(winograd_nest, "rounded_pairs", portable_pairs)
+    emulate_dots(monkeypatch)
     zen = {"family": "znver4", "vector_bits": 512, "num_vector_registers": 32}
     feed = random_feed(model, int(np.random.default_rng().integers(1 << 30)))
     found = {}

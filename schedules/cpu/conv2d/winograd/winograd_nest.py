@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from tvm import DataType, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.compute.conv2d import add_bytes, finished
+from schedules.compute.conv2d import add_bytes
 from schedules.tir.float_bits import round_to_bits, widen_bits
 from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
@@ -38,10 +38,11 @@ from ...core.micro_kernel import (
     Index,
     LayerOperands,
     ReducedBlocks,
+    finished_sum,
     floats_of,
     loop,
     packed_bytes,
-    rounded_pairs,
+    rounded_halves,
     word_functions,
 )
 from ...core.prefetch import MOST_LINES, line_elements, prefetch
@@ -255,7 +256,9 @@ class _TaskNest:
             return T.reinterpret(f"int32x{self.lanes // self.each}", value)
         if self.kernel.sums is None:
             return value
-        return rounded_pairs(value) if self.dots else widen_bits(round_to_bits(value))
+        if self.dots:
+            return T.reinterpret(f"int32x{self.lanes // self.each}", rounded_halves(value))
+        return widen_bits(round_to_bits(value))
 
     def _prefetch_weights(self, step: Index, first_block: Index, blocks: int) -> None:
         """Prefetch some squares of the weights, in the order in which the products read them."""
@@ -424,7 +427,8 @@ class _TaskNest:
             value = value + floats_of(other)
         if self.kernel.out_dtype == "uint8":
             return packed_bytes([value], activation)
-        return finished(value, activation, str(self.bias.dtype), self.kernel.out_dtype)
+        how = str(self.bias.dtype), self.kernel.out_dtype, self.dots
+        return finished_sum(value, activation, *how)
 
 
 def _plane(image: FeatureMap, blocks: int, place: _TilePlace, block: Index) -> Index:

@@ -32,8 +32,10 @@ from tvm.target import Target
 
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import Conv2D, conv2d_template
+from schedules.cpu.conv2d.winograd import winograd_nest
 from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo
+from schedules.tir.float_bits import round_to_bits
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
 
 TYPES = st.sampled_from(["bfloat16", "float32"])
@@ -265,6 +267,13 @@ define linkonce_odr {sums} @tvm_fusion_dot_bfloat16(
 """
 
 
+def emulate_dots(patch: pytest.MonkeyPatch) -> None:
+    """Write other instructions in the place of those of AVX-512 and AArch64 for bfloat16."""
+    patch.setattr(micro_kernel, "_dot_function", portable_dots)
+    for module in (micro_kernel, winograd_nest):
+        patch.setattr(module, "rounded_halves", round_to_bits)
+
+
 @pytest.mark.slow
 @given(
     cases(pair=False).filter(lambda case: case.layers[0].groups == 1),
@@ -277,7 +286,7 @@ define linkonce_odr {sums} @tvm_fusion_dot_bfloat16(
 def test_numbers_of_products_in_pairs(case, lanes, out_dtype, knobs, seed):
     case = replace(case, lanes=lanes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_kernel, "_dot_function", portable_dots)
+        emulate_dots(patch)
         func = build(case, out_dtype)
         written = conv2d_template(func, kernel_of(case, out_dtype), knobs, dots=True)
     check(case, written.mod["main"], out_dtype, seed)
@@ -300,6 +309,7 @@ def test_pairs_are_multiplied_by_an_instruction_where_that_is_faster(name, layer
     dot = re.compile("vdpbf16ps|bfdot")
     bodies = [body for body in loop_bodies(text) if any(map(dot.match, body))]
     assert bool(bodies) == (name.startswith("znver") or NEON.get(name, False))
+    assert ("vcvtneps2bf16" in text) == name.startswith("znver")
     counts = [sum(map(bool, map(dot.match, body))) for body in bodies]
     assert max(counts, default=12) >= 12
     for body in bodies:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from cpu.conv2d.test_conv2d_bfloat16 import operands, portable_dots
+from cpu.conv2d.test_conv2d_bfloat16 import emulate_dots, operands
 from cpu.conv2d.winograd.test_winograd_conv2d import SAME, SEED
 from cpu.conv2d.winograd.test_winograd_conv2d import cases as float_cases
 from cpu.conv_cases import (
@@ -25,19 +25,15 @@ from cpu.conv_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
-from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules.compute.winograd_conv2d import winograd_conv2d
-from schedules.cpu.conv2d.winograd import winograd_nest
 from schedules.cpu.conv2d.winograd.winograd_conv2d import (
     WinogradConv2D,
     WinogradKnobs,
     winograd_template,
 )
-from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.micro_kernel import UNROLLED_STEPS
-from schedules.tir.float_bits import round_to_bits
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from schedules.workload.winograd_matrices import TILE_SIZES, transform_words, transforms
 
@@ -144,18 +140,12 @@ def test_numbers_of_the_definition(case, size, out_dtype, seed):
     check(case, func, size, out_dtype, seed)
 
 
-def portable_pairs(value: tirx.Expr) -> tirx.Expr:
-    """Words of rounded numbers, for CPUs without the instruction."""
-    return T.reinterpret("int32x8", round_to_bits(value))
-
-
 @given(cases(lanes=(16,)), TYPES, st.data(), SEED)
 @settings(max_examples=settings.default.max_examples // 8)
 def test_numbers_of_products_in_pairs(case, out_dtype, data, seed):
     kernel, knobs = workload(case, 2, out_dtype), some_knobs(data, case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_kernel, "_dot_function", portable_dots)
-        patch.setattr(winograd_nest, "rounded_pairs", portable_pairs)
+        emulate_dots(patch)
         func = winograd_template(function(case, 2, out_dtype), kernel, knobs, dots=True)
     check(case, func.mod["main"], 2, out_dtype, seed)
 
