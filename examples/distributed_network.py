@@ -24,7 +24,7 @@ from examples.onnx_builder import random_inputs  # noqa: E402
 from examples.zoo import ZOO, read_sizes  # noqa: E402
 from tvm_fusion import distributed  # noqa: E402
 from tvm_fusion.distributed import run_ranks  # noqa: E402
-from tvm_fusion.distributed.compile_network import read_network, resolve_ranks  # noqa: E402
+from tvm_fusion.distributed.build_network import read_network, resolve_ranks  # noqa: E402
 from tvm_fusion.distributed.local_program import Ranks  # noqa: E402
 from tvm_fusion.distributed.simulate import simulate_network  # noqa: E402
 

@@ -115,9 +115,9 @@ def _torch() -> FrontEnd:
 
 def _ranks() -> RankCompiler:
     with plugin.without_torch():
-        from tvm_fusion.distributed import compile_network
+        from .distributed import build_network
 
-    return compile_network
+    return build_network
 
 
 FRONT_ENDS["torch.export"] = _torch

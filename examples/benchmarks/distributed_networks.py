@@ -28,7 +28,7 @@ from rich.table import Table
 
 from tvm_fusion import distributed
 from tvm_fusion.cli.output import FILE_WIDTH
-from tvm_fusion.distributed.compile_network import read_network, resolve_ranks
+from tvm_fusion.distributed.build_network import read_network, resolve_ranks
 from tvm_fusion.distributed.simulate import simulate_network
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host_info import host_info

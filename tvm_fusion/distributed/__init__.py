@@ -2,7 +2,7 @@
 """Programs and networks over MPI ranks: the session, exchanges, reductions, failures.
 
 Imports ``compiler`` and ``runtime``; only ``cli`` may import it. Without mpi4py all but a session
-works. Start with ``program.py``, then ``compile_network.py`` and ``network_model.py`` (models),
+works. Start with ``program.py``, then ``build_network.py`` and ``network_model.py`` (models),
 ``world`` (messages) and ``accelerator`` (CPU and GPU together).
 """
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .accelerator.device import Device, accelerator_of
     from .accelerator.measure_split import measure_split
+    from .build_network import compile_network
     from .calibrate import network_of, processor_of
-    from .compile_network import compile_network
     from .network_model import DistributedModel, load
     from .program import Program, compile, estimated_processor
     from .rank_reduce import reduce
@@ -48,7 +48,7 @@ _LATER = {
     **dict.fromkeys(("network_of", "processor_of"), "calibrate"),
     **dict.fromkeys(("Device", "accelerator_of"), "accelerator.device"),
     "measure_split": "accelerator.measure_split",
-    "compile_network": "compile_network",
+    "compile_network": "build_network",
     **dict.fromkeys(("DistributedModel", "load"), "network_model"),
     **dict.fromkeys(("Program", "compile", "estimated_processor"), "program"),
     "reduce": "rank_reduce",

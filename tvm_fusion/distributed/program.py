@@ -34,7 +34,8 @@ from schedules.distribute.time_skewing import (
     skew_of,
     skewed_steps,
 )
-from schedules.distribute.transfer import Transfer, check_transfers, with_waits
+from schedules.distribute.transfer import Transfer, check_transfers
+from schedules.distribute.waits import with_waits
 from schedules.schedule_rule import schedule_function
 
 from ..codegen.linker import SharedLinker

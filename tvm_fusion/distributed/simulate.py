@@ -299,7 +299,7 @@ def simulate_network(
     Parameters
     ----------
     stages : Sequence[NetworkStage]
-        The network (:func:`.compile_network.read_network`).
+        The network (:func:`.build_network.read_network`).
     processor : Processor
         What each rank computes with.
     ranks : Sequence[int]
@@ -313,7 +313,7 @@ def simulate_network(
     measured : int
         Ranks with which the network was measured.
     exchange : str
-        As for :func:`.compile_network.compile_network`.
+        As for :func:`.build_network.compile_network`.
 
     Returns
     -------

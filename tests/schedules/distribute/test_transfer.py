@@ -11,7 +11,8 @@ from loop_nests import blur
 
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Message
-from schedules.distribute.transfer import Mode, Transfer, send_recv, with_waits
+from schedules.distribute.transfer import Mode, Transfer, send_recv
+from schedules.distribute.waits import with_waits
 from schedules.errors import OpError
 
 LATER = Mode(blocking=False)

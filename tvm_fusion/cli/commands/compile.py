@@ -143,7 +143,7 @@ def _compiled(
     refuse_given(for_gpus, "it is for GPUs, and ranks compute on CPUs")
     for_one = ("machine", "weights", "outputs", "precision")
     refuse_given(for_one, "it is for one process")
-    from tvm_fusion.distributed.compile_network import compile_network
+    from tvm_fusion.distributed.build_network import compile_network
 
     from ...distributed.network_figures import read_figures
 

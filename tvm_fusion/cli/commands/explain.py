@@ -68,7 +68,7 @@ def explain_command(
         refuse_given(["resources"], "it is for GPUs")
         unused = ["records", "machine", "precision", "reproducible"]
         refuse_given(unused, "it does not change how rows are distributed")
-        from tvm_fusion.distributed.compile_network import explain_network
+        from tvm_fusion.distributed.build_network import explain_network
         from tvm_fusion.distributed.network_model import segments_table
 
         from ...distributed.network_figures import read_figures

@@ -104,7 +104,7 @@ def simulate_command(
     Messages and bytes are those of a model compiled for so many ranks. Times are predicted; lines
     within the number of ranks with which the network was measured say so.
     """
-    from tvm_fusion.distributed.compile_network import read_network, resolve_ranks
+    from tvm_fusion.distributed.build_network import read_network, resolve_ranks
     from tvm_fusion.distributed.simulate import simulate_network
 
     from ...distributed.network_figures import read_figures

@@ -15,7 +15,7 @@ from rank_networks import network, network_case, saved_network
 from examples.models import GraphBuilder
 from examples.onnx_builder import random_inputs
 from tvm_fusion import distributed
-from tvm_fusion.distributed import compile_network
+from tvm_fusion.distributed import build_network
 
 PROGRAM = Path(__file__).with_name("network_program.py")
 
@@ -59,7 +59,7 @@ def test_failures_are_told_with_rank_exchange_and_peer(
 
 @pytest.mark.slow
 def test_programs_of_format_9_exchange_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_network, "CompileExchanges", lambda _: tvm.transform.Sequential([]))
+    monkeypatch.setattr(build_network, "CompileExchanges", lambda _: tvm.transform.Sequential([]))
     feed, expected = network_case()
     model = distributed.compile_network(network(), 2, threads=1, exchange="always")
     assert not model.plan.takes_table
