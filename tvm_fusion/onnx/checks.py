@@ -101,8 +101,10 @@ def refuse_nodes(model: onnx.ModelProto, problems: list[Problem]) -> None:
     if not problems:
         return
     count = "1 node" if len(problems) == 1 else f"{len(problems)} nodes"
-    lines = [f"{count} of the model cannot be imported; export it with other operators:"]
+    lines = [f"{count} of the model cannot be imported:"]
     for node, reason in problems:
+        if "; " not in reason:  # it does not say what to do
+            reason += "; export the model with other operators"
         opset = opset_of(model, node.domain)
         version = "no imported opset" if opset is None else f"opset {opset}"
         domain = node.domain or "ai.onnx"

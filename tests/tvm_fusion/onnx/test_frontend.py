@@ -256,14 +256,14 @@ def test_all_unsupported_operators_in_one_error() -> None:
     model.opset_import.append(helper.make_operatorsetid("com.example", 4))
     with pytest.raises(UnsupportedOperatorError) as caught:
         import_onnx(model)
-    reason = "this operator has no translation"
+    reason = "this operator has no translation; export the model with other operators"
     drawn = (
         "its numbers are drawn at random; make them an input of the model and draw them by numpy: "
         "export it with the noise as an argument, or delete this node and list its output as a "
         "graph input"
     )
     assert str(caught.value).splitlines() == [
-        "3 nodes of the model cannot be imported; export it with other operators:",
+        "3 nodes of the model cannot be imported:",
         f"  node 'once': Bernoulli of ai.onnx, opset 15: {drawn}",
         f"  the unnamed node that computes 'c': Magic of com.example, opset 4: {reason}",
         f"  node 'draw': RandomUniformLike of ai.onnx, opset 15: {drawn}",
