@@ -546,7 +546,7 @@ RUNTIME = (
         "tvm_fusion/distributed/world/communicator.py",
         "            if parcel.slot is not None and not request.Test():\n",
         "            if False:\n",
-        ("tests/tvm_fusion/distributed/test_processes.py",),
+        ("tests/tvm_fusion/distributed/world/test_communicator.py",),
     ),
     Fault(
         "the last bytes of a message that is streamed stay behind",

@@ -50,6 +50,35 @@ def test_a_failure_of_mpi_at_the_start_names_the_exchange() -> None:
         world.start(exchange, {})
 
 
+def test_a_message_waits_until_the_last_one_was_taken_from_its_slot() -> None:
+    done: list[str] = []
+
+    class Outgoing:
+        def Test(self, status: object = None) -> bool:  # noqa: N802 - MPI's name
+            done.append("asked")
+            return len(done) > 2
+
+        def Start(self) -> None:  # noqa: N802 - MPI's name
+            done.append("sent")
+
+    request: Any = Outgoing()
+    parcel: Any = SimpleNamespace(slot=object(), peer=1, pack=lambda: done.append("packed"))
+    mpi = SimpleNamespace(BYTE=None, Exception=OSError)
+    record: Any = SimpleNamespace(say=lambda text: None)
+    world = World(mpi, SimpleNamespace(rank=0, size=2), record, {}, 1.0)
+    prepared: Any = SimpleNamespace(
+        name="in exchange 3",
+        inside=b"",
+        fits=lambda *_: True,
+        incoming=[],
+        outgoing=[(request, parcel)],
+    )
+    world._prepared[3] = [prepared]
+    exchange: Any = SimpleNamespace(id=3)
+    world.start(exchange, {})
+    assert done == ["asked", "asked", "asked", "packed", "sent"]
+
+
 @pytest.mark.slow
 def test_only_the_communicator_imports_mpi() -> None:
     found = set()
