@@ -72,7 +72,7 @@ def check(
     return made
 
 
-@pytest.mark.quick_cases("2-lagging")
+@pytest.mark.quick_cases("2-lagging", "1-smooth")
 @pytest.mark.usefixtures("small_cache")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("threads", [1, 2])
@@ -137,7 +137,6 @@ def test_overlap_that_gains_less(small_cache: None) -> None:
     assert skewed(compile(heat2d(400, 64), 2, exchange_every=4, **busy)) == []
 
 
-@pytest.mark.slow
 def test_own_schedules_stay(small_cache: None) -> None:
     made = compile(heat2d(200, 64), 2, repeat="A", exchange_every=4, schedule={1: lambda sch: None})
     assert skewed(made) == []

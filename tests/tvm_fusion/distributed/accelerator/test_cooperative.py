@@ -106,7 +106,7 @@ def test_all_is_enqueued_before_the_cpu_computes(
 ) -> None:
     from tvm_fusion.distributed.local_program import LocalProgram
 
-    alone("blur")  # what it is compared with has no device
+    alone("blur", 1)  # what it is compared with has no device
     run_pieces = LocalProgram.run_pieces
     waiting: list[list[int]] = []
 
