@@ -30,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("as_gpu")
 EXACT = ("blur", "upsample", "concatenation", "flip", "pipeline")
 """Their arithmetic is the same in both compilers: no products are joined with sums."""
 LATE = send_recv("A", (0, 2), 0, 1, Mode(blocking=False), before="next")
-QUICK = ("blur", "chain", "concatenation", "every_fourth", "heat2d", "matmul")
 
 
 @functools.cache
@@ -55,10 +54,8 @@ def opencl(chunks: int | None = None, **others: Any) -> Device:
     return Device("opencl", chunks=chunks, **others)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.quick_cases("convolution")
+@pytest.mark.parametrize("name", CASES)
 def test_same_result_as_the_cpu_alone(name: str, opened: list[WatchedDriver]) -> None:
     func = CASES[name]()
     extent = int(func.params[-1].shape[0])
