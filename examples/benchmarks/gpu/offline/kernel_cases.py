@@ -141,20 +141,6 @@ def product(
     )
 
 
-def byte_product(name: str, m: int, n: int, k: int) -> KernelCase:
-    """Product of an input of int8 and a constant matrix, in int32."""
-    return KernelCase(
-        name,
-        [("MatMulInteger", ["x", "w"], ["y"], {})],
-        {"x": ("int8", (m, k))},
-        {"y": ("int32", (m, n))},
-        lambda torch, x, w: x @ w.double() if x.is_floating_point() else torch._int_mm(x, w),
-        lambda: {"w": weight(k, n, dtype="int8", scale=30.0)},
-        2.0 * m * n * k,
-        1e-12,
-    )
-
-
 def of_warpgroups(case: KernelCase) -> KernelCase:
     """A kernel by warpgroups of sm_90a, beside that of single warps."""
     return KernelCase(**{**vars(case), "name": f"{case.name} warpgroups", "is_specific": True})
@@ -468,7 +454,6 @@ def small_cases() -> list[KernelCase]:
         product("small/product float32", 65, 130, 70, "float32"),
         product("small/product tf32", 128, 128, 64, "float32", **tf32),
         of_warpgroups(product("small/product tf32 of edges", 1000, 1032, 520, "float32", **tf32)),
-        of_warpgroups(byte_product("small/product int8 of edges", 1000, 1032, 528)),
         rms_norm("small/rms norm", 65, 768),
         cross_entropy("small/cross entropy", 33, 5003),
         attention("small/attention", 1, 2, 130, 64),
@@ -528,7 +513,6 @@ def _large_products() -> list[KernelCase]:
         product("product/8192x1024x4096", 8192, 1024, 4096),
         product("product/512x3072x768", 512, 3072, 768),
         product("product/4096x4096x4096 tf32", 4096, 4096, 4096, "float32", precision="tf32"),
-        byte_product("product/4096x4096x4096 int8", 4096, 4096, 4096),
     ]
 
 
