@@ -123,8 +123,9 @@ class WarpgroupConv2DTemplate(ConvTemplate[WindowKnobs]):
 
 def _window_sizes(workload: Conv2DKernel) -> WindowSizes:
     layer, images = workload.layers[0], workload.batch
-    assert images is not None, "it has no symbolic extents"
-    size = layer.output_size(workload.height, workload.width)
+    height, width = workload.height, workload.width
+    assert images and height and width, "it has no symbolic extents"
+    size = layer.output_size(height, width)
     return WindowSizes.of_layer(layer, images, size, MATRIX_TYPES[workload.dtype].chunk)
 
 

@@ -123,7 +123,7 @@ class FactorLayout:
         block = DEPTH * LINE if self.rows_first else 1 << _UNIT  # unused where there is one block
         return _DESCRIPTOR_SWIZZLE | PATTERN >> _UNIT << 32 | block >> _UNIT << 16
 
-    def chunk(self, row: Index, number: Index) -> Index:
+    def chunk(self, row: tirx.Expr, number: tirx.Expr) -> tirx.Expr:
         """Byte of a chunk of a row, where lines are of rows."""
         return row * LINE + (number ^ row % 8) * CHUNK
 
@@ -167,7 +167,7 @@ class ChunkLayout:
             return number * i64(self.rows // self.parts), i64(0)
         return i64(0), number * i64(LINE // CHUNK // self.parts)
 
-    def chunk(self, row: Index, number: Index) -> Index:
+    def chunk(self, row: tirx.Expr, number: tirx.Expr) -> tirx.Expr:
         """Byte of a chunk of a row, where chunks are of rows."""
         return row * CHUNK + number * self.depth_bytes
 

@@ -80,11 +80,10 @@ def window_kernel(
 
     def factors() -> tuple[_BlockFactor, _BlockFactor]:
         data = ChunkLayout(tile.rows, False, _MATRIX, tile.pixels * CHUNK)
-        along = (tile.columns // tile.cluster, True, BLOCKS * _MATRIX, _MATRIX)
-        if not tile.type.transposes:
-            along = (tile.columns, False, _MATRIX, tile.columns * CHUNK)
-        share, is_transposed, *distances = along
-        filters = ChunkLayout(tile.columns, is_transposed, *distances, tile.cluster)
+        share, distances = tile.columns, (_MATRIX, tile.columns * CHUNK)
+        if tile.type.transposes:
+            share, distances = tile.columns // tile.cluster, (BLOCKS * _MATRIX, _MATRIX)
+        filters = ChunkLayout(tile.columns, tile.type.transposes, *distances, tile.cluster)
         box = share // tile.type.chunk, tile.type.chunk
         return (
             _BlockFactor(windows, windows.data, tile.box, data, 0),

@@ -439,7 +439,7 @@ def small_cases() -> list[KernelCase]:
     def sums(name: str, shape: tuple[int, ...], axes: tuple[int, ...], operator: str) -> KernelCase:
         return reduction(Case(name, shape, "float32", (Reduction(operator, axes),)))
 
-    tf32 = {"precision": "tf32"}
+    tf32: dict[str, Any] = {"precision": "tf32"}
     return [
         *(_renamed(reduction(case)) for case in reduction_cases.paper2() if case.bytes < 1 << 20),
         _renamed(sums("all", (300_001,), (0,), "sum")),
@@ -518,7 +518,8 @@ def _large_products() -> list[KernelCase]:
 
 def _large_convolutions() -> list[KernelCase]:
     """Convolutions that warpgroups compute faster, as predicted."""
-    layers, tf32 = {"layers": 4}, {"dtype": "float32", "precision": "tf32"}
+    layers: dict[str, Any] = {"layers": 4}
+    tf32: dict[str, Any] = {"dtype": "float32", "precision": "tf32"}
     return [
         convolution("convolution/4 3x3 128 of 28, batch 64", 64, (128, 128), 28, **layers),
         convolution("convolution/4 3x3 256 of 14, batch 64", 64, (256, 256), 14, **layers),
