@@ -207,8 +207,9 @@ class _Pair:
         ]
         attrs = first.layer.to_attrs("1") | second.layer.to_attrs("2")
         del attrs["groups1"], attrs["groups2"]
-        ending = {"out_dtype": str(second.out_dtype), "addition": second.addition}
-        return ops.fused_quantized_conv2d(*operands, **attrs, **ending)
+        return ops.fused_quantized_conv2d(
+            *operands, **attrs, out_dtype=str(second.out_dtype), addition=second.addition
+        )
 
 
 @dataclass(frozen=True)

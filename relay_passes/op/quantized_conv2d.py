@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from math import prod
+from typing import Any
 
 import numpy as np
 from tvm import relax, te
@@ -547,8 +548,9 @@ def _infer_fused_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> 
 def _compute_fused(
     kernel: Conv2DKernel, operands: Sequence[te.Tensor], residual: te.Tensor | None
 ) -> te.Tensor:
-    added = str(kernel.out_dtype), residual, kernel.addition
-    return compute.fused_quantized_conv2d(*operands, *kernel.layers, *added)
+    stored = str(kernel.out_dtype), residual, kernel.addition
+    arguments: list[Any] = [*operands, *kernel.layers, *stored]
+    return compute.fused_quantized_conv2d(*arguments)
 
 
 def legalize_fused_quantized(

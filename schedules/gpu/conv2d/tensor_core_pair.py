@@ -268,8 +268,17 @@ class _ThreadPart:
         with T.serial(i64(0), ceildiv(second.n, tile.second.columns)) as number:
             sync()  # the stages are used again
             corner = self.row, T.bind(number * i64(tile.second.columns))
-            place = self.views, [], corner, self.thread
-            ThreadPart(second, tile.second, *place, self.core, tile.mid_bytes, left).write()
+            ThreadPart(
+                second,
+                tile.second,
+                self.views,
+                [],
+                corner,
+                self.thread,
+                self.core,
+                tile.mid_bytes,
+                left,
+            ).write()
 
     def _multiply_with_halo(self, first: MatmulFunction) -> tirx.Expr:
         """Emit the first layer for the block's pixels and a halo; returns the pixels before."""
@@ -296,8 +305,9 @@ class _ThreadPart:
                 for number, step in zip(place, (product.rows, product.columns), strict=True)
             )
             corner = T.bind(begin + i64(row)), T.bind(i64(column))
-            where = self.views, [], corner, self.thread
-            part = _FirstPart(first, product, *where, self.core, tile.mid_bytes)
+            part = _FirstPart(
+                first, product, self.views, [], corner, self.thread, self.core, tile.mid_bytes
+            )
             part.left.starts_anywhere = starts_anywhere
             part.accumulate()
 
