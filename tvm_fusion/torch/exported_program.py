@@ -281,7 +281,8 @@ def _nodes(program: ExportedProgram) -> Iterator[fx.Node]:
 
 def _needs_decomposition(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
-        return False
+        # Within an autocast, the types of values that the tracer notes may be those without it.
+        return node.target is torch.ops.higher_order.wrap_with_autocast
     if node.target in _WRITTEN_OUT or lost_arguments(node):
         return True
     # Normalisation in training mode updates its running statistics; its schema conceals that.

@@ -91,3 +91,24 @@ def test_program_with_autocast() -> None:
     compiled = tvm_fusion.compile(torch.export.export(model, (x,)), threads=1)
     found = torch.from_dlpack(compiled.tensors(x))
     assert_as_eager([found], [model(x)], torch.bfloat16)
+
+
+class CastSequence(nn.Module):
+    """Autocast around a convolution of one dimension, whose types the tracer notes without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.linear = nn.Conv1d(4, 8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(self.convolution(x).mean(-1))
+
+
+@pytest.mark.slow
+def test_module_with_autocast(kept_models: list[Any]) -> None:
+    model, x = CastSequence().eval(), torch.randn(2, 4, 9)
+    with torch.no_grad():
+        fast = torch.compile(model, backend=backend, options={"threads": 1})
+        assert_as_eager([fast(x)], [model(x)], torch.bfloat16)
+    assert len(kept_models) == 1
