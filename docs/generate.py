@@ -72,14 +72,14 @@ def rules(device: str) -> str:
 
 def cpus(arch: str) -> str:
     """The CPUs of an architecture that LLVM compiles for."""
-    from tvm_fusion.compiler.targets.target import known_cpus
+    from tvm_fusion.compiler.targets import known_cpus
 
     return " ".join(f"`{name}`" for name in sorted(known_cpus(arch)))
 
 
 def architectures() -> str:
     """NVIDIA's architectures that a target can name."""
-    from tvm_fusion.compiler.targets.gpu_target import ARCHITECTURES
+    from tvm_fusion.compiler.targets import ARCHITECTURES
 
     return " ".join(f"`{name}`" for name in ARCHITECTURES)
 

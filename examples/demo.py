@@ -16,8 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.bench.race import Arena, EngineSpec
-from tvm_fusion.bench.race_result import TOLERANCE, Plan, RaceResult, error_text
+from tvm_fusion.bench.race import TOLERANCE, Arena, EngineSpec, Plan, RaceResult, error_text
 from tvm_fusion.cli.progress import progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -19,7 +19,7 @@ from tvm.script import relax as R  # noqa: N812
 
 import tvm_fusion.pipeline  # registers it as "tvm_fusion"
 from relay_passes import FuseConv2D, FuseEpilogue, PackLayout, SimplifyInference
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 
 @I.ir_module

@@ -27,9 +27,8 @@ from .conv2d.quantized.keep_bytes import KeepBytes
 from .conv2d.quantized.multiply_bytes import MultiplyBytes
 from .conv2d.winograd_decision import decide_winograd as decide_winograd
 from .decompose.decompose_normalization import DecomposeNormalization
-from .distribute.compile_exchanges import CompileExchanges
 from .distribute.distribute_rows import DistributeRows, SeparatePairs
-from .distribute.exchange_in_place import ExchangeInPlace
+from .distribute.exchanges import CompileExchanges, ExchangeInPlace
 from .distribute.row_stages import read_row_stages as read_row_stages
 from .layout.fuse_pack import FusePack
 from .layout.pack_layout import PackLayout
@@ -37,21 +36,26 @@ from .layout.pad_columns import PadColumns
 from .matmul.multiply_narrow import MultiplyNarrow
 from .matmul.narrow_weights import NarrowWeights
 from .norm.fuse_layer_norm import FuseLayerNorm
-from .program.check_alignment import CheckAlignment
-from .program.lift_outputs import LiftOutputs
-from .program.lift_outputs import sole_kernel as sole_kernel
-from .program.lift_scratch import LiftScratch
-from .program.lowering import ApplyRules, HalfPrecision, LegalizeCalls
-from .program.marks import AllowTF32, AnnotateGathers, DropPragmaScopes, MarkConstants
+from .program.buffers import CheckAlignment, LiftOutputs, LiftScratch
+from .program.buffers import sole_kernel as sole_kernel
+from .program.lowering import (
+    AllowTF32,
+    AnnotateGathers,
+    ApplyRules,
+    DropPragmaScopes,
+    HalfPrecision,
+    LegalizeCalls,
+    MarkConstants,
+)
 from .program.name_sizes import NameSizes
 from .program.share_kernels import ShareKernels, ShortenNames
 from .program.weights import CaptureGraphs, LiftWeights, PackWeights
 from .program.widen_sums import WidenSums
 from .reduction.coalesce_reduction import CoalesceReduction
+from .reduction.coalesce_reduction import read_reduction_report as read_reduction_report
 from .reduction.configure_reductions import ConfigureReductions
 from .reduction.fuse_reduction_producers import FuseReductionProducers
 from .reduction.fuse_reductions import FuseReductions
-from .reduction.report import read_reduction_report as read_reduction_report
 from .simplify.simplify_inference import SimplifyInference
 
 __all__ = [

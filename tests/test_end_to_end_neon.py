@@ -14,7 +14,7 @@ from onnx_cases import onnx_model
 from tvm import tirx
 
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 FEWEST = 16

@@ -17,7 +17,7 @@ from tvm import tirx
 import tvm_fusion
 from examples.models import MODELS
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidInputError, InvalidModelError
 from tvm_fusion.onnx.frontend import import_onnx
 

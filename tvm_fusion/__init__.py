@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from .bench.profiler import profile
     from .bench.race import Arena, EngineSpec, Plan, RaceResult, race
     from .compiler.compile import compile
-    from .compiler.explain.explain import explain
-    from .compiler.explain.explain_gpu import explain_kernels
+    from .compiler.explain import explain, explain_kernels
     from .compiler.specialized_model import SpecializedModel, specialize
-    from .compiler.targets.target import resolve as resolve_target
+    from .compiler.targets import resolve as resolve_target
     from .prediction.model.ask import predict
     from .prediction.model.predict_model import ModelPrediction
     from .runtime.compiled_model import CompiledModel, Latency, load
@@ -75,13 +74,12 @@ _LATER = {
     **dict.fromkeys(("Comparison", "TensorErrors", "compare"), "bench.comparison"),
     "aligned_empty": "runtime.host_arrays",
     "compile": "compiler.compile",
-    "explain": "compiler.explain.explain",
+    **dict.fromkeys(("explain", "explain_kernels"), "compiler.explain"),
     **dict.fromkeys(("SpecializedModel", "specialize"), "compiler.specialized_model"),
-    "explain_kernels": "compiler.explain.explain_gpu",
     "ModelPrediction": "prediction.model.predict_model",
     "predict": "prediction.model.ask",
     "profile": "bench.profiler",
-    "resolve_target": "compiler.targets.target",
+    "resolve_target": "compiler.targets",
 }
 """Public names, and the modules that are imported when they are asked for."""
 

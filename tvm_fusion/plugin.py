@@ -135,3 +135,13 @@ def _pipeline(*arguments: Any, **options: Any) -> Any:
     """Make the pass; see :func:`tvm_fusion.pipeline.tvm_fusion_pipeline`."""
     family = importlib.import_module("tvm_fusion.compiler.pipeline")
     return family.tvm_fusion_pipeline(*arguments, **options)
+
+
+def hide_torch() -> None:
+    """Let this process not find PyTorch."""
+    sys.meta_path.insert(0, NoTorch())
+
+
+def allow_torch() -> None:
+    """Let this process find PyTorch again."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, NoTorch)]

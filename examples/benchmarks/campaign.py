@@ -17,13 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.bench.race import Arena, EngineSpec, Progress
-from tvm_fusion.bench.race_result import TOLERANCE, Plan
+from tvm_fusion.bench.race import TOLERANCE, Arena, EngineSpec, Plan, Progress
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
-from tvm_fusion.machine.host import host_cpu
-from tvm_fusion.machine.host_info import host_info
-from tvm_fusion.written_aside import written_aside
+from tvm_fusion.machine.host import host_cpu, host_info
+from tvm_fusion.paths import written_aside
 
 FOLDER = Path(os.environ.get("TVM_FUSION_RESULTS") or Path(__file__).resolve().parent / "results")
 """Folder of the results: the environment's, or the checkout's own."""

@@ -37,7 +37,7 @@ from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.distributed import Device
 from tvm_fusion.distributed.local_program import LocalProgram
 from tvm_fusion.errors import TargetError
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

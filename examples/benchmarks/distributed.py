@@ -38,13 +38,13 @@ from schedules.cost.machine import Figure, Machine
 from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion import distributed
 from tvm_fusion.cli.output import FILE_WIDTH
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.distributed.calibrate import processor_of
 from tvm_fusion.distributed.local_program import LocalProgram
 from tvm_fusion.distributed.rank_rates import rank_rates
 from tvm_fusion.distributed.simulate import simulate
 from tvm_fusion.errors import DistributedError
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from tvm_fusion import distributed
 from tvm_fusion.cli.output import FILE_WIDTH
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

@@ -31,7 +31,7 @@ from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.distributed.build_network import read_network, resolve_ranks
 from tvm_fusion.distributed.simulate import simulate_network
 from tvm_fusion.errors import DistributedError
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

@@ -43,7 +43,7 @@ from tvm_fusion import distributed
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.distributed.calibrate import renewed_seconds
 from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, always
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

@@ -47,8 +47,8 @@ from schedules.cpu.cost.fused_conv2d_knobs import FusedConv2DKnobs
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
-from tvm_fusion.compiler.targets.target import resolve
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.compiler.targets import resolve
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.runtime.thread_pool import Crew
 from tvm_fusion.tuning.measure import planes, writer
 

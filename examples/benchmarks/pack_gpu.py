@@ -48,7 +48,7 @@ from examples.zoo import ZOO  # noqa: E402
 from tvm_fusion.cli.progress import progress_bar  # noqa: E402
 from tvm_fusion.errors import TVMFusionError  # noqa: E402
 from tvm_fusion.machine.cuda_toolkit import find_libraries  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
+from tvm_fusion.paths import written_aside
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFLINE = ROOT / "examples" / "benchmarks" / "gpu" / "offline"

@@ -58,9 +58,9 @@ from schedules.cost.learned import (  # noqa: E402
     seconds,
 )
 from schedules.cost.machine import load_machine  # noqa: E402
+from tvm_fusion.paths import written_aside
 from tvm_fusion.prediction.cluster import Cluster  # noqa: E402
 from tvm_fusion.prediction.training import GPTTraining, predict_training  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 RESULTS = Path(__file__).with_name("results")
 KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.prediction.machines import find_machine
 from tvm_fusion.prediction.model.check import CheckedModel, check_model, geometric_error, mean_error
 from tvm_fusion.runtime.thread_pool import choose_threads

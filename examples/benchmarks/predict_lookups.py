@@ -49,10 +49,12 @@ from schedules.cost.embedding import (  # noqa: E402
 )
 from schedules.cost.learned import find_model  # noqa: E402
 from schedules.cost.machine import Figure, Machine, load_machine  # noqa: E402
-from tvm_fusion.bench.exchange_probe import exchange_seconds  # noqa: E402
-from tvm_fusion.machine.host import host_cpu  # noqa: E402
-from tvm_fusion.machine.host_info import host_info  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
+from tvm_fusion.bench.machine_limits import exchange_seconds
+from tvm_fusion.machine.host import (
+    host_cpu,  # noqa: E402
+    host_info,
+)
+from tvm_fusion.paths import written_aside
 
 THREADS = 2
 BATCHES = 3  # of a launch, one after the other, so that none finds its own rows in the cache

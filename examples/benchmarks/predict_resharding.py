@@ -47,7 +47,7 @@ from tvm_fusion.distributed.collective_curves import (  # noqa: E402
     ProcessGroup,
     measure_collectives,
 )
-from tvm_fusion.machine.host_info import host_info  # noqa: E402
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.prediction.api import load_traces, predict_traces  # noqa: E402
 from tvm_fusion.prediction.sharding import EmbeddingTable, assignments  # noqa: E402
 

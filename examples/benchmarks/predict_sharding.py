@@ -54,7 +54,7 @@ from tvm_fusion.distributed.collective_curves import (  # noqa: E402
     ProcessGroup,
     measure_collectives,
 )
-from tvm_fusion.machine.host_info import host_info  # noqa: E402
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.prediction.calibrate.calibration import measured_limits  # noqa: E402
 from tvm_fusion.prediction.collectives import Collectives, collectives_of  # noqa: E402
 from tvm_fusion.prediction.sharding import (  # noqa: E402

@@ -33,7 +33,7 @@ from rich.table import Table
 
 import tvm_fusion
 from schedules.cost.machine import Machine
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.prediction.calibrate.library_cases import keep_freed_memory
 from tvm_fusion.prediction.machines import find_machine
 from tvm_fusion.prediction.model.check import mean_error

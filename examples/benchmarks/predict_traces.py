@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
+from tvm_fusion.paths import written_aside
 from tvm_fusion.prediction.api import TracedRun, load_traces, predict_traces
 from tvm_fusion.prediction.collectives import Curve
 from tvm_fusion.prediction.timeline.path import active_seconds
 from tvm_fusion.prediction.timeline.timelines import simulate
 from tvm_fusion.prediction.traces.overheads import Overheads
-from tvm_fusion.written_aside import written_aside
 
 RESULTS = Path(__file__).resolve().parent / "results" / "predict_traces.json"
 VARIABLE = "PREDICT_DATA"

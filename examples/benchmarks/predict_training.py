@@ -45,7 +45,7 @@ from examples.benchmarks.prediction.trainings import (  # noqa: E402
     Step,
     training_step,
 )
-from tvm_fusion.machine.host_info import host_info  # noqa: E402
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.prediction.api import TracedRun, load_traces  # noqa: E402
 from tvm_fusion.prediction.timeline.edits import map_kernels  # noqa: E402
 from tvm_fusion.prediction.timeline.execution_graph import (  # noqa: E402

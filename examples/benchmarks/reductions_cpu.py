@@ -29,10 +29,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tvm_fusion.bench.race_result import TOLERANCE, Plan
+from tvm_fusion.bench.race import TOLERANCE, Plan
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.cli.progress import progress_bar
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.runtime.host_arrays import relative_error
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -166,10 +166,9 @@ class TVMEngine:
         import tvm_ffi
         from tvm import relax
 
-        from tvm_fusion.compiler import pipeline
-        from tvm_fusion.compiler.targets import target
+        from tvm_fusion.compiler import pipeline, targets
 
-        host = target.resolve("native", self.crew.threads)
+        host = targets.resolve("native", self.crew.threads)
         mod = relax_module(case, self.ours)
         if (
             self.ours
@@ -236,9 +235,9 @@ def serve(pipe: Connection, title: str, threads: int) -> None:
             pipe.send(engine.output())
         elif method == "limits":
             from tvm_fusion.bench.machine_limits import measure_limits
-            from tvm_fusion.compiler.targets import target
+            from tvm_fusion.compiler import targets
 
-            pipe.send(measure_limits(target.resolve("native", threads), threads))
+            pipe.send(measure_limits(targets.resolve("native", threads), threads))
         else:
             pipe.send(engine.turn(*arguments))
 

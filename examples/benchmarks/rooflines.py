@@ -29,8 +29,8 @@ from tvm_fusion.bench.machine_limits import MachineLimits  # noqa: E402
 from tvm_fusion.bench.profiler import Profile, profile  # noqa: E402
 from tvm_fusion.cli.output import FILE_WIDTH  # noqa: E402
 from tvm_fusion.cli.progress import progress_bar  # noqa: E402
+from tvm_fusion.paths import written_aside
 from tvm_fusion.runtime.thread_pool import choose_threads  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

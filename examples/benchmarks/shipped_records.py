@@ -20,8 +20,8 @@ from rich.table import Table
 
 import tvm_fusion
 from tvm_fusion.bench.race import EngineSpec, Plan
-from tvm_fusion.compiler.targets.target import resolve
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.compiler.targets import resolve
+from tvm_fusion.machine.host import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib
 from campaign import FOLDER
 
-from tvm_fusion.written_aside import written_aside
+from tvm_fusion.paths import written_aside
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402

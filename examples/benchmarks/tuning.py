@@ -44,8 +44,8 @@ from tvm.s_tir import meta_schedule as ms
 import tvm_fusion
 from tvm_fusion.bench.race import Arena, EngineSpec, Plan
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
-from tvm_fusion.compiler.targets.target import resolve
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.compiler.targets import resolve
+from tvm_fusion.machine.host import host_info
 from tvm_fusion.tuning.meta_schedule import (
     knob_features,
     nest_builder,

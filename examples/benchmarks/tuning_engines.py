@@ -41,7 +41,7 @@ class TunedTVMEngine(engines.StockTVMEngine):
         """Import, apply the schedules, and build with Relax's default pipeline."""
         from tvm import relax
 
-        from tvm_fusion.compiler.targets.target import resolve
+        from tvm_fusion.compiler.targets import resolve
         from tvm_fusion.onnx.frontend import import_onnx
 
         imported = import_onnx(path, shapes)

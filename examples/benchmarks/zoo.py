@@ -20,7 +20,7 @@ import onnx
 from rich.table import Table
 
 from tvm_fusion.bench.race import EngineSpec, Plan
-from tvm_fusion.written_aside import written_aside
+from tvm_fusion.paths import written_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.

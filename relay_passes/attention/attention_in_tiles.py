@@ -19,8 +19,7 @@ from schedules.cpu.loops.matmul.tile_attention import AttentionShape, tile_atten
 
 from ..core.constants import array_of
 from ..core.expressions import Value, op_name
-from ..core.graph import Graph, Rule, function_graphs
-from ..core.pass_target import pass_target
+from ..core.graph import Graph, Rule, function_graphs, pass_target
 
 _HALF, _FLOAT = "bfloat16", "float32"
 _MATMUL, _CAST, _TURN = "relax.matmul", "relax.astype", "relax.permute_dims"

@@ -13,7 +13,7 @@ from tvm.ir import GenericConst
 from ..core.constants import array_of
 from ..core.expressions import TUPLE_GET_ITEM, Value, op_name
 from ..core.graph import Graph
-from ..core.lowered_function import lowered_function
+from ..core.prim_functions import lowered_function
 
 _NAME = "attention"
 MOVES = ("relax.permute_dims", "relax.reshape")

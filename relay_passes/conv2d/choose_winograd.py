@@ -26,7 +26,7 @@ from schedules.workload.winograd_matrices import (
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import op_name
-from ..core.pass_target import pass_target
+from ..core.graph import pass_target
 from ..op.conv2d import CONV2D
 from ..op.conv_types import read_kernel
 from ..op.quantized_conv2d import MOST_PRODUCTS, QUANTIZED_CONV2D, read_quantized

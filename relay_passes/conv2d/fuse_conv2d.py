@@ -20,7 +20,7 @@ from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .. import op as ops
-from ..core.pass_target import pass_target
+from ..core.graph import pass_target
 from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, Users, find_chains, find_users
 from .fusion_decision import decide, recorded_decision

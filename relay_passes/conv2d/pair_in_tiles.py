@@ -22,9 +22,8 @@ from schedules.cpu.cost.tile_pair_knobs import (
 from schedules.workload.conv2d import Conv2DKernel, FusedConv2DWorkload
 
 from ..core.expressions import Value
-from ..core.graph import Graph, function_graphs
-from ..core.pass_target import pass_target
-from ..op.conv_pair import LAYERS, conv2d_pair, joined_kernel
+from ..core.graph import Graph, function_graphs, pass_target
+from ..op.conv2d import LAYERS, conv2d_pair, joined_kernel
 from .fuse_conv2d import Chooser, asked_decision, check_fuse
 from .fusion_decision import LEAST_GAIN
 from .fusion_report import Entry, cost_fields, merge_reports, read_fusion_report, write_report

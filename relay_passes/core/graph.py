@@ -19,8 +19,24 @@ import tvm
 import tvm_ffi
 from tvm import relax
 from tvm.ir import GenericConst
+from tvm.target import Target
+
+from schedules.errors import OpError
 
 from .expressions import Value, is_claimed, is_removable, op_name, operands, substitute
+
+
+def pass_target(given: Target | None, name: str) -> Target:
+    """Return the target that a pass was given, the current one for None.
+
+    ``given``: the parameter ``target`` of the pass. ``name``: the pass, for the message. Raises
+    OpError if there is none.
+    """
+    target = given or Target.current(allow_none=True)
+    if target is None:
+        raise OpError(f"{name}: no target; pass target=, or run it inside `with target:`")
+    return target
+
 
 Rule = Callable[["Graph", relax.Expr], Value]
 
@@ -36,19 +52,9 @@ class _BindingBlock:
 class Graph:
     """The editable bindings of one function.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        The module of the function; rules look at the PrimFuncs that it calls.
-    func : relax.Function
-        A function in A-normal form; it is not changed.
-
-    Attributes
-    ----------
-    func : relax.Function
-        The function as it was.
-    current : relax.Var
-        The variable whose value a rule may rewrite.
+    ``mod``: the module of the function; rules look at the PrimFuncs that it calls. ``func``: a
+    function in A-normal form; it is not changed. ``func``: the function as it was. ``current``: the
+    variable whose value a rule may rewrite.
     """
 
     def __init__(self, mod: tvm.IRModule, func: relax.Function) -> None:

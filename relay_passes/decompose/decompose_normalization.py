@@ -10,16 +10,18 @@ from ..core.expressions import TUPLE_GET_ITEM
 from ..core.graph import Rule, function_graphs
 from .losses import cross_entropy, log_sum_exp, nll_loss, nll_loss_backward, softmax
 from .norms import (
+    POOLS,
     batch_norm,
+    global_pool,
     group_norm,
     instance_norm,
     layer_norm,
+    p_norm,
     rms_norm,
     tuple_field,
     variance,
     written_out_norm,
 )
-from .reductions import POOLS, global_pool, p_norm
 
 PATTERNS: dict[str, list[Rule]] = {
     "relax.divide": [written_out_norm],

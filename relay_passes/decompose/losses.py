@@ -13,7 +13,7 @@ from schedules.tir.extents import constant
 from ..core.constants import tensor_constant
 from ..core.expressions import Value
 from ..core.graph import Graph
-from .precision import extents, narrow, number, widen
+from .norms import extents, narrow, number, widen
 
 
 def softmax(graph: Graph, call: relax.Call) -> Value:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of norms: mean and variance are two reductions of one chain.
+"""Rules of normalisations, variances, p-norms and pooling of whole images, in float32.
 
-::
+Mean and variance are two reductions of one chain::
 
     mean       = R.mean(x, axes, keepdims=True)
     difference = R.subtract(x, mean)
@@ -17,15 +17,66 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tvm import relax
+import numpy as np
+from tvm import relax, tirx
+from tvm.ir import GenericConst
 
 from schedules.tir.extents import constant
-from schedules.workload.reduce import normal_axes
+from schedules.workload.reduce import FLOATS, normal_axes
 
-from ..core.constants import numbers, uniform
+from ..core.constants import array_of, numbers, tensor_constant, uniform
 from ..core.expressions import Value
 from ..core.graph import Graph
-from .precision import extents, narrow, number, reshape, spread, widen
+
+NARROW = ("float16", "bfloat16")
+
+
+def extents(expr: relax.Expr) -> list[tirx.Expr] | None:
+    """The extents of a tensor of floats without an empty axis; None for anything else."""
+    ty = expr.ty
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return None
+    if ty.dtype is None or str(ty.dtype) not in FLOATS:
+        return None
+    shape = list(ty.shape.values)
+    return shape if shape and all(constant(extent) != 0 for extent in shape) else None
+
+
+def widen(graph: Graph, expr: relax.Expr) -> relax.Expr:
+    """``expr``, in float32 if it has 16 bits."""
+    if str(expr.ty.dtype) not in NARROW:
+        return expr
+    if isinstance(expr, GenericConst):
+        return tensor_constant(array_of(expr), "float32")
+    return graph.emit_once(relax.op.astype(expr, "float32"))
+
+
+def narrow(graph: Graph, value: relax.Expr, dtype: object) -> relax.Expr:
+    """``value``, not yet bound, rounded to ``dtype`` if that has 16 bits."""
+    if str(dtype) not in NARROW:
+        return value
+    return relax.op.astype(graph.emit(value), str(dtype))
+
+
+def number(value: float, like: relax.Expr) -> relax.Expr:
+    """A scalar constant of the type of ``like``."""
+    return tensor_constant(np.asarray(value), like.ty.dtype)
+
+
+def spread(graph: Graph, vector: relax.Expr, shape: Sequence, axes: Sequence[int]) -> relax.Expr:
+    """``vector`` of the extents of ``axes``, ascending, shaped to broadcast against ``shape``."""
+    ndim = len(shape)
+    if list(axes) == list(range(ndim - len(axes), ndim)):
+        return vector
+    return reshape(graph, vector, [n if axis in axes else 1 for axis, n in enumerate(shape)])
+
+
+def reshape(graph: Graph, expr: relax.Expr, shape: Sequence) -> relax.Expr:
+    """``expr`` in another shape; a constant stays a constant."""
+    if isinstance(expr, GenericConst) and all(constant(extent) is not None for extent in shape):
+        values = array_of(expr).reshape([int(extent) for extent in shape])
+        return tensor_constant(values, expr.ty.dtype)
+    return graph.emit_once(relax.op.reshape(expr, shape))
 
 
 @dataclass(frozen=True)
@@ -254,3 +305,98 @@ def variance(graph: Graph, call: relax.Call) -> Value:
     if call.op.name == "relax.std":
         result = relax.op.sqrt(graph.emit(result))
     return narrow(graph, result, data.ty.dtype)
+
+
+POOLS = tuple(
+    f"relax.nn.{kind}_pool{rank}d" for kind in ("adaptive_avg", "avg", "max") for rank in (1, 2, 3)
+)
+
+
+def global_pool(graph: Graph, call: relax.Call) -> Value:
+    """Rewrite a pooling with one output a channel.
+
+    ::
+
+        adaptive_avg_pool2d(x, [1, 1])            ->   R.mean(x, axis=[2, 3], keepdims=True)
+        avg_pool2d(x, pool_size=[H, W])           ->   R.mean(x, axis=[2, 3], keepdims=True)
+        max_pool2d(x, pool_size=[H, W])           ->   R.max(x, axis=[2, 3], keepdims=True)
+
+    likewise in one and three dimensions, in every layout whose spatial axes are not split.
+    """
+    data, attrs = call.args[0], call.attrs
+    shape = extents(data)
+    axes = _spatial_axes(str(attrs.layout))
+    if shape is None or axes is None or attrs.layout != attrs.out_layout:
+        return None
+    if any(constant(call.ty.shape.values[axis]) != 1 for axis in axes):
+        return None
+    if "adaptive" not in call.op.name and not _covers_all(attrs, [shape[axis] for axis in axes]):
+        return None
+    reduce = relax.op.max if "max_pool" in call.op.name else relax.op.mean
+    return reduce(data, axes, keepdims=True)
+
+
+def _spatial_axes(layout: str) -> list[int] | None:
+    """Positions of depth, height and width; None if one of them is split."""
+    letters = [letter for letter in layout if letter.isalpha()]
+    if any(letter in "dhw" for letter in letters):
+        return None
+    return [position for position, letter in enumerate(letters) if letter in "DHW"]
+
+
+def _covers_all(attrs: Value, image: list) -> bool:
+    """Return whether one window without padding or holes is as large as the image."""
+    window = [int(extent) for extent in attrs.pool_size]
+    is_dense = not any(attrs.padding) and all(int(step) == 1 for step in attrs.dilation)
+    return is_dense and window == [constant(extent) for extent in image]
+
+
+_LIFTS = ("relax.abs", "relax.multiply", "relax.square", "relax.power")
+
+
+def p_norm(graph: Graph, call: relax.Call) -> Value:
+    """Rewrite a root, power or logarithm of a sum.
+
+    ::
+
+        sqrt(sum(x * x))             ReduceL2
+        log(sum(x))                  ReduceLogSum
+        power(sum(power(abs(x), p)), 1 / p)      GlobalLpPool
+
+    Their sums may overflow although the norms do not: they are computed in float32 and rounded
+    once. Wider data stay: their sums are reductions already.
+    """
+    total = graph.definition(call.args[0], "relax.sum")
+    if total is None or not _is_unary(call):
+        return None
+    if str(call.ty.dtype) not in NARROW or extents(total.args[0]) is None:
+        return None
+    terms = _widened(graph, total.args[0])
+    wide = graph.emit(relax.op.sum(terms, total.attrs.axis, total.attrs.keepdims))
+    return narrow(graph, _of(graph, call, wide), call.ty.dtype)
+
+
+def _widened(graph: Graph, data: relax.Expr) -> relax.Expr:
+    """``data`` and the unary ops before it in float32."""
+    value = graph.definition(data, *_LIFTS)
+    if value is None or not _is_unary(value):
+        return widen(graph, data)
+    return graph.emit_once(_of(graph, value, _widened(graph, value.args[0])))
+
+
+def _is_unary(call: relax.Call) -> bool:
+    """Return whether ``call`` is a function of the elements of its first operand alone."""
+    if call.op.name == "relax.multiply":
+        return call.args[0].same_as(call.args[1])
+    if call.op.name == "relax.power":
+        return isinstance(call.args[1], GenericConst) and call.args[1].ty.ndim == 0
+    return True
+
+
+def _of(graph: Graph, call: relax.Call, data: relax.Expr) -> relax.Expr:
+    """The function ``call``, of ``data`` in float32."""
+    if call.op.name == "relax.multiply":
+        return relax.op.multiply(data, data)
+    if call.op.name == "relax.power":
+        return relax.op.power(data, widen(graph, call.args[1]))
+    return relax.Call(call.op, [data])

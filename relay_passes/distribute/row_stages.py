@@ -42,15 +42,8 @@ class BoundStage:
 def read_row_stages(func: relax.Function) -> list[BoundStage]:
     """Stages of a function: its parameters, then its bindings in order; the last is its result.
 
-    Parameters
-    ----------
-    func : relax.Function
-        In normal form.
-
-    Raises
-    ------
-    OpError
-        If a shape is symbolic, or the function branches; the message names the variable.
+    ``func``: in normal form. Raises OpError if a shape is symbolic, or the function branches; the
+    message names the variable.
     """
     places: dict[relax.Var, int] = {}
     found: list[BoundStage] = []

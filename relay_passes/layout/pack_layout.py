@@ -23,8 +23,8 @@ from schedules.gpu.gemm.matmul.tensor_core_tile import DTYPES as HALF
 from schedules.workload.conv2d import WORDS, ChannelBlocks, Conv2DKernel
 
 from ..core.expressions import Value
-from ..core.pass_target import pass_target
-from ..op.pack import unpack
+from ..core.graph import pass_target
+from ..op.channels import unpack
 from .packed import RULES
 from .packed.channels import CHANNEL_RULES
 from .packed.consumers import Uses, find_uses

@@ -15,7 +15,7 @@ from schedules.cpu.loops.matmul.dense import PACKED_ROWS
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import is_claimed, op_name
-from ..core.pass_target import pass_target
+from ..core.graph import pass_target
 
 LEAST_DEPTH = 256
 """Terms of a sum that take far longer than another copy of the sum."""

@@ -28,7 +28,7 @@ from schedules.workload.conv2d import WORDS
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import Value, is_claimed, op_name
-from ..core.pass_target import pass_target
+from ..core.graph import pass_target
 from ..op.widen_weight import LEAST_ELEMENTS, MODES, in_pairs, take_widened
 from ..op.widen_weight import NAME as WIDEN_WEIGHT
 

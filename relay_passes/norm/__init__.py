@@ -2,5 +2,5 @@
 """Pass ``FuseLayerNorm``: layer norms as parts of the products before and behind them.
 
 Imports ``core``; no other family may import it.
-Start with ``fuse_layer_norm.py``, then ``norm_plan.py``.
+Start with ``fuse_layer_norm.py``.
 """

@@ -12,12 +12,10 @@ import sys
 import tvm.relax.script
 
 from .byte_matmul import byte_matmul
-from .channels import channel_norm, channel_shuffle, channel_slice
+from .channels import channel_norm, channel_shuffle, channel_slice, pack, unpack
 from .coalesced_reduce import coalesced_reduce
-from .conv2d import conv2d, fused_conv2d
-from .conv_pair import conv2d_pair
+from .conv2d import conv2d, conv2d_pair, fused_conv2d
 from .elementwise import hardswish, round_clip, sort_key
-from .pack import pack, unpack
 from .quantized_conv2d import fused_quantized_conv2d, quantized_conv2d
 from .recurrence import recurrence
 from .widen_weight import take_widened, widen_weight

@@ -91,10 +91,7 @@ def coalesced_reduce(
 def read_workload(call: relax.Call) -> tuple[ReduceWorkload, CanonicalLoops]:
     """Workload of a call of the op.
 
-    Raises
-    ------
-    OpError
-        If the call is not valid.
+    Raises OpError if the call is not valid.
     """
     ty = call.args[0].ty
     if not isinstance(ty, relax.TensorType) or ty.shape is None or ty.dtype is None:

@@ -32,16 +32,9 @@ def build_call(
 ) -> relax.Call:
     """A checked call of ``op``.
 
-    Parameters
-    ----------
-    op : ConvOp
-        The op, which must be registered.
-    operands : Sequence[relax.Expr | None]
-        Data, then a weight and a bias for each layer; None stands for a bias of zeros.
-    residual : relax.Expr | None
-        The last operand, if any.
-    attrs : dict[str, Any]
-        All attributes as the caller gave them.
+    ``op``: the op, which must be registered. ``operands``: data, then a weight and a bias for each
+    layer; None stands for a bias of zeros. ``residual``: the last operand, if any. ``attrs``: all
+    attributes as the caller gave them.
     """
     attrs = checked_attrs(op, attrs)
     packed = attrs["out_layout"] != "NCHW"

@@ -15,16 +15,10 @@ from tvm.ir import GenericConst, Op
 
 from schedules.compute.edge_values import max_pool, quantize, sign
 
-from .conv2d import CONV2D, FUSED_CONV2D, legalize_fused
+from .conv2d import CONV2D, FUSED_CONV2D, PAIR, legalize_fused, legalize_pair
 from .conv2d import legalize as legalize_conv2d
 from .conv_call import Known
-from .conv_pair import NAME as PAIR
-from .conv_pair import legalize as legalize_pair
-from .quantized_conv2d import (
-    FUSED_QUANTIZED_CONV2D,
-    QUANTIZED_CONV2D,
-    legalize_fused_quantized,
-)
+from .quantized_conv2d import FUSED_QUANTIZED_CONV2D, QUANTIZED_CONV2D, legalize_fused_quantized
 from .quantized_conv2d import legalize as legalize_quantized
 from .winograd_conv2d import NAME as WINOGRAD
 from .winograd_conv2d import legalize as legalize_winograd

@@ -306,10 +306,7 @@ def _check_shapes(call: relax.Call, weight: tuple[int, ...], numbers: tuple[int,
 def fits_pairs(weights: np.ndarray) -> bool:
     """Return whether 16 bits hold the sums of two products of uint8 by neighbours in words.
 
-    Parameters
-    ----------
-    weights : np.ndarray
-        int8, with neighbouring input channels, in words, along the last axis.
+    ``weights``: int8, with neighbouring input channels, in words, along the last axis.
     """
     pairs = weights.reshape(-1, 2).astype("int16")
     most = np.maximum(pairs, 0).sum(axis=1).max(initial=0)

@@ -21,21 +21,10 @@ def register_op(
 ) -> Op:
     """Register a pure op with its type inference and legalization.
 
-    Parameters
-    ----------
-    name : str
-        Full name, ``relax.tvm_fusion.<op>``.
-    description : str
-        One line for TVM's registry.
-    infer_type : Callable
-        ``FInferType``: the type of a call.
-    legalize : Callable
-        ``FLegalize``: the expression that replaces a call in ``LegalizeOps``.
-
-    Returns
-    -------
-    Op
-        The op; one that is registered already is returned unchanged, so that a reload is harmless.
+    ``name``: full name, ``relax.tvm_fusion.<op>``. ``description``: one line for TVM's registry.
+    ``infer_type``: ``FInferType``: the type of a call. ``legalize``: ``FLegalize``: the expression
+    that replaces a call in ``LegalizeOps``. Returns the op; one that is registered already is
+    returned unchanged, so that a reload is harmless.
     """
     if name not in Op.list_op_names():
         tvm.ir._ffi_api.RegisterOp(name, description)
@@ -58,10 +47,7 @@ def is_typed(*arguments: relax.Expr) -> bool:
 def float_tensor_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:
     """Return the type of the only operand, which is that of an element-wise op on floats.
 
-    Raises
-    ------
-    OpError
-        If it is no tensor of a floating-point type.
+    Raises OpError if it is no tensor of a floating-point type.
     """
     ty = call.args[0].ty
     if not isinstance(ty, relax.TensorType):

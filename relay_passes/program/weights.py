@@ -17,7 +17,7 @@ from schedules.workload.workspace_layout import is_workspace
 
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import op_name
-from .lift_outputs import sole_kernel
+from .buffers import sole_kernel
 
 LEAST_BYTES = 4096
 """Bytes below which constants stay: as arguments they would cost more than they save."""

@@ -102,11 +102,7 @@ class WidenSums:
     """
 
     def __init__(
-        self,
-        *,
-        reductions: bool = True,
-        products: str = "cast",
-        stored: Collection[str] = NARROW,
+        self, *, reductions: bool = True, products: str = "cast", stored: Collection[str] = NARROW
     ) -> None:
         self.reductions, self.products, self.stored = reductions, products, stored
 

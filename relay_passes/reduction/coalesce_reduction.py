@@ -1,22 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass ``CoalesceReduction``: replaces every reduction by a call of one op."""
+"""Pass ``CoalesceReduction``: one op for every reduction; and the report on reductions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import IRModule, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from schedules import attributes
 from schedules.errors import OpError
 from schedules.tir.extents import constant
 from schedules.workload.reduce import normal_axes
 
 from ..core.expressions import Value, is_claimed, op_name
 from ..op import coalesced_reduce
-from .report import extend_reduction_report
+
+Entry = dict[str, Any]
+
+
+def read_reduction_report(mod: IRModule) -> Entry:
+    """Return what passes did to the reductions of ``mod``.
+
+    Returns
+    -------
+    dict
+        ``rewritten``: the number that ``CoalesceReduction`` replaced. ``groups``: a list with an
+        entry for each function that ``FuseReductions`` made: the ``function`` that calls it, its
+        ``name`` and ``kind`` (``chain``, ``online``, ``stored``: elements that use no results,
+        ``sisters``, ``epilogue`` or ``producers``),
+        ``outputs`` and ``reduced`` (``M`` and ``N``; None where symbolic), and by the names of what
+        they call its ``reductions``, its other ``members``, the ``producers`` that it absorbed, and
+        the ``results`` that it returns.
+    """
+    text = mod.attrs.get(attributes.REDUCTION_REPORT) if mod.attrs else None
+    return {"rewritten": 0, "groups": []} if text is None else json.loads(str(text))
+
+
+def extend_reduction_report(
+    mod: IRModule, rewritten: int = 0, groups: Sequence[Entry] = ()
+) -> IRModule:
+    """A copy of ``mod`` with an extended report; ``mod`` itself if there is nothing to add."""
+    if not rewritten and not groups:
+        return mod
+    report = read_reduction_report(mod)
+    report["rewritten"] += rewritten
+    report["groups"] += groups
+    return mod.with_attr(attributes.REDUCTION_REPORT, json.dumps(report))
+
 
 _NARROW = ("float16", "bfloat16")
 _OPERATORS = {

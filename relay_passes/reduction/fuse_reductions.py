@@ -14,13 +14,18 @@ from schedules.gpu.core.machine import GPUInfo, gpu_target
 from schedules.tir.extents import constant
 
 from ..core.expressions import is_claimed
-from .call_group import CallGroup
-from .column_sums import are_kept, find_column_sums, pays_off, with_column_sums
-from .dependences import BlockOrder, Unit
+from .coalesce_reduction import Entry, extend_reduction_report
 from .groups import ReductionGroup, ReductionGroups
-from .online_sums import Links, find_online_sums, with_own_links
-from .primfunc_calls import TIRCalls
-from .report import Entry, extend_reduction_report
+from .joined_sums import (
+    Links,
+    are_kept,
+    find_column_sums,
+    find_online_sums,
+    pays_off,
+    with_column_sums,
+    with_own_links,
+)
+from .tir_calls import BlockOrder, CallGroup, TIRCalls, Unit
 
 
 @tvm.transform.module_pass(opt_level=0, name="FuseReductions")
@@ -69,12 +74,12 @@ class FuseReductions:
       those of its rows, and another kernel adds the sums of all blocks;
     * the producers of all of these.
 
-    :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.stored_calls`,
-    :mod:`relay_passes.reduction.producers` and :mod:`relay_passes.reduction.online_sums` have the
-    rules. Values of a group that others read are
+    :mod:`relay_passes.reduction.groups`, :mod:`relay_passes.reduction.row_space`,
+    :mod:`relay_passes.reduction.fuse_reduction_producers` and
+    :mod:`relay_passes.reduction.joined_sums` have the rules. Values of a group that others read are
     its outputs; several make a tuple. Bindings move after all that they read. The module attribute
-    ``tvm_fusion.reduction_report`` (:func:`relay_passes.reduction.report.read_reduction_report`)
-    records the groups.
+    ``tvm_fusion.reduction_report``
+    (:func:`relay_passes.reduction.coalesce_reduction.read_reduction_report`) records the groups.
 
     Left alone: anything outside a dataflow block, functions that another pass has claimed, and all
     modules for other targets than ``cuda`` and ``opencl``, whose rules take one reduction at a time
@@ -159,10 +164,7 @@ class _Rewriter(PyExprMutator):
         return block, groups
 
     def _groups(
-        self,
-        block: relax.DataflowBlock,
-        links: Links | None = None,
-        mod: IRModule | None = None,
+        self, block: relax.DataflowBlock, links: Links | None = None, mod: IRModule | None = None
     ) -> ReductionGroups:
         order = BlockOrder(block)
         calls = TIRCalls.read(mod or self.mod, order.bindings.values(), gathers=True)

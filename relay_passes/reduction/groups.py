@@ -12,15 +12,15 @@ computed from their results in this space. Groups are formed in six steps:
    launch: unless that keeps more than :data:`KEPT_BYTES` of tensors alive longer.
 3. A reshape of a tensor that a group writes anyway leaves the group: TVM makes it a view.
 4. A call that is stored anyway joins a group that reads the same data
-   (:mod:`relay_passes.reduction.stored_calls`).
-5. A chain computes sums of columns over groups of its rows (:mod:`.column_sums`).
-6. Each group absorbs producers (:mod:`relay_passes.reduction.producers`). One that is also read
-   outside joins the group, which writes its tensor, too.
+   (:mod:`relay_passes.reduction.row_space`).
+5. A chain computes sums of columns over groups of its rows (:mod:`.joined_sums`).
+6. Each group absorbs producers (:mod:`relay_passes.reduction.fuse_reduction_producers`). One that
+   is also read outside joins the group, which writes its tensor, too.
 
 A group is a *chain* if it reduces or stores elements that use its results. It needs a whole row at
 once: :func:`schedules.gpu.reduce.plan.chain_config.chain_fits` decides where that pays off.
 Elsewhere a sum of exponentials and the maximum that it is relative to can still be a group, which
-then is *online* (:mod:`relay_passes.reduction.online_sums`). No call joins a group on which it
+then is *online* (:mod:`relay_passes.reduction.joined_sums`). No call joins a group on which it
 depends through a call outside, which could run neither before nor after it, and no group has more
 than ``MAX_TENSORS`` reductions, inputs or stored tensors of the size of the data.
 """
@@ -38,12 +38,12 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.chain_config import chain_fits
 from schedules.tir.extents import constant
 
-from ..core.element_function import ElementFunction
-from .dependences import BlockOrder
-from .primfunc_calls import TIRCalls, count_bytes, count_elements, item_bytes
-from .producers import MAX_TENSORS, Absorption, count_large
-from .row_space import ROW, TILE, RowSpace
-from .stored_calls import (
+from ..core.prim_functions import ElementFunction
+from .fuse_reduction_producers import MAX_TENSORS, Absorption, count_large
+from .row_space import (
+    ROW,
+    TILE,
+    RowSpace,
     calls_after,
     calls_between,
     is_stored,
@@ -51,35 +51,25 @@ from .stored_calls import (
     tensors_before,
     tensors_in_place,
 )
+from .tir_calls import BlockOrder, TIRCalls, count_bytes, count_elements, item_bytes
 
 KEPT_BYTES = 1 << 26  # little compared with the memory of a device
 
 
 @dataclass(frozen=True, eq=False)
 class ReductionGroup:
-    """Calls that one kernel computes.
+    """Calls that one kernel computes."""
 
-    Parameters
-    ----------
-    space : RowSpace
-        Their loops.
-    finish : str
-        Finish of the split, the same for all reductions.
-    reductions, rows, tiles : frozenset[relax.Var]
-        The members: reductions, calls of as many elements as results, and as the data.
-    links : frozenset[relax.Var]
-        Further members, of as many elements as the data: the calls between a maximum and a sum that
-        uses it, in an online group (:mod:`relay_passes.reduction.online_sums`).
-    columns : frozenset[relax.Var]
-        Further members: sums of columns over groups of rows.
-    """
-
-    space: RowSpace
-    finish: str
+    space: RowSpace  # Their loops.
+    finish: str  # Finish of the split, the same for all reductions.
+    # The members: reductions, calls of as many elements as results, and as the data.
     reductions: frozenset[relax.Var] = frozenset()
     rows: frozenset[relax.Var] = frozenset()
     tiles: frozenset[relax.Var] = frozenset()
+    # Further members, of as many elements as the data: the calls between a maximum and a sum that
+    # uses it, in an online group (:mod:`relay_passes.reduction.joined_sums`).
     links: frozenset[relax.Var] = frozenset()
+    # Further members: sums of columns over groups of rows.
     columns: frozenset[relax.Var] = frozenset()
 
     @cached_property
@@ -109,23 +99,9 @@ class ReductionGroup:
 class ReductionGroups:
     """The groups of a block.
 
-    Parameters
-    ----------
-    calls : TIRCalls
-        The block's calls.
-    order : BlockOrder
-        The block's dependences.
-    gpu : GPUInfo
-        The device.
-    links : Mapping[relax.Var, frozenset[relax.Var]]
-        For sums to merge with their maximum although no block can process a row, the calls between.
-
-    Attributes
-    ----------
-    groups : list[ReductionGroup]
-        By the first member.
-    absorption : Absorption
-        Producers that they absorb.
+    ``calls``: the block's calls. ``order``: the block's dependences. ``gpu``: the device.
+    ``links``: for sums to merge with their maximum although no block can process a row, the calls
+    between. ``groups``: by the first member. ``absorption``: producers that they absorb.
     """
 
     def __init__(

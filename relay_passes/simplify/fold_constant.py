@@ -23,7 +23,7 @@ from ..core.expressions import Value, op_name
 from ..core.graph import Graph
 from ..op.widen_weight import NAME as WIDEN_WEIGHT
 from ..op.widen_weight import widened
-from .remove_broadcast import is_broadcast_by_readers
+from .elementwise import is_broadcast_by_readers
 
 SHAPES = ("relax.shape_of", "relax.shape_to_tensor")
 _SHAPE_OPS = (*SHAPES, "relax.tensor_to_shape")

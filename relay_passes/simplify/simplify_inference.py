@@ -10,31 +10,86 @@ from tvm import relax
 from tvm.target import Target
 
 from schedules.gpu.core.machine import KINDS
+from schedules.workload.reduce import DTYPES
 
-from ..core.expressions import TUPLE_GET_ITEM
-from ..core.graph import Rule, function_graphs
-from .conv2d.canonicalize_bias import canonicalize_bias
-from .conv2d.flatten_conv3d import flatten_conv3d
-from .conv2d.fold_batch_norm import fold_batch_norm
-from .conv2d.fold_input_affine import fold_input_affine
-from .conv2d.fold_pad import fold_pad
-from .conv2d.fold_scale import fold_scale
-from .conv2d.sink_image import sink_image
-from .conv2d.split_conv_transpose import OPS as TRANSPOSED
-from .conv2d.split_conv_transpose import split_conv_transpose
-from .conv2d.widen_conv1d import BINARY, POINTWISE, widen_conv1d
-from .elementwise.canonicalize_activation import canonicalize_activation
-from .elementwise.canonicalize_clip import canonicalize_clip
-from .elementwise.fold_quantization import fold_quantization
+from ..core.expressions import TUPLE_GET_ITEM, Value, op_name
+from ..core.graph import Graph, Rule, function_graphs
+from ..op.elementwise import sort_key
+from .conv_as_conv2d import (
+    BINARY,
+    POINTWISE,
+    flatten_conv3d,
+    sink_image,
+    split_conv_transpose,
+    widen_conv1d,
+)
+from .conv_as_conv2d import OPS as TRANSPOSED
+from .elementwise import (
+    ELEMENTWISE,
+    canonicalize_activation,
+    canonicalize_clip,
+    fold_quantization,
+    remove_broadcast,
+    remove_identity,
+)
 from .fold_constant import FOLDED, SHAPES, fold_constant, needs_kernel
-from .remove_broadcast import ELEMENTWISE, remove_broadcast
-from .remove_identity import remove_identity
-from .shapes.canonicalize_shuffle import canonicalize_shuffle
-from .shapes.channels_first import channels_first
-from .shapes.reshape_rms_norm import reshape_rms_norm
-from .shapes.unflatten_matmul import unflatten_any_matmul, unflatten_matmul
-from .shapes.unstack_reduction import unstack_reduction
-from .sort_by_keys import PLACES, SORTS, sort_by_keys
+from .fold_into_conv2d import (
+    canonicalize_bias,
+    fold_batch_norm,
+    fold_input_affine,
+    fold_pad,
+    fold_scale,
+)
+from .shapes import (
+    canonicalize_shuffle,
+    channels_first,
+    reshape_rms_norm,
+    unflatten_any_matmul,
+    unflatten_matmul,
+    unstack_reduction,
+)
+
+SORTS = ("relax.argsort", "relax.sort", "relax.topk")
+PLACES = {"relax.argmax": relax.op.argmax, "relax.argmin": relax.op.argmin}
+
+
+def sort_by_keys(graph: Graph, call: relax.Call) -> Value:
+    """Sorting of other types than int32 and int64 by keys of these.
+
+    ::
+
+        argsort(x)   ->   argsort(sort_key(x))
+        sort(x)      ->   gather_elements(x, argsort(sort_key(x)))
+        topk(x, k)   ->   places = topk(sort_key(x), k);  gather_elements(x, places), places
+        argmax(x)    ->   argmax(sort_key(x))    of integers that no reduction of ours takes
+
+    TVM's kernels lose elements beside NaN, do not know all types, and find no place of the least
+    number of those without sign.
+    """
+    data, attrs = call.args[0], call.attrs
+    ty, name = data.ty, op_name(call)
+    if name in PLACES:
+        if str(ty.dtype) in DTYPES:
+            return None
+        return PLACES[name](graph.emit(sort_key(data)), attrs.axis, bool(attrs.keepdims))
+    if str(ty.dtype) in ("int32", "int64") or ty.shape is None or ty.ndim == 0:
+        return None
+    keys = graph.emit(sort_key(data))
+    axis = int(attrs.axis)
+    if name == "relax.argsort":
+        return relax.op.argsort(keys, axis, bool(attrs.descending), attrs.dtype)
+    if name == "relax.sort":
+        order = graph.emit(relax.op.argsort(keys, axis, bool(attrs.descending), "int64"))
+        return relax.op.gather_elements(data, order, axis % ty.ndim)
+    kind, dtype = str(attrs.ret_type), attrs.dtype
+    places = graph.emit(
+        relax.op.topk(keys, int(attrs.k), axis, "indices", bool(attrs.largest), dtype)
+    )
+    if kind == "indices":
+        return places
+    values = relax.op.gather_elements(data, places, axis % ty.ndim)
+    return values if kind == "values" else relax.Tuple([graph.emit(values), places])
+
 
 CLIPS = ("relax.nn.relu", "relax.clip", "relax.maximum", "relax.minimum", "relax.call_tir")
 IDENTITIES = (

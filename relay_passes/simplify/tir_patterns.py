@@ -59,6 +59,27 @@ def padding_of(graph: Graph, call: relax.Expr) -> tuple[relax.Expr, Padding] | N
     return None if padding is None else (call.args[1].fields[0], padding)
 
 
+def zero_padding(
+    graph: Graph, call: Value
+) -> tuple[relax.Expr, tuple[int, ...], tuple[int, ...]] | None:
+    """``(x, before, after)`` if ``call`` pads the axes of ``x`` with zeros."""
+    if op_name(call) == "relax.nn.pad":
+        width = [int(extent) for extent in call.attrs.pad_width]
+        if call.attrs.pad_mode != "constant" or _number(call.attrs.pad_value) != 0:
+            return None
+        if min(width, default=0) < 0:
+            return None
+        return call.args[0], tuple(width[::2]), tuple(width[1::2])
+    match = None if call is None else padding_of(graph, call)
+    if match is None or match[1].value != 0:
+        return None
+    return match[0], match[1].before, match[1].after
+
+
+def _number(value: object) -> float:
+    return float(getattr(value, "value", value))  # type: ignore[arg-type]
+
+
 def _prim_func(graph: Graph, call: relax.Expr) -> tirx.PrimFunc | None:
     """The function of a ``call_tir`` with one result, of at least one tensor."""
     if op_name(call) != "relax.call_tir" or len(call.args) != 2:

@@ -116,8 +116,7 @@ def saved_model(text: str, seed: int = 0) -> tuple[bytes, list[np.ndarray], list
     import onnx
 
     import tvm_fusion
-    from tvm_fusion.runtime.host_arrays import random_inputs
-    from tvm_fusion.runtime.tensor_spec import TensorSpec
+    from tvm_fusion.runtime.host_arrays import TensorSpec, random_inputs
 
     header = '<ir_version: 8, opset_import: ["": 17]> graph '
     open_sizes = {"n": "n"} if "[n," in text else {}
@@ -229,7 +228,7 @@ def _ranks_model() -> Artifact:
 def _records() -> list[Artifact]:
     import tvm_fusion
     from tvm_fusion.compiler.record_reader import SHIPPED, choose_records
-    from tvm_fusion.compiler.targets.target import resolve
+    from tvm_fusion.compiler.targets import resolve
     from tvm_fusion.tuning.meta_schedule_records import read_measurements
     from tvm_fusion.tuning.record_files import import_measured
 
@@ -377,7 +376,7 @@ def _traces() -> list[Artifact]:
 
 def _others() -> list[Artifact]:
     from schedules.cost.learned import load_model
-    from tvm_fusion.cli.commands.run_model import load_array
+    from tvm_fusion.cli.commands.run import load_array
 
     models = ROOT / "schedules" / "cost" / "models"
     learned = min(models.glob("*.npz"), key=lambda path: (path.stat().st_size, path.name))

@@ -15,10 +15,10 @@ from tvm.script import tirx as T
 
 from tvm_fusion.compiler.compile_model import fresh_outputs
 from tvm_fusion.compiler.pipeline import build_apart
-from tvm_fusion.compiler.targets.target import arch_of, required_features, resolve
+from tvm_fusion.compiler.targets import arch_of, required_features, resolve
 from tvm_fusion.runtime.artifact import Description, current_versions
 from tvm_fusion.runtime.compiled_model import CompiledModel
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import TensorSpec
 from tvm_fusion.runtime.weights import weight_specs
 
 WEIGHT = np.random.default_rng(0).standard_normal((8, 6)).astype("float32")

@@ -19,8 +19,7 @@ from ..errors import InvalidInputError
 from ..onnx.model.graph_edits import is_default_domain
 from ..onnx.model.loader import check_external_data, load_all_external_data, parse_model, read_model
 from ..onnx.model.shapes import infer_shapes
-from ..runtime.host_arrays import random_inputs, relative_error
-from ..runtime.tensor_spec import refuse_open_shapes
+from ..runtime.host_arrays import random_inputs, refuse_open_shapes, relative_error
 
 if TYPE_CHECKING:
     from ..runtime.compiled_model import CompiledModel

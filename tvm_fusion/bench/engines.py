@@ -129,17 +129,17 @@ class StockTVMEngine(Engine):
         from tvm import relax
 
         from tvm_fusion.codegen import nvrtc
-        from tvm_fusion.compiler.targets import target
+        from tvm_fusion.compiler import targets
         from tvm_fusion.onnx import frontend
 
         imported = frontend.import_onnx(path, shapes)
-        chosen = target.resolve(options.get("target", "native"))
+        chosen = targets.resolve(options.get("target", "native"))
         kind = chosen.kind.name
         arch = str(chosen.attrs.get("arch", ""))
         with nvrtc.tvm_compiler(arch) if kind == "cuda" else contextlib.nullcontext():
             pipeline = relax.get_default_pipeline(chosen)
             executable = self._tvm.compile(imported.mod, chosen, relax_pipeline=pipeline)
-        self._device = self._tvm.device(kind if target.is_gpu(chosen) else "cpu", 0)
+        self._device = self._tvm.device(kind if targets.is_gpu(chosen) else "cpu", 0)
         self._main = relax.VirtualMachine(executable, self._device)["main"]
         self.inputs = [Input(s.name, tuple(s.shape), s.dtype) for s in imported.inputs]
 
@@ -199,10 +199,7 @@ class OpenVINOEngine(Engine):
         model = self._core.read_model(path)
         if shapes:
             model.reshape({name: list(shape) for name, shape in shapes.items()})
-        settings = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_NUM_THREADS": threads,
-        }
+        settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
         if options.get("precision", "f32") == "f32":
             settings["INFERENCE_PRECISION_HINT"] = "f32"
         compiled = self._core.compile_model(model, "CPU", settings)

@@ -87,18 +87,9 @@ def reason(
 ) -> str:
     """Name the likely reason in a few words; an empty text near the limit.
 
-    Parameters
-    ----------
-    kernel : Conv2DKernel | None
-        The convolutions, if the kernel computes some.
-    moved : int
-        Bytes of all tensors that it reads and writes.
-    seconds, fraction : float
-        Its time, and the share of the limit that it reaches.
-    limits : MachineLimits
-        The roofs.
-    cpu : CPUInfo
-        Target of the code.
+    ``kernel``: the convolutions, if the kernel computes some. ``moved``: bytes of all tensors that
+    it reads and writes. ``seconds`` and ``fraction``: its time, and the share of the limit that it
+    reaches. ``limits``: the roofs. ``cpu``: target of the code.
     """
     if fraction >= NEAR:
         return ""

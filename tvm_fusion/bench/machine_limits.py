@@ -9,30 +9,23 @@ memory). Reading alone is faster than copying, so the limits are on the strict s
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import tvm
 from tvm import tirx
+from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
-from tvm.script.ir_builder import tirx as T
+from tvm.script.ir_builder import tirx as ib
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.micro_kernel import (
-    add_half_products,
-    add_word_products,
-    word_functions,
-)
-from schedules.cpu.core.tile_unit import (
-    TILE_ELEMENTS,
-    TILE_ROWS,
-    TILE_WORDS,
-    TileShape,
-    tile_unit,
-)
+from schedules.cpu.core.micro_kernel import add_half_products, add_word_products, word_functions
+from schedules.cpu.core.tile_unit import TILE_ELEMENTS, TILE_ROWS, TILE_WORDS, TileShape, tile_unit
 from schedules.workload.conv2d import WORD_BYTES, WORDS
 
 from ..machine.host import may_use_tiles
@@ -109,12 +102,8 @@ class MachineLimits:
 def measure_limits(target: Target, threads: int) -> MachineLimits:
     """Measure this machine; takes about two seconds.
 
-    Parameters
-    ----------
-    target : Target
-        Target of the kernels: a CPU whose code runs here.
-    threads : int
-        Number of threads that share the work.
+    ``target``: target of the kernels: a CPU whose code runs here. ``threads``: number of threads
+    that share the work.
     """
     cpu = CPUInfo.from_target(target)
     crew = Crew(threads)
@@ -146,15 +135,8 @@ def _peak(cpu: CPUInfo, target: Target, threads: int, numbers: str) -> float:
 class PeakProbe:
     """Compiled loop of multiply-adds, which tells the present speed of all threads.
 
-    Parameters
-    ----------
-    cpu, target : CPUInfo, Target
-        This CPU.
-    threads : int
-        Threads that share the work.
-    numbers : str
-        What is multiplied: ``float32``, or one of :data:`NUMBERS` that the CPU has words or tile
-        registers for.
+    ``cpu`` and ``target``: this CPU. ``threads``: threads that share the work. ``numbers``: what is
+    multiplied: ``float32``, or one of :data:`NUMBERS` that the CPU has words or tile registers for.
     """
 
     def __init__(
@@ -228,19 +210,19 @@ def _tile_products(cpu: CPUInfo, threads: int, numbers: str) -> tirx.PrimFunc:
     shape = TileShape(TILE_ROWS, TILE_WORDS)
     size = threads * _TILES * TILE_ELEMENTS
     with IRBuilder() as builder:
-        with T.prim_func(s_tir=True):
-            T.func_name("main")
-            data, sums = (T.arg(name, T.buffer((size,), "int32")) for name in ("data", "sums"))
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                with T.parallel(0, threads) as thread, T.sblock("part"):
-                    T.reads()
-                    T.writes()
+        with ib.prim_func(s_tir=True):
+            ib.func_name("main")
+            data, sums = (ib.arg(name, ib.buffer((size,), "int32")) for name in ("data", "sums"))
+            with ib.sblock("root"):
+                ib.reads()
+                ib.writes()
+                with ib.parallel(0, threads) as thread, ib.sblock("part"):
+                    ib.reads()
+                    ib.writes()
                     with tile_unit([shape] * (_TILES + 2), numbers, cpu) as unit:
                         for tile in range(_TILES + 2):
                             unit.load(tile, data, 0, TILE_WORDS)
-                        with T.serial(0, _TILE_ROUNDS):
+                        with ib.serial(0, _TILE_ROUNDS):
                             for tile in range(_TILES):
                                 unit.multiply(tile, _TILES, _TILES + 1)
                         for tile in range(_TILES):
@@ -305,24 +287,24 @@ def _probe(
     dtype = "float32" if is_float or halves else "int32"
     functions = word_functions(not is_float and not halves, lanes * halves)
     with IRBuilder() as builder:
-        with T.prim_func(s_tir=True):
-            T.func_name("main")
-            data = T.arg("data", T.buffer((size,), "float32" if is_float else "int32"))
-            sums = T.arg("sums", T.buffer((threads * vectors * lanes,), dtype))
-            T.func_attr({"tirx.noalias": True})
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                with functions, T.parallel(0, threads) as thread:
-                    with T.sblock("part"):
-                        T.reads()
-                        T.writes()
-                        part = T.sblock_alloc_buffer((vectors * lanes,), dtype)
+        with ib.prim_func(s_tir=True):
+            ib.func_name("main")
+            data = ib.arg("data", ib.buffer((size,), "float32" if is_float else "int32"))
+            sums = ib.arg("sums", ib.buffer((threads * vectors * lanes,), dtype))
+            ib.func_attr({"tirx.noalias": True})
+            with ib.sblock("root"):
+                ib.reads()
+                ib.writes()
+                with functions, ib.parallel(0, threads) as thread:
+                    with ib.sblock("part"):
+                        ib.reads()
+                        ib.writes()
+                        part = ib.sblock_alloc_buffer((vectors * lanes,), dtype)
                         _copy(part, 0, sums, thread * (vectors * lanes), vectors, lanes)
-                        with T.serial(0, rounds) as round_:
-                            with T.unroll(0, vectors) as vector:
+                        with ib.serial(0, rounds) as round_:
+                            with ib.unroll(0, vectors) as vector:
                                 value = step(data, part, vector, (thread, round_))
-                                T.buffer_store(part, value, [tirx.Ramp(vector * lanes, 1, lanes)])
+                                ib.buffer_store(part, value, [tirx.Ramp(vector * lanes, 1, lanes)])
                         _copy(sums, thread * (vectors * lanes), part, 0, vectors, lanes)
     return builder.get()
 
@@ -330,6 +312,91 @@ def _probe(
 def _copy(
     to: tirx.Buffer, to_start: object, source: tirx.Buffer, start: object, vectors: int, lanes: int
 ) -> None:
-    with T.unroll(0, vectors) as vector:
+    with ib.unroll(0, vectors) as vector:
         value = source[tirx.Ramp(start + vector * lanes, 1, lanes)]
-        T.buffer_store(to, value, [tirx.Ramp(to_start + vector * lanes, 1, lanes)])
+        ib.buffer_store(to, value, [tirx.Ramp(to_start + vector * lanes, 1, lanes)])
+
+
+_ROWS, _WIDTH = 512, 256  # of each thread
+_EXCHANGES = 8
+_LEAST = 2e-12  # seconds of a byte that count as none
+
+
+class ExchangeProbe:
+    """Time of what another core has just written.
+
+    All threads write their shares of an array that fits the caches, then copy either their own
+    shares or those of others. In a virtual machine the difference varies up to 15-fold with the
+    place of the cores, which may change every few seconds.
+    """
+
+    def __init__(self, target: Target, threads: int) -> None:
+        self._crew = Crew(threads)
+        shape = (threads, _ROWS, _WIDTH)
+        self._bytes = 4 * threads * _ROWS * _WIDTH
+        self._source, self._copy = (tvm.runtime.tensor(np.zeros(shape, "float32")) for _ in "sc")
+        functions = {
+            "write": _write(threads),
+            "own": _copy_block(threads, 0),
+            "other": _copy_block(threads, 1),
+        }
+        module = {
+            name: function.with_attr("global_symbol", name) for name, function in functions.items()
+        }
+        self._library = tvm.compile(tvm.IRModule(module), target)
+
+    def seconds(self) -> float:
+        """Seconds that a byte takes longer if another core has written it than if the same has."""
+        return self._crew.run(self._measure)
+
+    def _measure(self) -> float:
+        write, *copies = (self._library[name] for name in ("write", "own", "other"))
+        runs = [partial(copy, self._source, self._copy) for copy in copies]
+        return exchange_seconds(partial(write, self._source), runs, self._bytes)
+
+
+def exchange_seconds(
+    write: Callable[[], object], copies: Sequence[Callable[[], object]], size: int
+) -> float:
+    """Seconds of a byte that another core has just written, over those of one that the same has.
+
+    ``write``: writes an array with all threads. ``copies``: copies the array; by the first each
+    thread reads what it has written, by the second what another one has. ``size``: bytes of the
+    array.
+    """
+    times: tuple[list[float], ...] = ([], [])
+    for _ in range(_EXCHANGES + 1):
+        for found, copy in zip(times, copies, strict=True):
+            write()
+            begin = time.perf_counter()
+            copy()
+            found.append(time.perf_counter() - begin)
+    own, other = (statistics.median(found[1:]) for found in times)
+    return max((other - own) / size, _LEAST)
+
+
+def _write(threads: int) -> tirx.PrimFunc:
+    @T.prim_func
+    def write(data: T.Buffer((threads, _ROWS, _WIDTH), "float32")):  # type: ignore[valid-type]
+        for share in T.parallel(threads):
+            for row in range(_ROWS):
+                for column in T.vectorized(_WIDTH):
+                    data[share, row, column] = T.float32(1)
+
+    return write
+
+
+def _copy_block(threads: int, distance: int) -> tirx.PrimFunc:
+    """Each thread copies the share of the thread so many after it."""
+
+    @T.prim_func
+    def copy(
+        data: T.Buffer((threads, _ROWS, _WIDTH), "float32"),  # type: ignore[valid-type]
+        out: T.Buffer((threads, _ROWS, _WIDTH), "float32"),  # type: ignore[valid-type]
+    ):
+        for share in T.parallel(threads):
+            for row in range(_ROWS):
+                for column in T.vectorized(_WIDTH):
+                    out[share, row, column] = data[(share + distance) % threads, row, column]
+
+    return copy

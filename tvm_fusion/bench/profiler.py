@@ -30,13 +30,11 @@ from schedules.workload.conv2d import Conv2DKernel, from_json
 from ..codegen.linker import SharedLinker
 from ..compiler import pipeline
 from ..compiler.record_reader import choose_records
-from ..compiler.targets.target import arch_of, is_gpu, required_features, resolve
+from ..compiler.targets import arch_of, is_gpu, required_features, resolve
 from ..errors import InvalidModelError, TargetError
-from ..machine.host import check_host
-from ..machine.host_info import host_info
+from ..machine.host import check_host, host_info
 from ..onnx.frontend import import_onnx
-from ..runtime.host_arrays import random_inputs
-from ..runtime.tensor_spec import refuse_open_shapes
+from ..runtime.host_arrays import random_inputs, refuse_open_shapes
 from ..runtime.thread_pool import Crew, choose_threads
 from .kernel_work import count_work, parameter_bytes, reason
 from .machine_limits import NUMBERS, MachineLimits, measure_limits
@@ -50,48 +48,26 @@ WARM_UP = 5
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Least work of one kernel.
+    """Least work of one kernel."""
 
-    Parameters
-    ----------
-    flops : float
-        Floating-point operations, none counted twice.
-    activation_bytes, weight_bytes : int
-        Tensors that the model computes, and constants, each read or written once; of those whose
-        rows are chosen by indices, the rows.
-    functions : int
-        Elements for which an elementary function such as ``exp`` is computed.
-    numbers : str
-        What is multiplied: ``float32`` or one of :data:`.machine_limits.NUMBERS`.
-    rate : float
-        Operations a second, by those of the peak of such numbers.
-    """
-
-    flops: float
+    flops: float  # Floating-point operations, none counted twice.
+    # Tensors that the model computes, and constants, each read or written once; of those whose rows
+    # are chosen by indices, the rows.
     activation_bytes: int
     weight_bytes: int
-    functions: int = 0
+    functions: int = 0  # Elements for which an elementary function such as ``exp`` is computed.
+    # What is multiplied: ``float32`` or one of :data:`.machine_limits.NUMBERS`.
     numbers: str = "float32"
-    rate: float = 1.0
+    rate: float = 1.0  # Operations a second, by those of the peak of such numbers.
 
 
 @dataclass(frozen=True)
 class Described:
-    """A kernel before it is timed.
+    """A kernel before it is timed."""
 
-    Parameters
-    ----------
-    operator : str
-        Its operation; for convolutions with channels and image size.
-    cost : KernelCost
-        Its least work.
-    kernel : Conv2DKernel | None
-        The workload; None where it is no convolution.
-    """
-
-    operator: str
-    cost: KernelCost
-    kernel: Conv2DKernel | None
+    operator: str  # Its operation; for convolutions with channels and image size.
+    cost: KernelCost  # Its least work.
+    kernel: Conv2DKernel | None  # The workload; None where it is no convolution.
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import errors
 from ..errors import EngineError
-from ..machine.processes import how_it_ended
+from ..machine.host import how_it_ended
 from .engines import ENGINES
 
 _BOOT = """
@@ -69,12 +69,7 @@ class EngineWorker:
     Between two calls the process is stopped, so that the threads of its pool, which keep spinning
     for a while after a run, take no time from the engine that runs next.
 
-    Parameters
-    ----------
-    spec : EngineSpec
-        The engine.
-    threads : int
-        Number of threads that it may use.
+    ``threads``: number of threads that it may use.
     """
 
     def __init__(self, spec: EngineSpec, threads: int) -> None:
@@ -109,11 +104,8 @@ class EngineWorker:
     def call(self, method: str, **arguments: Any) -> Any:
         """Send one request, wait for its answer, and leave the process stopped.
 
-        Raises
-        ------
-        TVMFusionError
-            If the engine failed: an error of our own family keeps its class; any other error, or
-            the death of the process, is an ``EngineError``.
+        Raises TVMFusionError if the engine failed: an error of our own family keeps its class; any
+        other error, or the death of the process, is an ``EngineError``.
         """
         self._signal("SIGCONT")
         try:

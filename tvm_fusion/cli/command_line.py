@@ -18,28 +18,28 @@ from typing import Any
 import click
 
 from ..errors import TVMFusionError
-from ..machine.processes import launched_rank
+from ..machine.host import launched_rank
+from ..plugin import hide_torch
 from ..version import __version__
 from . import progress
 from .output import json_text
-from .without_torch import hide_torch
 
-COMMANDS = (
-    "compile",
-    "run",
-    "inspect",
-    "bench",
-    "compare",
-    "explain",
-    "predict",
-    "shard",
-    "simulate",
-    "calibrate",
-    "tune",
-    "serve",
-    "records",
-)
-"""Commands in the order of the help: module ``commands/run.py`` holds ``run_command``."""
+COMMANDS = {
+    "compile": "compile",
+    "run": "run",
+    "inspect": "compile",
+    "bench": "bench",
+    "compare": "bench",
+    "explain": "compile",
+    "predict": "predict",
+    "shard": "predict",
+    "simulate": "predict",
+    "calibrate": "calibrate",
+    "tune": "tune",
+    "serve": "tune",
+    "records": "records",
+}
+"""Commands in the order of the help, and the modules of ``commands`` that hold them."""
 
 _MEASURING = ("run", "bench", "calibrate", "tune", "serve")
 """Commands that measure most of the time, which a moving clock would disturb."""
@@ -59,7 +59,7 @@ class Commands(click.Group):
         """Return a command, or None if there is none of this name."""
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f".commands.{cmd_name}", __package__)
+        module = importlib.import_module(f".commands.{COMMANDS[cmd_name]}", __package__)
         return getattr(module, f"{cmd_name}_command")
 
     def resolve_command(
@@ -73,7 +73,11 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "show_default": True,
+    },
 )
 @click.version_option(__version__, prog_name="tvm-fusion")
 def cli() -> None:

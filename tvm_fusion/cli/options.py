@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that the commands share, and their parsing."""
+"""Arguments and options that several commands have, and checks of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,79 @@ from typing import Any
 
 import click
 
-from .checks import refuse_absent_folder
+from ..errors import ArtifactError
+
+_LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")
+_LIBRARY_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"MZ")
+
+
+def refuse_given(names: Sequence[str], why: str) -> None:
+    """Reject options that the user gave and that have no effect here."""
+    context = click.get_current_context()
+    default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    options = {param.name: param.opts[0] for param in context.command.params}
+    for name in names:
+        if context.get_parameter_source(name) not in default:
+            raise click.UsageError(f"{options[name]} has no effect: {why}")
+
+
+def is_compiled(path: Path) -> bool:
+    """Return whether the file should be a shared library, by its suffix or its first bytes."""
+    if path.suffix.lower() in _LIBRARY_SUFFIXES:
+        return True
+    with path.open("rb") as file:
+        return file.read(4).startswith(_LIBRARY_MAGIC)
+
+
+def names_gpu(target: str) -> bool:
+    """Return whether a target is a GPU; needs no GPU, and imports nothing for a CPU."""
+    if target == "native":
+        return False
+    from ..compiler.targets import names_gpu
+
+    return names_gpu(target)
+
+
+def refuse_absent_gpu(target: str) -> None:
+    """Refuse a target whose code this machine's GPU cannot run, before anything is compiled.
+
+    Raises TargetError if something is missing; the message names it.
+    """
+    if names_gpu(target):
+        from ..compiler.targets import device_needs, resolve
+        from ..runtime.tvm_runtime import check_device
+
+        needs = device_needs(resolve(target))
+        if needs is not None:
+            check_device(needs)
+
+
+def refuse_absent_folder(output: Path) -> None:
+    """Refuse to write a file into a folder that is not there.
+
+    Raises ArtifactError if the folder does not exist, or may not be written to.
+    """
+    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+        raise ArtifactError(f"cannot write {str(output)!r}: no such folder, or not a writable one")
+
+
+def refuse_model_file(output: Path, model: Path) -> None:
+    """Refuse to overwrite the files that the model is read from.
+
+    Raises ArtifactError if the output is the model, or one of the files of an ONNX model's weights.
+    """
+    if not output.exists():
+        return
+    files: Sequence[Path] = [model]
+    if not is_compiled(model):
+        from ..onnx.model.loader import model_files
+
+        files = model_files(model)
+    for file in files:
+        if file.exists() and output.samefile(file):
+            whose = "the model itself" if file == model else "a file of the model's weights"
+            raise ArtifactError(f"{str(output)!r} is {whose}; give --output another name")
+
 
 PEERS = ("onnxruntime", "openvino", "tvm")
 
@@ -92,6 +164,9 @@ class OutputFile(click.Path):
         return path
 
 
+existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
 class NamedFile(click.ParamType):
     """``name=file``, the file an existing one."""
 
@@ -154,7 +229,6 @@ _COMPILE_OPTIONS = (
     click.option(
         "--target",
         default="native",
-        show_default=True,
         help="CPU or GPU to compile for: native, x86-64-v3, cuda (the GPU of this machine), "
         "'cuda -arch=sm_90', opencl, or a target of TVM.",
     ),
@@ -171,14 +245,12 @@ _COMPILE_OPTIONS = (
         "--fuse",
         type=click.Choice(["auto", "all", "none"]),
         default="auto",
-        show_default=True,
         help="Pairs of convolutions to fuse: those that gain, all that can be, or none.",
     ),
     click.option(
         "--winograd",
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
-        show_default=True,
         help="3x3 convolutions to compute on a CPU by Winograd's algorithm, with fewer "
         "multiplications: those that gain, all that can be, or none.",
     ),
@@ -218,7 +290,6 @@ precision_option = click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "tf32", "fp16", "auto"]),
     default="fp32",
-    show_default=True,
     help="For CPUs: bf16 rounds what products and convolutions of float32 multiply to bfloat16; "
     "auto does so where the CPU multiplies that faster. For GPUs: fp16 computes products and "
     "convolutions of float32 in float16, on tensor cores where there are some; tf32 rounds the "
@@ -243,7 +314,6 @@ targets_option = click.option(
     "--target",
     type=Targets(),
     default="native",
-    show_default=True,
     help="CPU or GPU to compile for: native, x86-64-v3, cuda (the GPU of this machine), "
     "'cuda -arch=sm_90', opencl, or a target of TVM. Several are separated by commas: a file for "
     "x86-64-v3,x86-64-v4 holds code for each of these CPUs, and runs that for the best one.",
@@ -260,7 +330,6 @@ exchange_option = click.option(
     "--exchange",
     type=click.Choice(["auto", "always", "once"]),
     default="auto",
-    show_default=True,
     help="With --ranks: exchange rows where that is predicted to be fastest, wherever those of "
     "neighbours are read, or only at the end.",
 )

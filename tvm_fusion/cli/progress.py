@@ -90,11 +90,8 @@ def end() -> None:
 def progress_bar(clock: bool = False) -> Iterator[Report]:
     """Show a bar on a terminal at standard error while the block runs.
 
-    Parameters
-    ----------
-    clock : bool
-        Whether a clock moves beside it. Where the block measures it would disturb, and moves only
-        when something is reported.
+    ``clock``: whether a clock moves beside it. Where the block measures it would disturb, and moves
+    only when something is reported.
     """
     is_mine = _line is None
     if is_mine:

@@ -92,10 +92,7 @@ def read_object(data: bytes) -> ElfObject:
 
     Unwinding tables and debug information are left out: kernels throw no exceptions.
 
-    Raises
-    ------
-    ArtifactError
-        If it is no ELF object for a known machine, or has thread-local data.
+    Raises ArtifactError if it is no ELF object for a known machine, or has thread-local data.
     """
     if data[:7] != b"\x7fELF\x02\x01\x01" or len(data) < _HEADER.size:
         raise ArtifactError(
@@ -184,18 +181,9 @@ class Architecture(ABC):
     def apply(self, data: bytearray, offset: int, kind: int, value: int, place: int) -> None:
         """Write the value of the field at ``offset`` into ``data``.
 
-        Parameters
-        ----------
-        data : bytearray
-            The section's bytes.
-        offset : int
-            Offset of the field in them.
-        kind : int
-            The kind of relocation.
-        value : int
-            Address of the symbol, its stub or its slot, plus the addend.
-        place : int
-            Address of the field.
+        ``data``: the section's bytes. ``offset``: offset of the field in them. ``kind``: the kind
+        of relocation. ``value``: address of the symbol, its stub or its slot, plus the addend.
+        ``place``: address of the field.
         """
 
 

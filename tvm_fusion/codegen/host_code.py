@@ -87,21 +87,9 @@ def opencl_texts(source: str) -> dict[str, str]:
 class HostCode:
     """The host part of a function after TVM's split, run with one set of arguments.
 
-    Parameters
-    ----------
-    host : tirx.PrimFunc
-        The function that launches.
-    kernels : mapping of str to tirx.PrimFunc
-        The kernels by name.
-    arguments : sequence of numpy.ndarray or number
-        As the parameters of ``host``; arrays give their shapes only.
-    stream : int
-        Number of the stream of its launches.
-
-    Raises
-    ------
-    InvalidInputError
-        Where an argument does not fit its parameter.
+    ``host``: the function that launches. ``kernels``: the kernels by name. ``arguments``: as the
+    parameters of ``host``; arrays give their shapes only. ``stream``: number of the stream of its
+    launches. Raises InvalidInputError where an argument does not fit its parameter.
     """
 
     def __init__(
@@ -128,10 +116,7 @@ class HostCode:
     def steps(self) -> Iterator[Step | Allocation]:
         """Run the host code: what it allocates and launches, in its order.
 
-        Raises
-        ------
-        OpError
-            Where it does anything else, or a grid is empty.
+        Raises OpError where it does anything else, or a grid is empty.
         """
         return self._visit(self._host.body)
 

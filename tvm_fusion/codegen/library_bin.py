@@ -39,10 +39,7 @@ _LIBRARY = "_lib"
 def rewrite_modules(item: ElfObject, rewrite: Rewrite) -> ElfObject:
     """Rewrite the modules that are embedded in an object; its section changes in place.
 
-    Raises
-    ------
-    ArtifactError
-        If their layout is not that of this version of TVM.
+    Raises ArtifactError if their layout is not that of this version of TVM.
     """
     symbol = next((s for s in item.symbols if s.name == SYMBOL), None)
     if symbol is None or symbol.section is None:
@@ -119,17 +116,8 @@ def compile_kernels(executable: Any, arch: str, fast_math: bool = False) -> dict
 
     ``fast_math`` is that of :func:`tvm_fusion.codegen.nvrtc.compile_cuda`.
 
-    Returns
-    -------
-    dict[str, Resources]
-        Resources of each kernel, by its name.
-
-    Raises
-    ------
-    TargetError
-        If no compiler for CUDA text is installed.
-    CompilationError
-        If it refuses a kernel.
+    Returns resources of each kernel, by its name. Raises TargetError if no compiler for CUDA text
+    is installed. Raises CompilationError if it refuses a kernel.
     """
     used: dict[str, Resources] = {}
     # The compiler works without Python's lock.

@@ -59,10 +59,7 @@ _ARCHITECTURES = {
 def worker_pool(triple: str) -> ElfObject:
     """Object file with the threads' code, to be linked with kernels.
 
-    Raises
-    ------
-    ArtifactError
-        If there is none for the architecture.
+    Raises ArtifactError if there is none for the architecture.
     """
     return read_object(_compiled(triple))
 
@@ -85,12 +82,8 @@ def _compiled(triple: str) -> bytes:
 class SharedLinker:
     """The linker in the form that TVM's ``export_library`` and ``jit`` take as ``fcompile``.
 
-    Parameters
-    ----------
-    triple : str
-        LLVM's triple of the target; TVM needs it where a model has no kernels.
-    rewrite : callable, optional
-        Rewrites the modules that TVM embeds in the library; by default they stay.
+    ``triple``: LLVM's triple of the target; TVM needs it where a model has no kernels. ``rewrite``:
+    rewrites the modules that TVM embeds in the library; by default they stay.
     """
 
     def __init__(self, triple: str, rewrite: Rewrite | None = None) -> None:
@@ -104,10 +97,8 @@ class SharedLinker:
     def __call__(self, output: str, files: Sequence[str], **options: object) -> None:
         """Link object files into the shared library ``output``.
 
-        Raises
-        ------
-        ArtifactError
-            If an object holds something that TVM's code generator is not known to emit.
+        Raises ArtifactError if an object holds something that TVM's code generator is not known to
+        emit.
         """
         data = [Path(file).read_bytes() for file in files if not _is_empty_source(file)]
         objects = [read_object(item) for item in data]

@@ -94,10 +94,7 @@ def tvm_compiler(arch: str, fast_math: bool = False) -> Iterator[None]:
     Where TVM's CUDA runtime is loaded it does so as soon as it has generated a text. TVM has one
     compiler for the whole process, so other threads wait until the block ends.
 
-    Parameters
-    ----------
-    arch, fast_math
-        As of :func:`compile_cuda`.
+    ``arch`` and ``fast_math``: as of :func:`compile_cuda`.
     """
     with _compiling:
         before = tvm_ffi.get_global_func(CALLBACK, allow_missing=True)
@@ -117,21 +114,10 @@ def tvm_compiler(arch: str, fast_math: bool = False) -> Iterator[None]:
 def compile_cuda(text: str, arch: str, fast_math: bool = False) -> MachineCode:
     """Compile CUDA text; the same text only once.
 
-    Parameters
-    ----------
-    text : str
-        The text.
-    arch : str
-        The architecture, such as ``sm_90``.
-    fast_math : bool
-        Whether functions of float32 may be replaced by approximations, as by ``--use_fast_math``.
-
-    Raises
-    ------
-    TargetError
-        If there is no compiler, its headers are missing, or it does not know the architecture.
-    CompilationError
-        If it refuses the text; with its log.
+    ``arch``: the architecture, such as ``sm_90``. ``fast_math``: whether functions of float32 may
+    be replaced by approximations, as by ``--use_fast_math``. Raises TargetError if there is no
+    compiler, its headers are missing, or it does not know the architecture. Raises CompilationError
+    if it refuses the text; with its log.
     """
     release = _best_release(arch)
     if release is not None:
@@ -181,10 +167,7 @@ def include_folders(library: Path) -> list[Path]:
 
     Those nearest to the library of NVRTC come first: headers of another release may not fit it.
 
-    Raises
-    ------
-    TargetError
-        If a header is missing.
+    Raises TargetError if a header is missing.
     """
     places = sorted(
         cuda_toolkit.include_folders(),
@@ -248,10 +231,7 @@ def _by_nvcc(nvcc: Path, text: str, arch: str, common: tuple[str, ...]) -> Machi
 def _best_release(arch: str = "") -> _Release | None:
     """The newest NVRTC of those that support the architecture, if any does, else of all.
 
-    Raises
-    ------
-    TargetError
-        If some exist, but none can be loaded, and there is no nvcc.
+    Raises TargetError if some exist, but none can be loaded, and there is no nvcc.
     """
     releases, failures = [], []
     for path in nvrtc_libraries():

@@ -2,7 +2,7 @@
 ;
 ; Threads that share the parallel loops of kernels: what TVM's code generator calls in place of its
 ; runtime's thread pool. It is LLVM's language because that is the only compiler that is surely
-; there. runtime/worker_pool.py allocates a pool and starts its threads.
+; there. runtime/thread_pool.py allocates a pool and starts its threads.
 ;
 ; A launch opens a task for each thread. The caller does the first; a thread claims its own, and so
 ; does the caller with those that nobody has begun when it is done with its own. So a kernel waits

@@ -27,7 +27,7 @@ from ..machine.host import physical_cores
 from .interrupts import interrupts_at_once
 from .lowering import NAME as LOWERING
 from .lowering import ExactFloats
-from .targets.target import is_gpu
+from .targets import is_gpu
 
 GROUP = 8
 """Least number of kernels of a group; smaller ones cost more modules than they balance threads."""
@@ -88,23 +88,10 @@ def build_program(
     number of processors. Where the current pass context has instruments, which need not be safe to
     call from several threads, the calling thread generates everything.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Relax functions in the form of the virtual machine, and scheduled kernels.
-    target : Target
-        The CPU, or the GPU with its host.
-    built : callable, optional
-        Called on this thread with the number of kernels that have code, and that of all.
-
-    Returns
-    -------
-    relax.VMExecutable
-
-    Raises
-    ------
-    CompilationError
-        If TVM fails on a kernel; the message names it.
+    ``mod``: Relax functions in the form of the virtual machine, and scheduled kernels. ``target``:
+    the CPU, or the GPU with its host. ``built``: called on this thread with the number of kernels
+    that have code, and that of all. Raises CompilationError if TVM fails on a kernel; the message
+    names it.
     """
     builder = relax.ExecBuilder()
     left = tvm.get_global_func("relax.VMCodeGen")(builder, mod)

@@ -224,8 +224,8 @@ def compile(
         progress("done", 1, 1)
     if check:
         with interrupts_kept(), without_torch():
-            from .check_numbers import check_numbers
             from .options import chosen_precision
+            from .reference import check_numbers
 
         chosen = chosen_precision(precision, compiled.target)
         rounds = {"bf16": "bfloat16", "fp32": "float16" if fast_math else None}

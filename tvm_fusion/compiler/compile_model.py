@@ -32,7 +32,7 @@ from .compile import Progress
 from .interrupts import interrupts_kept
 from .record_reader import NONE, choose_records, used_records
 from .registry import front_end_of
-from .targets.target import arch_of, device_needs, host_of, is_gpu, required_features, resolve
+from .targets import arch_of, device_needs, host_of, is_gpu, required_features, resolve
 
 _MAKE_NEW = ("relax.call_tir", "relax.call_tir_with_grad", "relax.call_dps_packed")
 
@@ -43,12 +43,7 @@ def fresh_outputs(mod: tvm.IRModule, name: str = "main") -> tuple[bool, ...]:
     Such a result can be handed out without copying it. Any other may be a constant of the model,
     which a caller must not be able to change, or a view of something; False is always safe.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Its kernels are calls of ``call_tir`` already.
-    name : str
-        The function.
+    ``mod``: its kernels are calls of ``call_tir`` already.
     """
     body = mod[name].body
     values = {
@@ -200,10 +195,7 @@ class Teller(Protocol):
 def announcer(progress: Progress | None, stages: int) -> Teller:
     """Function that reports each stage's name, its number and the number of stages.
 
-    Raises
-    ------
-    InvalidInputError
-        If ``progress`` is no function.
+    Raises InvalidInputError if ``progress`` is no function.
     """
     if progress is not None and not callable(progress):
         raise InvalidInputError(f"progress is {progress!r:.60}; expected a function or None")
@@ -219,10 +211,7 @@ def announcer(progress: Progress | None, stages: int) -> Teller:
 
 
 def _generate(
-    mod: tvm.IRModule,
-    target: tvm.target.Target,
-    tell: Teller,
-    options: pipeline.Options,
+    mod: tvm.IRModule, target: tvm.target.Target, tell: Teller, options: pipeline.Options
 ) -> pipeline.Built:
     """The code of an optimised module, CUDA kernels as machine code, and its weights."""
     tell("build")

@@ -102,10 +102,7 @@ def own_errors(stage: str, mod: tvm.IRModule) -> Iterator[None]:
 
     Interrupts pass unchanged.
 
-    Raises
-    ------
-    CompilationError
-        If TVM fails.
+    Raises CompilationError if TVM fails.
     """
     try:
         with interrupts_kept():

@@ -19,10 +19,7 @@ from typing import Any
 class _Kept:
     """Handler of SIGINT that leaves the first signal to the end of a block.
 
-    Parameters
-    ----------
-    before : callable
-        The handler that it replaces.
+    ``before``: the handler that it replaces.
     """
 
     def __init__(self, before: Callable[..., Any]) -> None:

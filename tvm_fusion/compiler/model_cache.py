@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArtifactError, InvalidInputError, TargetError
-from ..paths import user_cache
+from ..paths import user_cache, written_aside
 from ..runtime.artifact import FORMAT
 from ..runtime.compiled_model import CompiledModel, load
-from ..written_aside import written_aside
 from .registry import digest_of_file, front_end_of
 
 VARIABLE = "TVM_FUSION_CACHE"
@@ -42,15 +41,8 @@ _COMPILERS = "apache-tvm", "apache-tvm-ffi", "onnx", "onnxscript", "torch"
 def cache_folder(wish: bool | str | os.PathLike[str] | None) -> Path | None:
     """The folder that a ``cache=`` argument means; None if nothing is to be cached.
 
-    Parameters
-    ----------
-    wish : bool, path or None
-        None means what the environment variable ``TVM_FUSION_CACHE`` says, True the default folder.
-
-    Raises
-    ------
-    InvalidInputError
-        If it is none of these.
+    ``wish``: None means what the environment variable ``TVM_FUSION_CACHE`` says, True the default
+    folder. Raises InvalidInputError if it is none of these.
     """
     if wish is None:
         text = os.environ.get(VARIABLE, "0")

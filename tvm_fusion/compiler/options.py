@@ -17,8 +17,7 @@ from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from ..errors import TargetError
-from .targets.gpu_target import check_machine
-from .targets.target import is_gpu
+from .targets import check_machine, is_gpu
 
 Fuse = str | Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
 
@@ -62,10 +61,7 @@ class Options:
 def check_options(target: Target, options: Options) -> None:
     """Refuse choices that a target does not have.
 
-    Raises
-    ------
-    TargetError
-        If a choice is for other targets, or the machine is another device.
+    Raises TargetError if a choice is for other targets, or the machine is another device.
     """
     if options.machine is not None:
         check_machine(target, options.machine)
@@ -126,23 +122,9 @@ def check_reproducible(target: Target, options: Options) -> None:
 def chosen_precision(precision: str, target: Target) -> str:
     """The precision that a user's choice means on a target.
 
-    Parameters
-    ----------
-    precision : str
-        One of :data:`PRECISIONS`.
-    target : Target
-        A CPU or a GPU.
-
-    Returns
-    -------
-    str
-        ``precision`` itself; for ``"auto"`` ``"bf16"`` on CPUs that multiply bfloat16 faster than
-        float32, else ``"fp32"``.
-
-    Raises
-    ------
-    TargetError
-        If there is no such precision, or the target does not have it.
+    ``precision``: one of :data:`PRECISIONS`. ``target``: a CPU or a GPU. Returns ``precision``
+    itself; for ``"auto"`` ``"bf16"`` on CPUs that multiply bfloat16 faster than float32, else
+    ``"fp32"``. Raises TargetError if there is no such precision, or the target does not have it.
     """
     if precision not in PRECISIONS:
         raise TargetError(

@@ -52,7 +52,7 @@ from schedules.tuning.records import Records
 from .failures import NoteKernels
 from .launches import RequireKernels
 from .options import WEIGHTS_BITS, Fuse, Options, check_options, chosen_precision
-from .targets.target import is_gpu
+from .targets import is_gpu
 
 STOCK_RULES: tuple[dlight.ScheduleRule, ...] = (
     dlight.gpu.Matmul(),
@@ -164,21 +164,10 @@ def gpu_phases(
 ) -> dict[str, list[Pass]]:
     """All phases up to scheduled kernels, in order.
 
-    Parameters
-    ----------
-    target : Target
-        A GPU with a host.
-    fuse : str or callable
-        Choice of pairs of convolutions for :class:`relay_passes.FuseConv2D`.
-    precision : str
-        ``"fp16"`` for products and convolutions of float16, ``"tf32"`` for those of TF32.
-    records : Records, optional
-        Knobs of tuned kernels.
-
-    Returns
-    -------
-    dict[str, list[Pass]]
-        From the name of a phase to its passes.
+    ``target``: a GPU with a host. ``fuse``: choice of pairs of convolutions for
+    :class:`relay_passes.FuseConv2D`. ``precision``: ``"fp16"`` for products and convolutions of
+    float16, ``"tf32"`` for those of TF32. ``records``: knobs of tuned kernels. Returns from the
+    name of a phase to its passes.
     """
     transform = relax.transform
     rules = gpu.rules(records) if records else gpu.RULES

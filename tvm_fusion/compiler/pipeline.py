@@ -41,7 +41,7 @@ from .build_kernels import build_program
 from .failures import own_errors, without_nodes
 from .options import Fuse, Options, check_reproducible
 from .phases import phases
-from .targets.target import is_gpu
+from .targets import is_gpu
 
 Progress = Callable[[str, int, int], None]
 
@@ -197,10 +197,7 @@ def build_apart(
     ``cuda_graph`` are those of the options; ``functions`` are the programs of the module, each of
     which takes all weights. ``built`` is told how many kernels have code, of all.
 
-    Raises
-    ------
-    CompilationError
-        If TVM fails.
+    Raises CompilationError if TVM fails.
     """
     is_main, on_cpu = tuple(functions) == ("main",), not is_gpu(target)
     entry, alignment = None, ALIGNMENT

@@ -24,7 +24,7 @@ from schedules.tuning.records import LONGEST_LINE, AnySpace, Record, Records, pa
 
 from ..errors import RecordWarning, TuningError
 from ..paths import as_path
-from .targets.target import is_gpu
+from .targets import is_gpu
 
 TRIALS = "trials.jsonl"
 """File of a database that logs trials; all other ``*.jsonl`` files hold records."""
@@ -43,10 +43,7 @@ class Line(NamedTuple):
 def read_lines(path: Path) -> Iterator[Line]:
     """Read a file line by line; the longest line takes no more memory than a record may.
 
-    Raises
-    ------
-    TuningError
-        If the file cannot be read.
+    Raises TuningError if the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -84,10 +81,7 @@ def read_records(path: Path) -> list[Record]:
 def record_files(path: Path) -> list[Path]:
     """Files of records: ``path`` itself, or all in a folder.
 
-    Raises
-    ------
-    TuningError
-        If there is no such file or folder.
+    Raises TuningError if there is no such file or folder.
     """
     if os.path.isdir(path):  # noqa: PTH112  false where pathlib raises: a name too long
         return sorted(file for file in path.glob("*.jsonl") if file.name != TRIALS)
@@ -102,18 +96,9 @@ def record_files(path: Path) -> list[Path]:
 def load_records(files: Sequence[Path], versions: Mapping[str, int]) -> Records:
     """Read files, the most trusted first.
 
-    Parameters
-    ----------
-    files : sequence of Path
-        Files of JSON lines; their bad lines are skipped with one warning a file.
-    versions : mapping
-        Templates that exist, with their versions. Records of others are ignored, with one
-        warning for all.
-
-    Raises
-    ------
-    TuningError
-        If a file cannot be read.
+    ``files``: files of JSON lines; their bad lines are skipped with one warning a file.
+    ``versions``: templates that exist, with their versions. Records of others are ignored, with one
+    warning for all. Raises TuningError if a file cannot be read.
     """
     found: list[tuple[str, Record]] = []
     ignored = 0
@@ -144,23 +129,9 @@ SPACES: dict[str, AnySpace] = {**cpu.SPACES, **gpu.TEMPLATES}
 def choose_records(records: str | os.PathLike[str] | None, target: Target) -> Records:
     """Load the records for a target.
 
-    Parameters
-    ----------
-    records : str, path or None
-        A file of records, the folder of a tuning job, ``"none"`` for no records at all, or None for
-        those of the package only.
-    target : Target
-        A resolved target.
-
-    Returns
-    -------
-    Records
-        The user's own win over the package's.
-
-    Raises
-    ------
-    TuningError
-        If there is no such file or folder.
+    ``records``: a file of records, the folder of a tuning job, ``"none"`` for no records at all, or
+    None for those of the package only. ``target``: a resolved target. Returns the user's own win
+    over the package's. Raises TuningError if there is no such file or folder.
     """
     if records == NONE:
         return Records()

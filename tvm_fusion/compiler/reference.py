@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs that a compiled model should have, of ONNX Runtime or another framework."""
+"""Numbers that a compiled model should have, of PyTorch or ONNX Runtime, and their check."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 
-from ..errors import EngineError, InvalidInputError
+from ..errors import CompilationError, EngineError, InvalidInputError
 from ..onnx.model.loader import parse_model, read_model
 from ..runtime.compiled_model import CompiledModel
-from ..runtime.host_arrays import random_inputs
-from ..runtime.tensor_spec import refuse_open_shapes
+from ..runtime.host_arrays import TensorSpec, random_inputs, refuse_open_shapes, relative_error
+from .registry import front_end_of
+
+if TYPE_CHECKING:
+    from ..runtime.compiled_model import CompiledModel
+
 
 OPEN_SHAPE = "check=True needs its size: give it in shapes"
 
@@ -34,21 +38,9 @@ class Reference:
 def onnx_reference(model: Any, compiled: CompiledModel, seed: int) -> Reference:
     """Outputs of ONNX Runtime on random inputs.
 
-    Parameters
-    ----------
-    model : path, bytes or onnx.ModelProto
-        The model.
-    compiled : CompiledModel
-        Its compiled form.
-    seed : int
-        Seed of the inputs.
-
-    Raises
-    ------
-    EngineError
-        If ONNX Runtime is not installed.
-    InvalidInputError
-        If sizes of the inputs are not known, or an output is none that the model declares.
+    ``compiled``: its compiled form. Raises EngineError if ONNX Runtime is not installed. Raises
+    InvalidInputError if sizes of the inputs are not known, or an output is none that the model
+    declares.
     """
     inputs, outputs = compiled.inputs, [spec.name for spec in compiled.outputs]
     try:
@@ -89,3 +81,67 @@ def onnx_reference(model: Any, compiled: CompiledModel, seed: int) -> Reference:
 
 
 _DTYPES = {"FLOAT": "float32", "DOUBLE": "float64"}
+
+
+TOLERANCES = {
+    "float64": 1e-4,
+    "float32": 1e-3,
+    "float16": 2e-2,
+    "bfloat16": 5e-2,
+    "int8": 5e-2,
+    "uint8": 5e-2,
+    "int4": 0.25,
+}
+"""Largest error in parts of an output's largest magnitude, by the coarsest type in the model.
+
+Constants of float64 are rounded to float32 by PyTorch's exporter. A value that is halfway between
+two levels of a quantised type may be rounded to either.
+"""
+
+_MOST_DIFFERENT = 0.01
+"""Largest share of the elements of an integer output that differ, as where two scores are equal."""
+
+_SEED = 0
+
+
+def check_numbers(model: Any, compiled: CompiledModel, coarsest: str | None) -> None:
+    """Call a compiled model on random inputs, and compare with the model that it was made of.
+
+    ``compiled``: its compiled form. ``coarsest``: a type that the user chose for numbers of the
+    model. Raises CompilationError if an output differs. Raises EngineError if there is nothing to
+    compare with. Raises InvalidInputError if sizes of the inputs are not known, or an output is
+    none that the model declares. Raises TargetError if this machine cannot run the compiled model.
+    """
+    reference = front_end_of(model).reference(model, compiled, _SEED)
+    dtypes = reference.dtypes | ({coarsest} if coarsest else set())
+    tolerance = max(TOLERANCES[dtype] for dtype in {"float64"} | dtypes & TOLERANCES.keys())
+    for inputs, wanted in reference.trials:
+        found = compiled(*inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        for spec, one, other in zip(compiled.outputs, found, wanted, strict=True):
+            _compare(spec, one, other, tolerance, reference.name)
+
+
+def _compare(
+    spec: TensorSpec, found: np.ndarray, wanted: np.ndarray, tolerance: float, name: str
+) -> None:
+    """Refuse an output that differs from the right one."""
+    if found.shape != wanted.shape:
+        what = f"the shape is {found.shape} instead of {wanted.shape}"
+    elif wanted.dtype.kind in "iub":
+        share = float(np.mean(found != wanted)) if wanted.size else 0.0
+        if share <= _MOST_DIFFERENT:
+            return
+        what = f"{share:.1%} of the elements differ; the tolerance is {_MOST_DIFFERENT:.0%}"
+    else:
+        error = relative_error([found], [wanted])
+        if error <= tolerance:
+            return
+        what = f"the largest error is {error:.2g} of its largest magnitude; the tolerance is "
+        what += f"{tolerance:g}"
+        if error == np.inf:
+            what = "a NaN or an infinity is in another place, or a number where all are 0"
+    raise CompilationError(
+        f"check=True: output {str(spec)!r} differs from that of {name} on the same inputs: {what}. "
+        "This is a defect of tvm-fusion or of an exporter: do not use the compiled model"
+    )

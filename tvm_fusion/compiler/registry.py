@@ -38,10 +38,7 @@ class FrontEnd(Protocol):
     def digest(self, model: Any) -> str:
         """Return a digest of a model without its external data.
 
-        Raises
-        ------
-        OSError, RuntimeError, TypeError, ValueError
-            If it has none.
+        Raises OSError, RuntimeError, TypeError, ValueError if it has none.
         """
 
     def reference(self, model: Any, compiled: CompiledModel, seed: int) -> Reference:
@@ -111,10 +108,7 @@ ONNX: FrontEnd = _ONNXFrontEnd()
 def front_end_of(model: Any) -> FrontEnd:
     """Front end of a model's type; ``ONNX``, which refuses what is no model, if there is no other.
 
-    Parameters
-    ----------
-    model : object
-        What a user gives to :func:`tvm_fusion.compile`.
+    ``model``: what a user gives to :func:`tvm_fusion.compile`.
     """
     package = f"{type(model).__module__}."
     with interrupts_kept():  # extensions crash where Ctrl-C ends their own import

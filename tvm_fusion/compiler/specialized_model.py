@@ -21,7 +21,7 @@ from ..onnx.model.loader import external_tensors, parse_model, read_model
 from ..onnx.rewrite import drop_initializers_from_inputs
 from ..runtime.arguments import bind
 from ..runtime.compiled_model import CompiledModel
-from ..runtime.tensor_spec import TensorSpec
+from ..runtime.host_arrays import TensorSpec
 from .compile import compile
 from .registry import front_end_of
 

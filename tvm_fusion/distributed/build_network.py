@@ -31,7 +31,7 @@ from schedules.distribute.rows.row_plan import NetworkStage, Segment, plan_from_
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.compile_model import Progress, announcer, describe, import_model
 from tvm_fusion.compiler.record_reader import choose_records
-from tvm_fusion.compiler.targets.target import is_gpu, resolve
+from tvm_fusion.compiler.targets import is_gpu, resolve
 from tvm_fusion.errors import InvalidInputError, TargetError
 from tvm_fusion.machine.host import physical_cores
 

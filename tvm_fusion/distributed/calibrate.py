@@ -17,8 +17,8 @@ import numpy as np
 from schedules.cost.machine import Figure, Machine
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from tvm_fusion.errors import InvalidInputError
-from tvm_fusion.machine.host_info import cpu_name
-from tvm_fusion.written_aside import written_aside
+from tvm_fusion.machine.host import cpu_name
+from tvm_fusion.paths import written_aside
 
 from .world.communicator import World
 from .world.packing import ROUTES, ParcelShape, Route, always, figure_name

@@ -17,7 +17,7 @@ import torch
 
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from tvm_fusion.errors import DistributedError, InvalidInputError
-from tvm_fusion.machine.host_info import cpu_name
+from tvm_fusion.machine.host import cpu_name
 from tvm_fusion.prediction.collectives import Collectives, Curve
 
 from .calibrate import MeasuredRanks, slowest, timed

@@ -40,7 +40,7 @@ from schedules.schedule_rule import schedule_function
 
 from ..codegen.linker import SharedLinker
 from ..compiler.launches import launches
-from ..compiler.targets.target import is_gpu, resolve
+from ..compiler.targets import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
 from ..machine.host import host_cpu
 from ..prediction.machines import NATIVE, calibrated, find_machine

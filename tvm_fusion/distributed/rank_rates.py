@@ -13,7 +13,7 @@ from tvm import te, tirx
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Work, work_of
 
-from ..compiler.targets.target import resolve
+from ..compiler.targets import resolve
 from .calibrate import renewed_seconds
 from .program import Program, compile
 from .world.communicator import World

@@ -49,11 +49,11 @@ from schedules.workload.reduce_operator import empty_result, identity
 
 from ..codegen.linker import SharedLinker
 from ..compiler.pipeline import build, optimize
-from ..compiler.targets.target import is_gpu, resolve
+from ..compiler.targets import is_gpu, resolve
 from ..errors import OpError, TargetError
 from ..runtime.arguments import results
+from ..runtime.host_arrays import TensorSpec
 from ..runtime.memory import HostMemory
-from ..runtime.tensor_spec import TensorSpec
 from ..runtime.thread_pool import Crew
 from ..runtime.tvm_runtime import start_machine
 from .world.communicator import World

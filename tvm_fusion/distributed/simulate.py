@@ -24,7 +24,7 @@ from schedules.distribute.rows.row_cost import RowCost, choose_exchanges, row_co
 from schedules.distribute.rows.row_plan import NetworkStage, RowPlacement, heighten
 from schedules.distribute.time_skewing import seconds_of_steps, skew_of
 from tvm_fusion.errors import EngineError, InvalidInputError
-from tvm_fusion.written_aside import written_aside
+from tvm_fusion.paths import written_aside
 
 from .network_figures import check_figures
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import math
 import os
 import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from ..errors import TargetError
 
@@ -61,10 +65,8 @@ def flagged_features(source: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
     Some are missing, since Linux does not list the newest. On other systems there are none.
 
-    Parameters
-    ----------
-    source : Path
-        Linux's description of the processors; tests use another file than ``/proc/cpuinfo``.
+    ``source``: linux's description of the processors; tests use another file than
+    ``/proc/cpuinfo``.
     """
     try:
         lines = source.read_text().splitlines()
@@ -131,17 +133,9 @@ def may_use_tiles() -> bool:
 def check_host(features: Iterable[str], arch: str | None = None) -> None:
     """Refuse code that this machine cannot run, or that Linux does not let this process run.
 
-    Parameters
-    ----------
-    features : iterable of str
-        The features that the code needs, from :func:`required_features`.
-    arch : str, optional
-        The architecture that it is for.
-
-    Raises
-    ------
-    TargetError
-        If code cannot run; the message names the architecture or the missing features.
+    ``features``: the features that the code needs, from :func:`required_features`. ``arch``: the
+    architecture that it is for. Raises TargetError if code cannot run; the message names the
+    architecture or the missing features.
     """
     features = set(features)
     if arch is not None and arch != host_arch():
@@ -177,10 +171,7 @@ def physical_cores(root: Path = Path("/")) -> int:
     Hyper-threads of one core count once, processors outside the process's affinity mask do not
     count, and the quota of processor time (:func:`time_limit`) bounds the number.
 
-    Parameters
-    ----------
-    root : Path
-        The folder with the system's ``sys`` and ``proc``; tests use another one than ``/``.
+    ``root``: the folder with the system's ``sys`` and ``proc``; tests use another one than ``/``.
     """
     affinity = _affinity()
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -246,3 +237,59 @@ def arch_of_triple(triple: Any) -> str:
             f"{' and '.join(CROSS_TRIPLES)}, for example {CROSS_TRIPLES['aarch64']!r}"
         )
     return arch
+
+
+PACKAGES = ("apache-tvm", "onnx", "numpy", "onnxruntime", "openvino", "torch", "torchvision")
+
+
+def host_info() -> dict[str, Any]:
+    """Return the processor, the system, and the versions of installed packages."""
+    return {
+        "cpu": cpu_name(),
+        "physical_cores": physical_cores(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name as its maker spells it."""
+    name = ""
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    else:
+        lines = Path("/proc/cpuinfo")
+        text = lines.read_text() if lines.exists() else ""
+        fields = (line.partition(":") for line in text.splitlines())
+        name = next((value for key, _, value in fields if key.strip() == "model name"), "")
+    return name.strip() or platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
+
+def launched_rank() -> int:
+    """Rank that ``mpiexec`` or ``srun`` gave to this process; 0 where neither started it."""
+    given = next((os.environ[name] for name in _VARIABLES if name in os.environ), "0")
+    return int(given) if given.isdecimal() else 0
+
+
+def how_it_ended(process: subprocess.Popen, log: IO[bytes]) -> tuple[str, str]:
+    """Wait for a process that is ending.
+
+    Returns its exit code or signal, and the last line of its log, maybe empty.
+    """
+    code = process.wait()
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    log.seek(0)
+    said = log.read().decode(errors="replace").strip().splitlines()
+    return how, said[-1] if said else ""

@@ -42,10 +42,7 @@ class NumaNode:
 def numa_nodes(folder: Path = SYSFS) -> list[NumaNode]:
     """The nodes with processors and memory; none where the system does not tell.
 
-    Parameters
-    ----------
-    folder : Path
-        Where the system describes them.
+    ``folder``: where the system describes them.
     """
     found = []
     for number in _numbers(folder / "has_memory"):
@@ -71,15 +68,8 @@ def _numbers(file: Path) -> list[int]:
 def bind_memory(node: int | None) -> None:
     """Let pages that this thread, and threads that it starts, touch from now on lie on one node.
 
-    Parameters
-    ----------
-    node : int or None
-        The node; None for the system's own choice, that of the processor which touches a page.
-
-    Raises
-    ------
-    TargetError
-        If the system refuses, or is none that is known here.
+    ``node``: the node; None for the system's own choice, that of the processor which touches a
+    page. Raises TargetError if the system refuses, or is none that is known here.
     """
     words = (ctypes.c_ulong * (1 if node is None else node // _WORD + 1))()
     if node is not None:
@@ -95,10 +85,7 @@ def bind_memory(node: int | None) -> None:
 def bytes_on_nodes(array: np.ndarray) -> dict[int, int]:
     """Bytes of a contiguous array on each node, of untouched pages under ``UNTOUCHED``.
 
-    Raises
-    ------
-    TargetError
-        If the system does not tell.
+    Raises TargetError if the system does not tell.
     """
     if not array.nbytes:
         return {}

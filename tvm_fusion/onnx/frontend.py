@@ -18,7 +18,7 @@ import tvm
 from tvm import relax
 
 from ..errors import InvalidModelError, UnsupportedOperatorError
-from ..runtime.tensor_spec import TensorSpec
+from ..runtime.host_arrays import TensorSpec
 from .checks import check_nodes, check_operators
 from .foreign import expand_foreign, is_classical
 from .interface_checks import check_interface, choose_outputs

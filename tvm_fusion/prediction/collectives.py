@@ -22,7 +22,7 @@ import numpy as np
 from schedules.cost.machine import Machine, load_machine, read_json
 
 from ..errors import PredictionError
-from ..written_aside import written_aside
+from ..paths import written_aside
 
 Model = Callable[[float], float]
 """Seconds by bytes."""

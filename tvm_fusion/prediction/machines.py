@@ -13,11 +13,9 @@ from schedules.cost.machine import Figure, Machine, estimate_note, load_machine
 from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
 from schedules.cpu.core.machine_costs import measured_family
 
-from ..compiler.targets.target import resolve
-from ..compiler.targets.target_names import arch_of_cpu, triple_for
+from ..compiler.targets import arch_of_cpu, resolve, triple_for
 from ..errors import PredictionError
-from ..machine.host import host_cpu
-from ..machine.host_info import cpu_name
+from ..machine.host import cpu_name, host_cpu
 from ..paths import user_cache
 from ..runtime.thread_pool import choose_threads
 

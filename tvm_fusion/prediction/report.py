@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..errors import PredictionError
-from ..written_aside import written_aside
+from ..paths import written_aside
 from .timeline.execution_graph import HOST
 from .timeline.path import (
     CAUSES,

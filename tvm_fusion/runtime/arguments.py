@@ -19,7 +19,7 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InvalidInputError
-from .tensor_spec import TensorSpec
+from .host_arrays import TensorSpec
 from .tvm_runtime import get_function
 
 _CPU = 1
@@ -56,10 +56,7 @@ def _find_dtype(name: str) -> np.dtype:
 def bind(specs: Sequence[TensorSpec], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
     """Put positional and named arguments into the order of the inputs.
 
-    Raises
-    ------
-    InvalidInputError
-        If one is missing, unknown, given twice, or if there are too many.
+    Raises InvalidInputError if one is missing, unknown, given twice, or if there are too many.
     """
     if not named and len(args) == 1 and not isinstance(args[0], np.ndarray):
         if isinstance(args[0], Mapping):
@@ -95,19 +92,9 @@ def check(
 ) -> list[Any]:
     """View each value as a numpy array, without copying, of the type and shape of its input.
 
-    Parameters
-    ----------
-    specs : sequence of TensorSpec
-        The inputs.
-    values : sequence
-        A value for each.
-    view : callable, optional
-        Makes the array, or a TVM tensor, of an input and its value; by default :func:`as_array`.
-
-    Raises
-    ------
-    InvalidInputError
-        If a value does not match; the message names the input, its value and the expected type.
+    ``view``: makes the array, or a TVM tensor, of an input and its value; by default
+    :func:`as_array`. Raises InvalidInputError if a value does not match; the message names the
+    input, its value and the expected type.
     """
     sizes: dict[str, tuple[int, str]] = {}
     arrays = []
@@ -153,10 +140,7 @@ def _check_shape(
 def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray:
     """View a value as a numpy array, without copying; ``place`` is where else it may be moved to.
 
-    Raises
-    ------
-    InvalidInputError
-        If it is no array of the CPU.
+    Raises InvalidInputError if it is no array of the CPU.
     """
     if isinstance(value, (np.ndarray, np.generic)):  # a union type would be built in each call
         return np.asarray(value)
@@ -182,10 +166,7 @@ def as_array(spec: TensorSpec, value: Any, place: str = "the CPU") -> np.ndarray
 def dlpack_device(spec: TensorSpec, value: Any) -> tuple[int, int]:
     """The device of an object with DLPack, as its type and its number.
 
-    Raises
-    ------
-    InvalidInputError
-        If the object does not tell.
+    Raises InvalidInputError if the object does not tell.
     """
     try:
         kind, index = (int(number) for number in value.__dlpack_device__())
@@ -225,14 +206,8 @@ def _refuse_lazy_view(spec: TensorSpec, value: Any) -> None:
 class InputBuffers:
     """Our own memory for the inputs that cannot be used in place.
 
-    Parameters
-    ----------
-    specs : sequence of TensorSpec
-        The inputs.
-    alignment : int
-        Bytes at a multiple of which kernels expect data to begin.
-    threads : int
-        Threads of a copy.
+    ``alignment``: bytes at a multiple of which kernels expect data to begin. ``threads``: threads
+    of a copy.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], alignment: int = 1, threads: int = 1) -> None:
@@ -283,11 +258,8 @@ def _copy_on_threads(target: np.ndarray, source: np.ndarray, threads: int) -> No
 def export(array: np.ndarray, alignment: int) -> Any:
     """A tensor in the memory of an array of a type that DLPack knows.
 
-    Raises
-    ------
-    BufferError
-        If the array is not contiguous, or begins elsewhere than at a multiple of ``alignment``
-        bytes; or if it is read-only, and numpy older than 2.1.
+    Raises BufferError if the array is not contiguous, or begins elsewhere than at a multiple of
+    ``alignment`` bytes; or if it is read-only, and numpy older than 2.1.
     """
     lent = array if array.flags.writeable else array.__dlpack__(max_version=_READ_ONLY_SINCE)
     return tvm_ffi.from_dlpack(lent, require_alignment=alignment, require_contiguous=True)
@@ -309,19 +281,9 @@ def in_place(array: np.ndarray, dtype: str, alignment: int = 1) -> Any:
 def check_outputs(specs: Sequence[TensorSpec], out: Any) -> tuple[np.ndarray | None, ...]:
     """The array that a caller gives for each output, None where he gives none.
 
-    Parameters
-    ----------
-    specs : sequence of TensorSpec
-        The outputs.
-    out : array, sequence or mapping
-        An array if there is one output; else one for each output in order, or by name, where some
-        may be missing or None.
-
-    Raises
-    ------
-    InvalidInputError
-        If one is of another type or shape than its output or read-only, if two share memory, or if
-        they are too many or too few.
+    ``out``: an array if there is one output; else one for each output in order, or by name, where
+    some may be missing or None. Raises InvalidInputError if one is of another type or shape than
+    its output or read-only, if two share memory, or if they are too many or too few.
     """
     names = [spec.name for spec in specs]
     if isinstance(out, Mapping):
@@ -374,10 +336,7 @@ def _output_array(spec: TensorSpec, value: Any) -> np.ndarray:
 def check_output_shape(spec: TensorSpec, array: np.ndarray, shape: Sequence[int | str]) -> None:
     """Check that an array given for an output has its shape.
 
-    Raises
-    ------
-    InvalidInputError
-        If not.
+    Raises InvalidInputError if not.
     """
     if array.shape != tuple(shape):
         raise InvalidInputError(
@@ -393,16 +352,10 @@ def results(
 ) -> list[np.ndarray]:
     """Results as numpy arrays that the caller may keep and change.
 
-    Parameters
-    ----------
-    outputs : sequence of tvm_ffi.Tensor
-        Results of the function.
-    fresh : sequence of bool
-        Whether each was created by this call.
-    inputs : sequence of numpy.ndarray
-        Memory of the inputs; results that overlap with it are copied, like those not fresh.
-    places : sequence of numpy.ndarray or None, optional
-        Array in whose memory the program has written a result, or None for any other result.
+    ``outputs``: results of the function. ``fresh``: whether each was created by this call.
+    ``inputs``: memory of the inputs; results that overlap with it are copied, like those not fresh.
+    ``places``: array in whose memory the program has written a result, or None for any other
+    result.
     """
     arrays: list[np.ndarray] = []
     taken = list(inputs)

@@ -62,13 +62,11 @@ from ..machine.host import (
     host_features,
     may_use_tiles,
 )
-from ..paths import as_path
+from ..paths import as_path, written_aside
 from ..version import __version__
-from ..written_aside import written_aside
 from .fast_call import SoleKernelCall
-from .gpu_device import DeviceNeeds, check_device
-from .host_arrays import ALIGNMENT
-from .tensor_spec import TensorSpec
+from .host_arrays import ALIGNMENT, TensorSpec
+from .tvm_runtime import DeviceNeeds, check_device
 from .tvm_runtime import version as tvm_version
 from .weights import fit_into, map_weights, places_from, stored_bytes, write_weights
 
@@ -140,10 +138,7 @@ class Description:
     def check_machine(self) -> None:
         """Refuse to run on a machine whose CPU or GPU lacks what the code needs.
 
-        Raises
-        ------
-        TargetError
-            If something is missing; the message names it.
+        Raises TargetError if something is missing; the message names it.
         """
         check_host(self.features, self.arch)
         if self.device is not None:
@@ -155,10 +150,7 @@ class Description:
         What Linux lists of the CPU decides; LLVM, which is slow to load, is asked if that is too
         little for every description.
 
-        Raises
-        ------
-        TargetError
-            If there is none; the message names all targets and what they need.
+        Raises TargetError if there is none; the message names all targets and what they need.
         """
         if not self.others:
             self.check_machine()
@@ -204,46 +196,24 @@ class Description:
 
 def current_versions() -> dict[str, str]:
     """Versions of the packages that compile and run models here."""
-    return {
-        "tvm_fusion": __version__,
-        "tvm": tvm_version(),
-        "tvm_ffi": str(tvm_ffi.__version__),
-    }
+    return {"tvm_fusion": __version__, "tvm": tvm_version(), "tvm_ffi": str(tvm_ffi.__version__)}
 
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program for one target.
+    """A compiled program for one target."""
 
-    Parameters
-    ----------
-    executable : tvm.runtime.Executable
-        The program.
-    about : Description
-        Its description.
-    weights : sequence of tvm.runtime.Tensor
-        The tensors that the description lists.
-    """
-
-    executable: Any
-    about: Description
-    weights: Sequence[Any]
+    executable: Any  # The program.
+    about: Description  # Its description.
+    weights: Sequence[Any]  # The tensors that the description lists.
 
 
 def write_artifact(path: str | os.PathLike[str], programs: Sequence[Program]) -> None:
     """Write a compiled model atomically, even if the power fails.
 
-    Parameters
-    ----------
-    path : path
-        Destination; an existing file is replaced.
-    programs : sequence of Program
-        The model for each target, the one that needs least first.
-
-    Raises
-    ------
-    ArtifactError
-        If the file cannot be written, or the model cannot be linked.
+    ``path``: destination; an existing file is replaced. ``programs``: the model for each target,
+    the one that needs least first. Raises ArtifactError if the file cannot be written, or the model
+    cannot be linked.
     """
     with written_aside(path) as aside:
         try:
@@ -286,10 +256,7 @@ def _write_library(file: BinaryIO, program: Program) -> tuple[int, int]:
 def copy_artifact(source: Path, path: str | os.PathLike[str]) -> None:
     """Copy a saved model atomically.
 
-    Raises
-    ------
-    ArtifactError
-        If the copy cannot be written, or the file is gone or damaged.
+    Raises ArtifactError if the copy cannot be written, or the file is gone or damaged.
     """
     read_artifact(source)
     with written_aside(path) as aside:
@@ -301,13 +268,9 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
 
     Of a file for several CPUs it is that of the best one that this machine can run.
 
-    Raises
-    ------
-    ArtifactError
-        If the file cannot be read, was not written by tvm_fusion, is damaged, or comes from a
-        version that this one cannot read.
-    TargetError
-        If this machine cannot run its code.
+    Raises ArtifactError if the file cannot be read, was not written by tvm_fusion, is damaged, or
+    comes from a version that this one cannot read. Raises TargetError if this machine cannot run
+    its code.
     """
     about = describe_artifact(path).for_this_machine()
     here = current_versions()
@@ -324,11 +287,8 @@ def read_artifact(path: str | os.PathLike[str]) -> Description:
 def describe_artifact(path: str | os.PathLike[str]) -> Description:
     """Read and check the description of a file, whatever machine and versions it is for.
 
-    Raises
-    ------
-    ArtifactError
-        If the file cannot be read, was not written by tvm_fusion, is damaged, or is of a newer
-        format.
+    Raises ArtifactError if the file cannot be read, was not written by tvm_fusion, is damaged, or
+    is of a newer format.
     """
     file = as_path(path, ArtifactError)
     try:
@@ -341,10 +301,7 @@ def describe_artifact(path: str | os.PathLike[str]) -> Description:
 def read_artifact_weights(path: Path, about: Description) -> list[tvm_ffi.Tensor]:
     """Map the weights of a file whose description was read; all that load the file share them.
 
-    Raises
-    ------
-    ArtifactError
-        If the file cannot be read, or has changed since.
+    Raises ArtifactError if the file cannot be read, or has changed since.
     """
     if not about.weights:
         return []

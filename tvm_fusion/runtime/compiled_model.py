@@ -19,20 +19,13 @@ import tvm_ffi
 
 from ..errors import ArtifactError, InvalidInputError, TargetError
 from .arguments import bind, call_error, check_output_shape, check_outputs, empty
-from .artifact import (
-    Description,
-    Program,
-    read_artifact,
-    read_artifact_weights,
-)
+from .artifact import Description, Program, read_artifact, read_artifact_weights
 from .described_model import DescribedModel
 from .fast_call import FastCall, PreparedCall, has_fast_call, make_fast_call, no_fast_call
-from .gpu_device import device_of
-from .host_arrays import random_inputs
+from .host_arrays import TensorSpec, random_inputs, refuse_open_shapes
 from .memory import DeviceMemory, HostMemory, Memory, Workspaces, own_tensors
-from .tensor_spec import TensorSpec, refuse_open_shapes
 from .thread_pool import Crew, choose_threads
-from .tvm_runtime import copied, get_function, start_machine
+from .tvm_runtime import copied, device_of, get_function, start_machine
 from .weights import digest, stored_bytes
 
 _FILE_NAME = "model.so"
@@ -500,19 +493,9 @@ def _own_name(path: Path) -> str:
 def load_library(path: Path, place: tuple[int, int] = (0, 0)) -> tvm_ffi.Module:
     """Load the code of a saved model, which runs with all rights of the process.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    place : tuple of int
-        Where the library begins and ends. The system loads one at the beginning of the file from
-        there, any other one from a copy in memory, which all models of the file in this process
-        share.
-
-    Raises
-    ------
-    ArtifactError
-        If the system cannot load it.
+    ``path``: the file. ``place``: where the library begins and ends. The system loads one at the
+    beginning of the file from there, any other one from a copy in memory, which all models of the
+    file in this process share. Raises ArtifactError if the system cannot load it.
     """
     begin, end = place
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .artifact import Description, Program, copy_artifact, write_artifact
-from .gpu_device import DeviceNeeds
-from .tensor_spec import TensorSpec
+from .host_arrays import TensorSpec
+from .tvm_runtime import DeviceNeeds
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -87,16 +87,9 @@ class DescribedModel:
         It is a shared library that TVM itself can load too: ``tvm_fusion.runtime.artifact``
         describes it. No compiler is needed, whatever the target. The file is written atomically.
 
-        Parameters
-        ----------
-        path : path
-            Destination; an existing file is replaced.
-
-        Raises
-        ------
-        ArtifactError
-            If it cannot be written; or if this model was loaded from a file, which is copied then,
-            and that file is gone or damaged.
+        ``path``: destination; an existing file is replaced. Raises ArtifactError if it cannot be
+        written; or if this model was loaded from a file, which is copied then, and that file is
+        gone or damaged.
         """
         if self._origin is not None:
             copy_artifact(self._origin, path)

@@ -20,7 +20,7 @@ import tvm_ffi
 
 from ..errors import InvalidInputError
 from .arguments import as_numpy, empty, export, numpy_dtype, overlaps
-from .tensor_spec import TensorSpec
+from .host_arrays import TensorSpec
 from .thread_pool import Crew
 
 Outputs = Sequence[np.ndarray]
@@ -47,10 +47,7 @@ class OutputPool:
     A call gets a view, so that its user may change its shape or its flags; it and all its views
     hold a reference to the array here.
 
-    Parameters
-    ----------
-    spec : TensorSpec
-        Type and shape of the output; its sizes are known.
+    ``spec``: type and shape of the output; its sizes are known.
     """
 
     def __init__(self, spec: TensorSpec) -> None:
@@ -120,23 +117,11 @@ def make_fast_call(
 ) -> FastCall:
     """Make a function from the arguments by position to the outputs.
 
-    Parameters
-    ----------
-    program : PreparedCall
-        That of a model with :func:`has_fast_call`.
-    crew : Crew
-        Threads that run it.
-    inputs : sequence of TensorSpec
-        Its inputs.
-    pools : sequence of OutputPool
-        Memory of its outputs.
-
-    Returns
-    -------
-    callable
-        Its second argument is None, or the array of the only output, or a tuple of one for each. It
-        returns None, without any effect, unless every array has the right type and shape, and
-        kernels can use it in place; and if one for an output shares memory with another one.
+    ``program``: that of a model with :func:`has_fast_call`. ``crew``: threads that run it.
+    ``pools``: memory of its outputs. Returns its second argument is None, or the array of the only
+    output, or a tuple of one for each. It returns None, without any effect, unless every array has
+    the right type and shape, and kernels can use it in place; and if one for an output shares
+    memory with another one.
     """
     places = list(zip(program.inputs, *_plain_types(inputs), strict=True))
     outputs = [pool.spec for pool in pools]

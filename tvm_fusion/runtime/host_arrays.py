@@ -8,9 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from ..errors import TVMFusionError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and element type of one input or output."""
+
+    name: str  # The name which the model gives the tensor.
+    shape: tuple[int | str, ...]
+    """One entry a dimension; a string names a dimension that is only known when the model runs."""
+    dtype: str  # The element type as TVM and numpy spell it, for example ``"float32"``.
+
+    def __str__(self) -> str:
+        """Name, type and shape: ``x: float32[1, 3, batch]``."""
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def refuse_open_shapes(
+    inputs: Iterable[TensorSpec], error: type[TVMFusionError], remedy: str
+) -> None:
+    """Refuse inputs with dimensions that are only known at run time.
+
+    ``error``: class of the exception. ``remedy``: remedy for the caller, as the end of the message.
+    """
+    for spec in inputs:
+        if not all(isinstance(size, int) for size in spec.shape):
+            shape = ", ".join(map(str, spec.shape))
+            raise error(f"input {spec.name!r} has the open shape ({shape}); {remedy}")
+
 
 ALIGNMENT = 64
 """Bytes; the alignment that TVM gives its own memory, a cache line on most CPUs."""
@@ -44,26 +75,17 @@ def aligned_empty(
 
 
 def random_inputs(
-    inputs: Iterable[Any],
-    seed: int | Sequence[int],
-    normal: bool = False,
-    aligned: bool = False,
+    inputs: Iterable[Any], seed: int | Sequence[int], normal: bool = False, aligned: bool = False
 ) -> dict[str, np.ndarray]:
     """Random arrays for ``inputs``, the same ones for the same seed.
 
     Floats are uniform in [-1, 1), or standard normal if ``normal``; integers are 0 or 1, which are
     valid indices nearly everywhere.
 
-    Parameters
-    ----------
-    inputs : iterable
-        Records with the fields ``name``, ``shape`` (integers only) and ``dtype``.
-    seed : int or sequence of int
-        Seed of the generator.
-    normal : bool
-        Whether floats are drawn from the standard normal distribution.
-    aligned : bool
-        Whether the arrays are those of :func:`aligned_empty`, and not where numpy puts them.
+    ``inputs``: records with the fields ``name``, ``shape`` (integers only) and ``dtype``. ``seed``:
+    seed of the generator. ``normal``: whether floats are drawn from the standard normal
+    distribution. ``aligned``: whether the arrays are those of :func:`aligned_empty`, and not where
+    numpy puts them.
     """
     generator = np.random.default_rng(seed)
     arrays = {}

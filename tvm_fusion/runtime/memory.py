@@ -32,8 +32,7 @@ from .arguments import (
     results,
 )
 from .fast_call import OutputPool
-from .host_arrays import ALIGNMENT
-from .tensor_spec import TensorSpec
+from .host_arrays import ALIGNMENT, TensorSpec
 from .tvm_runtime import get_function
 
 _CUDA = 2
@@ -83,16 +82,9 @@ class Memory(Protocol):
 class HostMemory:
     """Memory of the host: inputs are used in place if they are contiguous.
 
-    Parameters
-    ----------
-    specs, outputs : sequence of TensorSpec
-        The inputs and the outputs.
-    lifted : sequence of bool
-        For each output, whether the program takes the tensor to write it to; nothing if none is.
-    alignment : int
-        Bytes at a multiple of which kernels expect data to begin; by default as TVM's code does.
-    threads : int
-        Threads that copy an input.
+    ``lifted``: for each output, whether the program takes the tensor to write it to; nothing if
+    none is. ``alignment``: bytes at a multiple of which kernels expect data to begin; by default as
+    TVM's code does. ``threads``: threads that copy an input.
     """
 
     arrays = staticmethod(results)
@@ -150,15 +142,7 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Memory of a GPU: inputs are copied to it, unless they are there; results are copied back.
-
-    Parameters
-    ----------
-    specs : sequence of TensorSpec
-        The inputs.
-    device : tvm_ffi.Device
-        The GPU.
-    """
+    """Memory of a GPU: inputs are copied to it, unless they are there; results are copied back."""
 
     def __init__(self, specs: Sequence[TensorSpec], device: tvm_ffi.Device) -> None:
         self.device = device
@@ -168,20 +152,15 @@ class DeviceMemory:
     def check(self, values: Sequence[Any]) -> list[Any]:
         """As :meth:`Memory.check`; numpy arrays stay where they are, until they are placed.
 
-        Raises
-        ------
-        InvalidInputError
-            If a value is not of its input's type and shape, or is on another device.
+        Raises InvalidInputError if a value is not of its input's type and shape, or is on another
+        device.
         """
         return check(self._specs, values, self._view)
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """As :meth:`Memory.place`.
 
-        Raises
-        ------
-        TargetError
-            If the device has too little memory for them.
+        Raises TargetError if the device has too little memory for them.
         """
         with _own_errors(self.device):
             tensors = [self._placed(index, value) for index, value in enumerate(values)]
@@ -203,10 +182,7 @@ class DeviceMemory:
     ) -> list[np.ndarray]:
         """As :meth:`Memory.arrays`; waits for the kernels.
 
-        Raises
-        ------
-        TargetError
-            If a kernel failed.
+        Raises TargetError if a kernel failed.
         """
         with _own_errors(self.device):
             targets = places or [None] * len(outputs)
@@ -223,10 +199,7 @@ class DeviceMemory:
     def synchronize(self) -> None:
         """Wait until all launched work is done.
 
-        Raises
-        ------
-        TargetError
-            If a kernel failed.
+        Raises TargetError if a kernel failed.
         """
         with _own_errors(self.device):
             get_function("runtime.Device_StreamSync")(self.device, 0)
@@ -261,19 +234,9 @@ class DeviceMemory:
 def own_tensors(outputs: Sequence[Any], fresh: Sequence[bool], inputs: Sequence[Any]) -> list[Any]:
     """Results as tensors that the caller may keep and change, without waiting for them.
 
-    Parameters
-    ----------
-    outputs : sequence of tvm_ffi.Tensor
-        Results of the function.
-    fresh : sequence of bool
-        Whether each was created by this call; others are copied.
-    inputs : sequence of tvm_ffi.Tensor
-        Results that overlap with them are copied, too.
-
-    Raises
-    ------
-    TargetError
-        If the device has too little memory for a copy.
+    ``outputs``: results of the function. ``fresh``: whether each was created by this call; others
+    are copied. ``inputs``: results that overlap with them are copied, too. Raises TargetError if
+    the device has too little memory for a copy.
     """
     taken = [_extent(tensor) for tensor in inputs]
     owned = []
@@ -359,10 +322,7 @@ _SECONDS = 0.5
 class Workspaces:
     """The workspaces of a model's kernels on a device.
 
-    Parameters
-    ----------
-    tensors : sequence of tvm_ffi.Tensor
-        Their memory (:mod:`schedules.gpu.core.workspace_slot`).
+    ``tensors``: their memory (:mod:`schedules.gpu.core.workspace_slot`).
     """
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
@@ -390,10 +350,7 @@ class Workspaces:
     def check(self) -> None:
         """Look whether a launch has failed; all must be done, and none may begin meanwhile.
 
-        Raises
-        ------
-        TargetError
-            If one has. The workspaces are reset by then.
+        Raises TargetError if one has. The workspaces are reset by then.
         """
         suspect, self._launched = self.are_suspect, None
         if suspect and any(download(tensor)[FAILED] for tensor in self._tensors):

@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import tvm_ffi
 
-from .host_arrays import ALIGNMENT, aligned_empty
-from .tensor_spec import TensorSpec
+from .host_arrays import ALIGNMENT, TensorSpec, aligned_empty
 
 _DTYPES = frozenset(
     ["float16", "float32", "float64"]
@@ -36,10 +35,8 @@ def weight_specs(weights: Sequence[Any]) -> tuple[TensorSpec, ...]:
 def stored_bytes(specs: Sequence[TensorSpec]) -> int:
     """Number of bytes of the tensors, with the gaps between them.
 
-    Raises
-    ------
-    ValueError, TypeError
-        If a shape is not one of known sizes, or an element type is none of weights.
+    Raises ValueError, TypeError if a shape is not one of known sizes, or an element type is none of
+    weights.
     """
     return sum(size + gap for _, size, gap in _layout(specs))
 
@@ -57,15 +54,8 @@ def write_weights(
 ) -> tuple[int, ...]:
     """Write tensors one after the other, and return where each begins in the file.
 
-    Parameters
-    ----------
-    file : BinaryIO
-        A file at a multiple of 64 bytes.
-    weights : Sequence[Any]
-        The tensors.
-    places : dict[bytes, int]
-        Where tensors begin that are in the file, by their digests. They are not written again, and
-        new ones are added.
+    ``file``: a file at a multiple of 64 bytes. ``places``: where tensors begin that are in the
+    file, by their digests. They are not written again, and new ones are added.
     """
     digests = [digest(weight) for weight in weights]
     layout = _layout(weight_specs(weights))
@@ -96,10 +86,7 @@ def map_weights(
 
     Those that do not begin at multiples of 64 bytes, as in files of early formats, are copied.
 
-    Raises
-    ------
-    OSError
-        If the file ends too early.
+    Raises OSError if the file ends too early.
     """
     memory = np.frombuffer(_mapped(file), np.uint8)
     if not fit_into(memory.size, specs, places):

@@ -16,7 +16,7 @@ from ..compiler.reference import OPEN_SHAPE, Reference
 from ..errors import InvalidInputError
 from ..onnx.frontend import ImportedModel
 from ..runtime.compiled_model import CompiledModel
-from ..runtime.tensor_spec import TensorSpec, refuse_open_shapes
+from ..runtime.host_arrays import TensorSpec, refuse_open_shapes
 from .exported_program import as_onnx, digest, import_exported_program
 
 __all__ = ["as_onnx", "digest", "import_model", "reference"]

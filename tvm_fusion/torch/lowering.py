@@ -22,7 +22,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from ..compiler.compile import compile
 from ..compiler.model_cache import VARIABLE
 from ..compiler.pipeline import Options, phases
-from ..compiler.targets.target import resolve
+from ..compiler.targets import resolve
 from ..errors import EagerModeWarning, InvalidInputError
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.thread_pool import choose_threads

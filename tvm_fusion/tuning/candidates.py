@@ -24,8 +24,7 @@ import numpy as np
 from schedules.tuning.records import Key, Record, canonical
 
 from ..errors import TargetError, TuningError
-from ..runtime.gpu_device import DeviceInfo, find_device
-from ..runtime.tvm_runtime import version
+from ..runtime.tvm_runtime import DeviceInfo, find_device, version
 from .contest import (
     BATCH_ROUNDS,
     BATCH_SECONDS,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import TuningError
-from ..machine.processes import how_it_ended
+from ..machine.host import how_it_ended
 from .database import measuring
 from .worker import BEACON, REFERENCE
 

@@ -14,7 +14,7 @@ import numpy as np
 from tvm.target import Target
 
 from ..compiler import pipeline
-from ..compiler.targets.target import host_of, is_gpu, resolve
+from ..compiler.targets import host_of, is_gpu, resolve
 from ..errors import TargetError, TuningError
 from .candidates import TASKS
 from .contest import Outcome

@@ -22,7 +22,7 @@ from tvm_fusion.runtime.host_arrays import aligned_empty
 from tvm_fusion.runtime.tvm_runtime import get_function, load_device_library
 from tvm_fusion.tuning.worker import REFERENCE, TOLERANCES, Races, serve
 
-from ..runtime.gpu_device import device_of
+from ..runtime.tvm_runtime import device_of
 
 FLUSH_BYTES = 256 << 20
 """Bytes that are copied before each run: more than the second-level cache of any GPU has."""

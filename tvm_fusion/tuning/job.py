@@ -26,12 +26,11 @@ from schedules.tuning.records import Key, Record, Records
 
 from ..compiler import pipeline
 from ..compiler.registry import rank_compiler
-from ..compiler.targets.gpu_target import named_after
-from ..compiler.targets.target import arch_of, names_gpu, required_features, resolve
+from ..compiler.targets import arch_of, named_after, names_gpu, required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from ..machine.host import check_host, host_cpu
-from ..runtime.gpu_device import find_device
 from ..runtime.thread_pool import choose_threads
+from ..runtime.tvm_runtime import find_device
 from .contest import (
     BATCH_ROUNDS,
     BATCH_SECONDS,

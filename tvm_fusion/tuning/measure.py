@@ -26,10 +26,9 @@ from schedules.cpu.core.machine import CPUInfo
 from ..codegen.library_bin import machine_code_of
 from ..codegen.linker import SharedLinker
 from ..codegen.nvrtc import tvm_compiler
-from ..compiler.targets.target import host_of, is_gpu
-from ..machine.host import physical_cores
-from ..machine.host_info import cpu_name
-from ..runtime.gpu_device import DeviceInfo
+from ..compiler.targets import host_of, is_gpu
+from ..machine.host import cpu_name, physical_cores
+from ..runtime.tvm_runtime import DeviceInfo
 from .contest import PATIENCE, Contest, MeasuringWorker, Outcome, Worker, prepared
 
 _LONGEST_VECTOR = 1024  # of the code that writes a tensor

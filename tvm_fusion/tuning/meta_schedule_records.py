@@ -30,7 +30,7 @@ from schedules.tuning.records import Key, Record, canonical, parse_json
 from schedules.tuning.tunable import read_setting, sample_knobs
 
 from ..compiler.record_reader import bounded_lines
-from ..compiler.targets.target import resolve
+from ..compiler.targets import resolve
 from ..errors import RecordWarning, TuningError, TVMFusionError
 from .database import LOCKS, Database, require_extra
 from .record_files import all_records, cpu_of, fault

@@ -19,9 +19,9 @@ from ..compiler.record_reader import (
     read_records,
     record_files,
 )
-from ..compiler.targets.target import arch_of, resolve
+from ..compiler.targets import arch_of, resolve
 from ..errors import TuningError, TVMFusionError
-from ..written_aside import written_aside
+from ..paths import written_aside
 from .database import LOCKS, Database, append_line, is_trial, lock_of, require_extra
 
 TRIAL_FIELDS = {"task", "template", "version", "knobs", "ratio", "failure", "reason"}

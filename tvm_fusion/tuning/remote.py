@@ -27,7 +27,7 @@ from tvm.target import Target
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 
-from ..compiler.targets.target import required_features, resolve
+from ..compiler.targets import required_features, resolve
 from ..errors import InvalidInputError, TargetError, TuningError
 from .contest import LostWorker, Worker
 from .measure import Host, LostHost, Pool

@@ -29,9 +29,9 @@ from tvm.target import Target
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 
-from ..compiler.targets.target import resolve
+from ..compiler.targets import resolve
 from ..errors import TuningError
-from ..machine.host_info import cpu_name
+from ..machine.host import cpu_name
 from ..runtime.thread_pool import choose_threads
 from .contest import LostWorker, MeasuringWorker
 from .database import require_extra

@@ -22,10 +22,10 @@ from schedules.tuning.tunable_rule import AnyTemplate, tunable_rule_of
 
 from ..compiler import pipeline
 from ..compiler.registry import rank_compiler
-from ..compiler.targets.target import is_gpu
+from ..compiler.targets import is_gpu
 from ..errors import InvalidModelError
 from ..onnx.frontend import import_onnx
-from ..runtime.tensor_spec import refuse_open_shapes
+from ..runtime.host_arrays import refuse_open_shapes
 from .measure import KernelSequence
 
 DTYPES = ("float32", "float16", "float64", "uint8", "int8")

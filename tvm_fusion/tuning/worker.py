@@ -26,8 +26,8 @@ import tvm_ffi
 
 from tvm_fusion.machine.host import may_use_tiles
 from tvm_fusion.runtime.host_arrays import aligned_empty
+from tvm_fusion.runtime.thread_pool import WorkerPool, use_pools
 from tvm_fusion.runtime.tvm_runtime import get_function
-from tvm_fusion.runtime.worker_pool import WorkerPool, use_pools
 
 BEACON = struct.Struct("<qq")
 """Number of the candidate that runs, and of all calls so far."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from tvm_fusion.codegen.nvrtc import compiler
 from tvm_fusion.errors import EngineError
-from tvm_fusion.machine.host_info import host_info
+from tvm_fusion.machine.host import host_info
 
 from .clock import Clock
 from .engine import module, version

@@ -19,7 +19,7 @@ from rich.table import Table  # noqa: E402
 
 from examples.benchmarks.reduction_cases import Case  # noqa: E402
 from tvm_fusion.cli.output import json_text  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
+from tvm_fusion.paths import written_aside
 
 from .protocol import Summary, Verdict  # noqa: E402
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from schedules.cost import machine as machines
 from schedules.cost.machine import Figure, Machine
-from tvm_fusion.written_aside import written_aside
+from tvm_fusion.paths import written_aside
 
 
 def write_figures(machine: Machine, fitted: Mapping[str, Figure], prefix: str) -> None:

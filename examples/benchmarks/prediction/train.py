@@ -51,7 +51,7 @@ from schedules.cost.learned import (  # noqa: E402
     seconds,
 )
 from schedules.cost.trees import LEAF  # noqa: E402
-from tvm_fusion.written_aside import written_aside  # noqa: E402
+from tvm_fusion.paths import written_aside
 
 KERNELS = {kernel.name: kernel for kernel in (GEMM, CONV2D, SOFTMAX, LAYER_NORM)}
 WIDTH = {"float32": 4, "float16": 2}

@@ -17,7 +17,7 @@ from schedules.workload.conv2d import Conv2DKernel
 
 from ...core.constants import numbers, tensor_constant
 from ...core.expressions import op_name
-from ...core.pass_target import pass_target
+from ...core.graph import pass_target
 from ...op.conv2d import CONV2D
 from ...op.conv_types import read_kernel
 from ...op.widen_weight import LEAST_ELEMENTS

@@ -18,8 +18,7 @@ from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 
 from ...core.constants import constant, numbers, tensor_constant
 from ...core.expressions import Value
-from ...core.graph import Graph, function_graphs
-from ...core.pass_target import pass_target
+from ...core.graph import Graph, function_graphs, pass_target
 from ...op.conv2d import conv2d
 from ...op.elementwise import bounds_of, round_clip
 from ...op.quantized_conv2d import (

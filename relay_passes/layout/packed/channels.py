@@ -11,8 +11,7 @@ from tvm.ir import GenericConst
 
 from schedules.workload.conv2d import ChannelBlocks
 
-from ...op.channels import channel_norm, channel_shuffle, channel_slice
-from ...op.pack import pack
+from ...op.channels import channel_norm, channel_shuffle, channel_slice, pack
 from .packing_state import Packed, Rule, Scope, channels_of
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from tvm import relax
 from tvm.ir import GenericConst, Op
 
+from relay_passes.op.channels import pack
 from relay_passes.op.conv2d import CONV2D
 from relay_passes.op.conv_types import ConvOp, read_kernel
-from relay_passes.op.pack import pack
 from relay_passes.op.quantized_conv2d import (
     FUSED_QUANTIZED_CONV2D,
     QUANTIZED_CONV2D,

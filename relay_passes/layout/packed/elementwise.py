@@ -19,8 +19,8 @@ from tvm.ir import GenericConst
 
 from schedules.tir.extents import extent_of
 
+from ...op.channels import pack
 from ...op.elementwise import BYTE, bounds_of, in_bytes
-from ...op.pack import pack
 from .packing_state import Packed, Rule, Scope, channels_of
 
 

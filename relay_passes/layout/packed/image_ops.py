@@ -11,7 +11,7 @@ import math
 from tvm import relax, tirx
 
 from relay_passes.core.expressions import resize_alike
-from relay_passes.op.pack import unpack
+from relay_passes.op.channels import unpack
 
 from .packing_state import Packed, Result, Rule, Scope
 

@@ -13,7 +13,7 @@ from tvm.ir import GenericConst
 
 from relay_passes.core.constants import array_of, tensor_constant
 from relay_passes.core.expressions import Value, op_name
-from relay_passes.op.pack import pack
+from relay_passes.op.channels import pack
 from schedules.workload.conv2d import ChannelBlocks, Conv2DKernel
 
 from .consumers import Uses

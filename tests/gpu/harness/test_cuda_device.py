@@ -31,7 +31,7 @@ from examples.benchmarks.pack_gpu import onnx_model
 from schedules.workload.workspace_layout import PLACES
 from tvm_fusion.codegen.nvrtc import tvm_compiler
 from tvm_fusion.errors import TargetError
-from tvm_fusion.runtime.gpu_device import device_of, find_device
+from tvm_fusion.runtime.tvm_runtime import device_of, find_device
 
 
 def has_gpu() -> bool:

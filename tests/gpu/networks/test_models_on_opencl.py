@@ -16,7 +16,7 @@ from examples.onnx_builder import random_inputs
 from examples.zoo import ZOO
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options, phases, run_phases
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 TRANSFORMER = {"layers": 1, "weights": False}

@@ -11,10 +11,10 @@ from cuda_text import count, opcodes, sass
 from examples.zoo import ZOO
 from tvm_fusion.codegen.library_bin import cuda_texts
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.explain.explain_gpu import explain_kernels
+from tvm_fusion.compiler.explain import explain_kernels
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from graph_cases import CUDA, numpy_dtype, run, scheduled
 from tvm import relax, tirx
 from tvm.relax import op
 
-from relay_passes.op.pack import pack, unpack
+from relay_passes.op.channels import pack, unpack
 from schedules import attributes
 
 F32 = "float32"

@@ -22,7 +22,7 @@ from schedules.gpu.reduce.plan.group_workload import GroupWorkload
 from schedules.tuning.records import canonical
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options, optimize, phases, run_phases
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 op = relax.op
 OPENCL, CUDA = resolve("opencl"), resolve("cuda -arch=sm_90")

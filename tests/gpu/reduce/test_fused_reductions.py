@@ -28,7 +28,7 @@ from tvm.s_tir import dlight
 
 from examples.coalesced_reduction import passes
 from relay_passes.reduction import groups as reduction_groups
-from relay_passes.reduction.primfunc_calls import is_reduction
+from relay_passes.reduction.tir_calls import is_reduction
 from schedules import gpu
 from schedules.gpu.reduce.plan import configure
 from tests.selection import in_turns

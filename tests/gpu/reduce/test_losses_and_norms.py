@@ -18,7 +18,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.reduce.plan.configure import read_configured
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options, optimize, phases, run_phases
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.torch.exported_program import import_exported_program
 

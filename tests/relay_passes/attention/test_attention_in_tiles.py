@@ -21,7 +21,7 @@ from tvm_fusion.bench.profiler import kernel_costs
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 

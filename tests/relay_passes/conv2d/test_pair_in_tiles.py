@@ -17,7 +17,7 @@ from relay_passes.op import conv2d, conv2d_pair
 from schedules.cpu.core.machine import CPUInfo, described
 from schedules.errors import OpError
 from schedules.workload.conv2d import FusedConv2DWorkload
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 
 @pytest.fixture

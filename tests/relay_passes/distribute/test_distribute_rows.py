@@ -15,7 +15,7 @@ from tvm import relax
 from relay_passes import DistributeRows, op
 from relay_passes.distribute.row_rules import row_op
 from relay_passes.distribute.row_stages import read_row_stages
-from relay_passes.op.pack import pack, unpack
+from relay_passes.op.channels import pack, unpack
 from schedules import attributes
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.rows.row_plan import plan_from_json

@@ -21,7 +21,7 @@ from relay_passes import FuseConv2D, FuseEpilogue, FusePack, PackLayout
 from schedules import cpu
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Activation, ConvLayer
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 TARGET = Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
 HOST = resolve("native", 2)

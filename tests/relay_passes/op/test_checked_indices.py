@@ -8,7 +8,7 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
-from relay_passes.op.checked_indices import checked_indices
+from relay_passes.op.elementwise import checked_indices
 from schedules.errors import OpError
 from tests.targets import PLAIN
 

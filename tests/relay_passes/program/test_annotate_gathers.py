@@ -50,7 +50,7 @@ def patterns(mod: tvm.IRModule) -> dict[str, int]:
 def test_pass_has_the_name_of_its_file_and_is_exported() -> None:
     assert AnnotateGathers().info.name == "AnnotateGathers"
     assert relay_passes.AnnotateGathers is AnnotateGathers
-    assert AnnotateGathers.__module__ == "relay_passes.program.marks"
+    assert AnnotateGathers.__module__ == "relay_passes.program.lowering"
 
 
 @pytest.mark.parametrize("mode", ["clip", "wrap"])

@@ -13,7 +13,7 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 from relay_passes import CheckAlignment
-from relay_passes.program.check_alignment import CHECK
+from relay_passes.program.buffers import CHECK
 from tvm_fusion.compiler.pipeline import lower_to_vm
 
 op = relax.op

@@ -15,7 +15,7 @@ from tvm.script import relax as R
 from tvm.target import Target
 
 from relay_passes import LiftOutputs, LiftWeights
-from relay_passes.program.lift_outputs import sole_kernel
+from relay_passes.program.buffers import sole_kernel
 from relay_passes.program.weights import LEAST_BYTES
 from schedules import attributes
 from tvm_fusion.compiler.pipeline import lower_to_vm

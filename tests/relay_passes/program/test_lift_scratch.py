@@ -14,7 +14,7 @@ from tvm.relax import op
 from relay_passes import LiftScratch
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import launches
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 HEADS, KEYS, WIDTH = 2, 2048, 32
 WEIGHT = np.random.default_rng(0).standard_normal((WIDTH, WIDTH)).astype("float32") / 6

@@ -22,7 +22,7 @@ from tvm.script import relax as R
 import relay_passes
 from relay_passes import CoalesceReduction
 from relay_passes.op import coalesced_reduce
-from relay_passes.reduction.report import read_reduction_report
+from relay_passes.reduction.coalesce_reduction import read_reduction_report
 from schedules import attributes, cpu
 
 PLAIN = ["sum", "prod", "min", "max", "mean", "argmin", "argmax"]

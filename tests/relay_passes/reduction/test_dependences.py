@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from tvm import relax
 
-from relay_passes.reduction.dependences import BlockOrder, Unit
+from relay_passes.reduction.tir_calls import BlockOrder, Unit
 from schedules.errors import OpError
 
 

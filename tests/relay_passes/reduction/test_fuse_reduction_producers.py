@@ -20,7 +20,7 @@ from tvm.script import relax as R
 import relay_passes
 from relay_passes import FuseReductionProducers
 from relay_passes.op import coalesced_reduce
-from relay_passes.reduction.producers import MAX_TENSORS
+from relay_passes.reduction.fuse_reduction_producers import MAX_TENSORS
 from schedules.compute.coalesced_reduce import FINISH, STATE, VALUE
 from tests.targets import compile_unchecked
 

@@ -37,8 +37,8 @@ import relay_passes
 from relay_passes import FuseReductions
 from relay_passes.op import coalesced_reduce
 from relay_passes.reduction import groups as reduction_groups
-from relay_passes.reduction.producers import MAX_TENSORS
-from relay_passes.reduction.report import read_reduction_report
+from relay_passes.reduction.coalesce_reduction import read_reduction_report
+from relay_passes.reduction.fuse_reduction_producers import MAX_TENSORS
 from schedules.errors import TargetError
 
 H100 = Target({"kind": "cuda", "arch": "sm_90"})

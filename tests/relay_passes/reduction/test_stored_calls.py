@@ -16,8 +16,8 @@ from tvm.target import Target
 
 from relay_passes import FuseReductions
 from relay_passes.reduction import groups as reduction_groups
-from relay_passes.reduction.producers import MAX_TENSORS
-from relay_passes.reduction.report import read_reduction_report
+from relay_passes.reduction.coalesce_reduction import read_reduction_report
+from relay_passes.reduction.fuse_reduction_producers import MAX_TENSORS
 from schedules.cost.decisions import recorded
 
 H100 = Target({"kind": "cuda", "arch": "sm_90"})

@@ -11,7 +11,7 @@ from tvm import relax, topi
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from relay_passes.op.checked_indices import checked_indices
+from relay_passes.op.elementwise import checked_indices
 from relay_passes.op.widen_weight import widen_weight
 from relay_passes.simplify.fold_constant import FOLDED
 from schedules.errors import InvalidModelError

@@ -74,12 +74,11 @@ def test_works_in_a_sequential_without_this_package_around():
     assert names == ["add", "conv2d", "main", "tir_clip"]
 
 
-def test_pass_and_rules_have_the_names_of_their_files():
+def test_pass_has_its_name_and_rules_are_of_its_family():
     assert SimplifyInference().info.name == "SimplifyInference"
     rules = Path(pass_module.__file__).parent
     for rule, _ in pass_module.RULES:
-        file = Path(inspect.getfile(rule))
-        assert file.name == f"{rule.__name__}.py" and file.is_relative_to(rules)
+        assert Path(inspect.getfile(rule)).parent == rules
 
 
 def test_functions_of_other_passes_and_of_other_kinds_stay():

@@ -17,7 +17,7 @@ from tvm.target import Target
 from schedules.compute.conv2d import conv2d, fused_conv2d
 from schedules.workload.conv2d import ACTIVATIONS, Activation, Conv2DKernel, ConvLayer, to_json
 from tests.targets import compile_unchecked
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 Array = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from tvm.target import Target
 
 from schedules.cpu import RULES
 from tests.targets import compile_unchecked
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 Array = NDArray[np.generic]
 

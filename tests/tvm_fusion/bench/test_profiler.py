@@ -34,7 +34,7 @@ from tvm_fusion.bench.profiler import (
     profile_table,
 )
 from tvm_fusion.cli.output import json_text
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidModelError, TargetError
 
 CONTRIB = "com.microsoft"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rich.console import Console
 
-from tvm_fusion.bench.race_result import EngineResult, Plan, RaceResult, race_table, title_of
+from tvm_fusion.bench.race import EngineResult, Plan, RaceResult, race_table, title_of
 from tvm_fusion.cli.output import json_text
 from tvm_fusion.runtime.host_arrays import relative_error
 

@@ -32,9 +32,9 @@ from tvm_fusion.cli import options as cli_options
 from tvm_fusion.cli import output as cli_output
 from tvm_fusion.cli import progress as cli_progress
 from tvm_fusion.cli.progress import progress_bar
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import EngineError, TargetError, TVMFusionError
-from tvm_fusion.runtime.gpu_device import DeviceInfo
+from tvm_fusion.runtime.tvm_runtime import DeviceInfo
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -364,7 +364,7 @@ def test_without_a_gpu_plain_cuda_is_refused_at_once(
     def find(kind: str) -> None:
         raise TargetError(f"{NO_GPU} for {kind}")
 
-    monkeypatch.setattr("tvm_fusion.compiler.targets.gpu_target.find_device", find)
+    monkeypatch.setattr("tvm_fusion.compiler.targets.find_device", find)
     code, out, err = run(command, model_path, "--target", "cuda")
     assert (code, out) == (1, "")
     assert f"{NO_GPU} for cuda; to compile for another machine" in err and err.count("\n") == 1
@@ -375,7 +375,7 @@ def test_a_gpu_of_another_generation_is_refused_before_compiling(
     run: Run, model_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     a40 = DeviceInfo("cuda", "A40", "sm_86", 1024, 49152, 84)
-    monkeypatch.setattr("tvm_fusion.runtime.gpu_device.find_device", lambda kind: a40)
+    monkeypatch.setattr("tvm_fusion.runtime.tvm_runtime.find_device", lambda kind: a40)
     fail_with(monkeypatch, AssertionError("compiled"))
     code, _, err = run(command, model_path, "--target", "cuda -arch=sm_90")
     assert code == 1 and "compiled for sm_90, and this machine's GPU (A40) is sm_86" in err

@@ -12,7 +12,7 @@ from tvm import relax
 
 import tvm_fusion
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 SIZE = 9

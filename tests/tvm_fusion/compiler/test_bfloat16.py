@@ -29,7 +29,7 @@ from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.options import chosen_precision, faster_precision
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 INTEL, ZEN_4, ZEN_3, TILES = "icelake-server", "znver4", "znver3", "sapphirerapids"

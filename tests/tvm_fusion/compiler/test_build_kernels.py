@@ -20,7 +20,7 @@ from tvm.s_tir import dlight
 from tvm_fusion.codegen.library_bin import compile_kernels, cuda_texts
 from tvm_fusion.codegen.linker import SharedLinker
 from tvm_fusion.compiler import build_kernels, pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import CompilationError
 
 KERNELS, TARGET = 36, resolve("native")

@@ -11,9 +11,9 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from examples.models import MODELS
-from relay_passes.program.check_alignment import CHECK
+from relay_passes.program.buffers import CHECK
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 # What the virtual machine does beside kernels; ``vm.builtin.reshape`` gives a view.

@@ -11,8 +11,7 @@ import onnx
 import pytest
 
 import tvm_fusion
-from tvm_fusion.compiler.check_numbers import check_numbers
-from tvm_fusion.compiler.reference import Reference
+from tvm_fusion.compiler.reference import Reference, check_numbers
 from tvm_fusion.errors import CompilationError, EngineError, InvalidInputError
 
 MODEL = onnx.parser.parse_model(

@@ -18,7 +18,7 @@ from small_onnx import small_model
 import tvm_fusion
 from tvm_fusion import errors
 from tvm_fusion.bench.profiler import profile
-from tvm_fusion.compiler.explain.explain import explain
+from tvm_fusion.compiler.explain import explain
 from tvm_fusion.errors import (
     CompilationError,
     InvalidInputError,
@@ -28,7 +28,7 @@ from tvm_fusion.errors import (
 )
 from tvm_fusion.machine import host
 from tvm_fusion.runtime.compiled_model import CompiledModel
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,7 +12,7 @@ from tvm.ir.transform import PassContext
 from tvm.script import tirx as T
 
 from tvm_fusion.compiler.build_kernels import GPU_LOWERING
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 TARGET = resolve("cuda -arch=sm_80")
 

@@ -34,13 +34,13 @@ from tvm_fusion.codegen.library_bin import compile_kernels, cuda_texts, packed
 from tvm_fusion.compiler import compile_model, phases, pipeline
 from tvm_fusion.compiler.launches import kernel_uses, launches
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import ArtifactError, CompilationError, TargetError
 from tvm_fusion.machine.host import host_arch
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.runtime import artifact, compiled_model
 from tvm_fusion.runtime.compiled_model import CompiledModel
-from tvm_fusion.runtime.gpu_device import DeviceNeeds
+from tvm_fusion.runtime.tvm_runtime import DeviceNeeds
 
 CUDA, OPENCL = "cuda -arch=sm_90", "opencl"
 MODELS: dict[str, Callable[..., onnx.ModelProto]] = {

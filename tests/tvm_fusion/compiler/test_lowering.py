@@ -10,7 +10,7 @@ from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
 from tvm_fusion.compiler.lowering import HoistConditions, LowerKernels, PlaceBuffers
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 TARGET = resolve("x86-64-v3")
 

@@ -170,9 +170,7 @@ def test_numbers_are_checked_also_of_what_was_found(
 ) -> None:
     checked: list[Any] = []
     compile(scaled(2), cache=tmp_path, threads=1)
-    monkeypatch.setattr(
-        "tvm_fusion.compiler.check_numbers.check_numbers", lambda *a: checked.append(a)
-    )
+    monkeypatch.setattr("tvm_fusion.compiler.reference.check_numbers", lambda *a: checked.append(a))
     compile(scaled(2), cache=tmp_path, threads=1, check=True)
     assert len(checked) == 1
 

@@ -21,7 +21,7 @@ from without_torch import WITHOUT_TORCH
 import tvm_fusion
 from examples.models import MODELS
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import OpError, TargetError
 from tvm_fusion.machine import host
 from tvm_fusion.onnx.frontend import import_onnx

@@ -26,7 +26,7 @@ from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.phases import gpu_phases
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.onnx.frontend import import_onnx
 

@@ -32,7 +32,7 @@ from tvm_fusion.codegen.library_bin import cuda_texts
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine import host
 from tvm_fusion.machine.host import TILE_FEATURES

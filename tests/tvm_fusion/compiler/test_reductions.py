@@ -17,8 +17,8 @@ from tvm import relax
 import tvm_fusion
 from tests.selection import in_turns
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.explain.explain import explain
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.explain import explain
+from tvm_fusion.compiler.targets import resolve
 
 Array = NDArray[Any]
 

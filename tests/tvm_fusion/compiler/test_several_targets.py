@@ -17,7 +17,7 @@ import pytest
 import tvm_fusion
 from examples.models import GraphBuilder
 from tvm_fusion.cli import main
-from tvm_fusion.compiler.targets.target import required_features, resolve
+from tvm_fusion.compiler.targets import required_features, resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine.host import TILE_FEATURES, host_arch
 from tvm_fusion.runtime import artifact

@@ -26,8 +26,12 @@ from schedules import cpu, gpu
 from schedules.cpu.conv2d import conv2d
 from schedules.schedule_rule import STRICT
 from tvm_fusion.cli import command_line as cli
-from tvm_fusion.compiler.explain.explain import explain, explain_table
-from tvm_fusion.compiler.explain.explain_gpu import explain_kernels, explain_kernels_table
+from tvm_fusion.compiler.explain import (
+    explain,
+    explain_kernels,
+    explain_kernels_table,
+    explain_table,
+)
 from tvm_fusion.errors import CompilationError, SlowPathWarning
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -36,7 +36,7 @@ from schedules.distribute.cost import Network, Processor
 from schedules.distribute.exchange import Exchange
 from schedules.distribute.transfer import FINISH, Mode, send_recv
 from tests.selection import in_turns
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.distributed import Program, compile, estimated_processor
 from tvm_fusion.distributed.program import default_processor
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks

@@ -42,8 +42,7 @@ from examples.benchmarks import (
 )
 from examples.stencils import STENCILS
 from tvm_fusion.bench.race import EngineSpec, Plan
-from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets import target
+from tvm_fusion.compiler import pipeline, targets
 from tvm_fusion.distributed import compile as compile_ranks
 from tvm_fusion.distributed import run_ranks as threads_of_ranks
 from tvm_fusion.distributed.accelerator.driver import open_driver
@@ -548,7 +547,7 @@ def test_distributed_networks(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.quick_cases(14)
 @pytest.mark.parametrize("case", reductions_cpu.CASES, ids=lambda case: case.name)
 def test_reductions_are_one_kernel_of_their_rule(case: reductions_cpu.Case) -> None:
-    mod = pipeline.optimize(reductions_cpu.relax_module(case, True), target.resolve("native", 2))
+    mod = pipeline.optimize(reductions_cpu.relax_module(case, True), targets.resolve("native", 2))
     (kernel,) = [func for func in mod.functions.values() if isinstance(func, tirx.PrimFunc)]
     assert kernel.attrs["tirx.is_scheduled"]
     blocks: list[s_tir.SBlock] = []

@@ -12,7 +12,7 @@ from small_onnx import dense_model, reductions_model
 from examples.benchmarks import shipped_records
 from schedules.tuning.records import Record
 from tvm_fusion.compiler import record_reader
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.tuning.tasks import extract_tasks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tvm_fusion.compiler.targets.target import required_features, resolve
+from tvm_fusion.compiler.targets import required_features, resolve
 from tvm_fusion.machine import host
 from tvm_fusion.machine.host import flagged_features
 

@@ -194,7 +194,7 @@ def test_processes_of_tests_have_the_name_that_is_asked_for() -> None:
     root = Path(__file__).parents[3]
     environment = importing_from(root / "tests" / "renamed_cpu", root)
     code = "from schedules.cpu.core.machine import CPUInfo\n"
-    code += "from tvm_fusion.compiler.targets.target import resolve\n"
+    code += "from tvm_fusion.compiler.targets import resolve\n"
     code += "print(CPUInfo.from_target(resolve()).family)"
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH + code],

@@ -29,7 +29,7 @@ from tvm_fusion import errors
 from tvm_fusion.errors import InvalidModelError, TVMFusionError, UnsupportedOperatorError
 from tvm_fusion.onnx import frontend
 from tvm_fusion.onnx.frontend import import_onnx
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import TensorSpec
 
 LIGHT = Path(onnx.backend.test.__file__).parent / "data" / "light"
 

@@ -17,7 +17,7 @@ from onnx_cases import onnx_model
 
 import tvm_fusion
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TargetError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 

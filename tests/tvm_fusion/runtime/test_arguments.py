@@ -22,8 +22,7 @@ from tvm_fusion.runtime.arguments import (
     numpy_dtype,
     results,
 )
-from tvm_fusion.runtime.host_arrays import ALIGNMENT, aligned_empty
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import ALIGNMENT, TensorSpec, aligned_empty
 
 A = TensorSpec("a", (2, 3), "float32")
 B = TensorSpec("input.2", (2, 3), "float32")

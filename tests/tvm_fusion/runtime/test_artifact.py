@@ -24,7 +24,7 @@ from relax_models import WEIGHT, Dense, Identity, assert_dense, compiled, dense,
 from tvm import relax
 from without_torch import WITHOUT_TORCH
 
-from tvm_fusion.compiler.targets.target import required_features, resolve
+from tvm_fusion.compiler.targets import required_features, resolve
 from tvm_fusion.errors import ArtifactError, TargetError
 from tvm_fusion.machine import host
 from tvm_fusion.runtime import artifact

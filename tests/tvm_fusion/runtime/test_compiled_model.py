@@ -21,8 +21,7 @@ from relax_models import (
 
 from tvm_fusion.errors import InvalidInputError
 from tvm_fusion.runtime.compiled_model import CompiledModel, Latency
-from tvm_fusion.runtime.host_arrays import aligned_empty
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import TensorSpec, aligned_empty
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

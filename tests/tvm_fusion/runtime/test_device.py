@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tvm_fusion.errors import TargetError
-from tvm_fusion.runtime import gpu_device, tvm_runtime
-from tvm_fusion.runtime.gpu_device import DeviceNeeds, check_device, find_device, runs_on
+from tvm_fusion.runtime import tvm_runtime
+from tvm_fusion.runtime.tvm_runtime import DeviceNeeds, check_device, find_device, runs_on
 
 A40 = {0: 1, 1: 1024, 3: 49152, 4: "8.6", 5: "NVIDIA A40", 7: 84}
 
@@ -18,8 +18,8 @@ A40 = {0: 1, 1: 1024, 3: 49152, 4: "8.6", 5: "NVIDIA A40", 7: 84}
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     """A GPU whose attributes a test may change."""
     attributes = dict(A40)
-    monkeypatch.setattr(gpu_device, "load_device_library", lambda kind: None)
-    monkeypatch.setattr(gpu_device, "_attribute", lambda kind, number: attributes[number])
+    monkeypatch.setattr(tvm_runtime, "load_device_library", lambda kind: None)
+    monkeypatch.setattr(tvm_runtime, "_attribute", lambda kind, number: attributes[number])
     return attributes
 
 

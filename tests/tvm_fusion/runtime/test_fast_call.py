@@ -13,8 +13,7 @@ from relax_models import assert_dense, dense, lifted_dense, many, symbolic
 from tvm_fusion.errors import InvalidInputError
 from tvm_fusion.runtime.compiled_model import CompiledModel
 from tvm_fusion.runtime.fast_call import has_fast_call
-from tvm_fusion.runtime.host_arrays import aligned_empty
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import TensorSpec, aligned_empty
 
 X = TensorSpec("x", (4, 8), "float32")
 Y = TensorSpec("y", (4, 6), "float32")

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_fusion.runtime.host_arrays import ALIGNMENT, aligned_empty, random_inputs
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import ALIGNMENT, TensorSpec, aligned_empty, random_inputs
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 

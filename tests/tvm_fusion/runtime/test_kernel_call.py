@@ -19,8 +19,7 @@ from tvm import relax
 from tvm_fusion.errors import ArtifactError, InvalidInputError
 from tvm_fusion.runtime.compiled_model import CompiledModel, load
 from tvm_fusion.runtime.fast_call import OutputPool, SoleKernelCall
-from tvm_fusion.runtime.host_arrays import aligned_empty
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import TensorSpec, aligned_empty
 
 op = relax.op
 WEIGHT = np.random.default_rng(0).standard_normal((5, 3)).astype("float32")

@@ -14,13 +14,13 @@ import tvm_ffi
 from relax_models import assert_dense, dense, many, symbolic
 
 import tvm_fusion
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError
 from tvm_fusion.runtime import artifact, compiled_model
 from tvm_fusion.runtime.compiled_model import CompiledModel, load
-from tvm_fusion.runtime.gpu_device import DeviceNeeds
+from tvm_fusion.runtime.host_arrays import TensorSpec
 from tvm_fusion.runtime.memory import DeviceMemory, own_tensors
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.tvm_runtime import DeviceNeeds
 
 CPU = tvm_ffi.device("cpu", 0)
 NEEDS = DeviceNeeds("opencl", "", 256, 16384)

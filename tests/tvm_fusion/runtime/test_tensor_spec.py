@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tvm_fusion.errors import InvalidInputError, InvalidModelError, TVMFusionError
-from tvm_fusion.runtime.tensor_spec import TensorSpec, refuse_open_shapes
+from tvm_fusion.runtime.host_arrays import TensorSpec, refuse_open_shapes
 
 FIXED = [TensorSpec("x", (1, 3), "float32"), TensorSpec("scalar", (), "int64")]
 

@@ -12,7 +12,7 @@ import tvm_ffi
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_fusion.runtime.tensor_spec import TensorSpec
+from tvm_fusion.runtime.host_arrays import TensorSpec
 from tvm_fusion.runtime.weights import (
     map_weights,
     places_from,

@@ -20,9 +20,8 @@ from without_torch import WITHOUT_TORCH
 from tvm_fusion.codegen.linker import SharedLinker
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine.host import host_arch
-from tvm_fusion.runtime import thread_pool, worker_pool
-from tvm_fusion.runtime.thread_pool import Crew
-from tvm_fusion.runtime.worker_pool import WorkerPool, unbind, use_pools
+from tvm_fusion.runtime import thread_pool
+from tvm_fusion.runtime.thread_pool import Crew, WorkerPool, unbind, use_pools
 
 ROOT = Path(__file__).resolve().parents[3]
 TRIPLE = f"{host_arch()}-linux-gnu"
@@ -99,7 +98,7 @@ def test_parts_that_no_thread_begins_are_the_callers(
 ) -> None:
     module = tvm_ffi.load_module(str(library))
     assert use_pools(module)
-    monkeypatch.setattr(worker_pool, "_start_thread", lambda task: None)
+    monkeypatch.setattr(thread_pool, "_start_thread", lambda task: None)
     WorkerPool(3).bind(3)
     try:
         memory = np.zeros(64, "int32")
@@ -167,11 +166,11 @@ def test_callers_of_one_model_share_a_pool(library: Path) -> None:
     crew = Crew(2, module)
     with ThreadPoolExecutor(1) as caller:
         caller.submit(counted, crew, module["count"], 1).result()
-    before = len(worker_pool._pools)
+    before = len(thread_pool._pools)
     for _ in range(5):
         with ThreadPoolExecutor(1) as caller:
             assert caller.submit(counted, crew, module["count"], 10).result()
-    assert len(worker_pool._pools) == before
+    assert len(thread_pool._pools) == before
 
 
 def test_threads_without_a_pool_run_on_those_of_tvm(library: Path) -> None:
@@ -202,7 +201,7 @@ def test_a_refused_thread_is_an_error(library: Path, monkeypatch: pytest.MonkeyP
     class System:
         pthread_create = staticmethod(lambda *_: 11)
 
-    monkeypatch.setattr(worker_pool, "_system", System)
+    monkeypatch.setattr(thread_pool, "_system", System)
     with pytest.raises(TargetError, match=r"refuses a thread.*load the model with fewer threads"):
         WorkerPool(3).bind(3)
 

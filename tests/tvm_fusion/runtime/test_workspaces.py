@@ -15,12 +15,12 @@ from relax_models import assert_dense, dense
 
 import tvm_fusion
 from schedules.workload.workspace_layout import FAILED, HEADER_WORDS, WATCHED, is_workspace
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.runtime import artifact, compiled_model, memory
 from tvm_fusion.runtime.compiled_model import CompiledModel
-from tvm_fusion.runtime.gpu_device import DeviceNeeds
 from tvm_fusion.runtime.memory import Workspaces
+from tvm_fusion.runtime.tvm_runtime import DeviceNeeds
 
 NEEDS = DeviceNeeds("opencl", "", 256, 16384)
 X = np.random.default_rng(7).standard_normal((4, 8), dtype=np.float32)

@@ -15,9 +15,9 @@ from onnx import TensorProto, helper
 
 from schedules.tuning.records import Key, Record
 from tvm_fusion.cli import command_line as cli
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TargetError, TuningError
-from tvm_fusion.runtime.gpu_device import DeviceInfo
+from tvm_fusion.runtime.tvm_runtime import DeviceInfo
 from tvm_fusion.tuning import candidates
 from tvm_fusion.tuning.database import Database
 from tvm_fusion.tuning.export import export_candidates

@@ -22,7 +22,7 @@ from schedules.cpu.conv2d.forms import FORMS, Form
 from schedules.tuning.records import Record, Records
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import RecordWarning
 from tvm_fusion.tuning import job
 from tvm_fusion.tuning.contest import Outcome

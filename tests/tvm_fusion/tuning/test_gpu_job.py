@@ -30,10 +30,10 @@ from schedules.tuning.records import Record
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.record_reader import choose_records, used_records
-from tvm_fusion.compiler.targets.target import host_of, resolve
+from tvm_fusion.compiler.targets import host_of, resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.onnx.frontend import import_onnx
-from tvm_fusion.runtime.gpu_device import DeviceInfo
+from tvm_fusion.runtime.tvm_runtime import DeviceInfo
 from tvm_fusion.tuning import job
 from tvm_fusion.tuning.contest import Outcome
 from tvm_fusion.tuning.gpu_worker import DeviceBench

@@ -24,7 +24,7 @@ from schedules.cpu.conv2d.conv2d import Conv2DTemplate
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.cli.commands.tune import seconds_left, tune_table
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError, TuningError
 from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.tuning import job

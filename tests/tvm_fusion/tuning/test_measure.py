@@ -18,7 +18,7 @@ from tvm.target import Target
 from schedules.cpu.core.machine import CPUInfo
 from schedules.tuning.records import Key
 from schedules.tuning.template import Template
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TuningError
 from tvm_fusion.tuning.contest import Outcome
 from tvm_fusion.tuning.measure import Session, library, writer

@@ -23,7 +23,7 @@ from schedules.tuning.records import Record
 from schedules.tuning.tunable import decisions_of
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import RecordWarning
 from tvm_fusion.tuning.database import Database
 from tvm_fusion.tuning.meta_schedule import (

@@ -22,7 +22,7 @@ import tvm_fusion
 from schedules.cpu.conv2d.conv2d import Conv2DTemplate
 from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.cli import command_line as cli
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError, TuningError
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.tuning import job, remote

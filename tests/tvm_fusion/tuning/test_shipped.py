@@ -10,7 +10,7 @@ import pytest
 from schedules import cpu, gpu
 from schedules.tuning.records import Record, Records
 from tvm_fusion.compiler.record_reader import SHIPPED, choose_records, read_lines
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TuningError
 from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.tuning.record_files import verify

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command ``tvm-fusion bench``."""
+"""Commands that measure a model: ``bench`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 
 import click
 
-from ..checks import names_gpu, refuse_absent_gpu, refuse_given
 from ..options import (
     EngineList,
     ModelFile,
     compile_options,
+    inputs_option,
     json_option,
     model_argument,
+    names_gpu,
     precision_option,
     records_option,
+    refuse_absent_gpu,
+    refuse_given,
     threads_option,
+    weights_option,
 )
 from ..output import show_table
 from ..progress import progress_bar
@@ -42,8 +46,8 @@ from ..progress import progress_bar
     is_flag=True,
     help="Do not race; show the time of each kernel beside the machine's limit.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=20)
+@click.option("--runs", type=click.IntRange(min=1), default=10)
 @compile_options
 @precision_option
 @records_option
@@ -74,8 +78,7 @@ def bench_command(
         _show_profile(model, runs, as_json, **options)
         return
     refuse_absent_gpu(options["target"])
-    from ...bench.race import EngineSpec, Plan, cpu_peers, gpu_peers, race
-    from ...bench.race_result import race_table
+    from ...bench.race import EngineSpec, Plan, cpu_peers, gpu_peers, race, race_table
     from ...runtime.artifact import read_artifact
 
     shapes, threads = options.pop("shapes"), options.pop("threads")
@@ -112,7 +115,7 @@ def _hint(options: Mapping[str, Any]) -> str | None:
     if "artifact" in options:
         return None
     from ...compiler.options import faster_precision
-    from ...compiler.targets.target import resolve
+    from ...compiler.targets import resolve
 
     return faster_precision(options["precision"], resolve(options["target"]))
 
@@ -123,3 +126,55 @@ def _show_profile(model: Path, runs: int, as_json: bool, **options: Any) -> None
     with progress_bar() as progress:
         result = profile(model, runs=runs, progress=progress, **options)
     show_table(result.to_json(), profile_table(result, model.name), as_json)
+
+
+@click.command("compare")
+@model_argument
+@inputs_option
+@click.option(
+    "--layers", is_flag=True, help="Compare the results of each convolution and product, too."
+)
+@click.option(
+    "--runs",
+    type=click.IntRange(min=1),
+    default=8,
+    help="Number of random inputs; with --input there is one run.",
+)
+@compile_options
+@weights_option
+@precision_option
+@threads_option
+@json_option
+def compare_command(
+    model: Path,
+    inputs: dict[str, Path],
+    layers: bool,
+    runs: int,
+    weights: str | None,
+    precision: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Compare MODEL, an ONNX file, compiled with --weights or --precision, with itself in fp32.
+
+    A table shows the errors of each output, and how often its largest number is in the same place.
+    """
+    if weights is None and precision == "fp32":
+        raise click.UsageError("give --weights or --precision, whose errors are to be shown")
+    refuse_absent_gpu(options["target"])
+    from ...bench.comparison import compare, comparison_table
+    from .run import load_array
+
+    given = {name: load_array(path) for name, path in inputs.items()}
+    with progress_bar() as progress:
+        found = compare(
+            model,
+            weights=weights,
+            precision=precision,
+            inputs=[given] if given else None,
+            runs=runs,
+            layers=layers,
+            progress=progress,
+            **options,
+        )
+    show_table(found.to_json(), comparison_table(found, model.name), as_json)

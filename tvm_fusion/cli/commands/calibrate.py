@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from ..checks import refuse_given
-from ..options import OutputFile, json_option, threads_option
+from ...plugin import allow_torch
+from ..options import OutputFile, json_option, refuse_given, threads_option
 from ..output import show, show_table
 from ..progress import progress_bar
-from ..without_torch import allow_torch
 
 if TYPE_CHECKING:
     from ...prediction.collectives import Collectives
@@ -27,7 +26,6 @@ COLLECTIVES_FILE = Path("collectives.json")
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
     default=10.0,
-    show_default=True,
     metavar="MINUTES",
     help="Time after which no other kernel is measured; the next call goes on.",
 )
@@ -58,7 +56,6 @@ COLLECTIVES_FILE = Path("collectives.json")
     "--backend",
     type=click.Choice(["mpi", "gloo", "nccl"]),
     default="mpi",
-    show_default=True,
     help="With --collectives: what connects the ranks; PyTorch's are started by `torchrun "
     "--nproc-per-node 2 -m tvm_fusion.cli calibrate --collectives --backend gloo`.",
 )
@@ -66,7 +63,6 @@ COLLECTIVES_FILE = Path("collectives.json")
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
-    show_default=True,
     help="With --network or --collectives: seconds for which a rank waits for another.",
 )
 @json_option

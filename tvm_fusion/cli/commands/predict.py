@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command ``tvm-fusion predict``: how long a run takes, and what holds it up."""
+"""Commands that predict without the hardware: ``predict``, ``shard`` and ``simulate``."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Any
 
 import click
 from rich.console import Group
+from rich.table import Table
 
-from ..checks import refuse_given
 from ..options import (
     ModelFile,
     OutputFile,
+    compile_options,
+    exchange_option,
+    existing_file,
     json_option,
+    model_argument,
     model_options,
+    network_option,
     records_option,
+    refuse_given,
     threads_option,
 )
-from ..output import say, show_table
+from ..output import say, show, show_table
 from ..progress import progress_bar
 
 
 @click.command("predict")
-@click.argument(
-    "model",
-    type=ModelFile(),
-    metavar="[MODEL]",
-    required=False,
-)
+@click.argument("model", type=ModelFile(), metavar="[MODEL]", required=False)
 @click.option(
     "--machine",
     "machines",
@@ -43,14 +44,12 @@ from ..progress import progress_bar
     "--engine",
     type=click.Choice(["tvm_fusion", "pytorch"]),
     default="tvm_fusion",
-    show_default=True,
     help="Our kernels, or those of PyTorch's libraries, operator by operator.",
 )
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "tf32", "fp16", "bf16"]),
     default="fp32",
-    show_default=True,
     help="Type of the floats on a GPU; tf32 is of matrix products only. On a CPU bf16 is the "
     "precision of `compile`.",
 )
@@ -58,12 +57,11 @@ from ..progress import progress_bar
     "--ranks",
     type=click.IntRange(1, 4096),
     default=1,
-    show_default=True,
     help="GPUs that share MODEL by tensor parallelism; engine pytorch.",
 )
 @click.option(
     "--cluster",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=existing_file,
     metavar="FILE",
     help="Nodes of the ranks, with their machine. Default: one node of --machine.",
 )
@@ -86,7 +84,7 @@ from ..progress import progress_bar
 )
 @click.option(
     "--overheads",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=existing_file,
     metavar="FILE",
     help="Host overheads of --save-overheads. Default: those of the traces themselves.",
 )
@@ -101,6 +99,7 @@ from ..progress import progress_bar
     type=float,
     nargs=2,
     default=(0.0, 0.0),
+    show_default=False,
     metavar="HOST DEVICE",
     help="Microseconds that the profiler added to each event of host and device.",
 )
@@ -143,20 +142,8 @@ def predict_command(
 
 _OF_TRACES = ("save_overheads", "profiler_cost", "timeline")
 _OF_MODELS = (
-    *(
-        "machines",
-        "engine",
-        "precision",
-        "ranks",
-        "phase",
-        "step",
-        "batch",
-        "check",
-        "shapes",
-        "fuse",
-        "winograd",
-    ),
-    *("records", "threads"),
+    *("machines", "engine", "precision", "ranks", "phase", "step", "batch", "check"),
+    *("shapes", "fuse", "winograd", "records", "threads"),
 )
 
 
@@ -261,3 +248,145 @@ def predict_traced(
         if one.answers
     ]
     show_table(result, Group(*shown), as_json)
+
+
+@click.command("shard")
+@click.argument("tables", type=existing_file)
+@click.option("--machine", required=True, metavar="NAME|FILE", help="Device of each rank.")
+@click.option("--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks.")
+@click.option("--batch", type=click.IntRange(min=1), help="Samples a rank. Default: of TABLES.")
+@click.option(
+    "--collectives",
+    type=existing_file,
+    metavar="FILE",
+    help="Measured all-to-alls. Default: those of the machine's file, else the bandwidth of PCIe.",
+)
+@click.option("--seed", type=int, default=0, help="Seed of the random sharder.")
+@json_option
+def shard_command(
+    tables: Path,
+    machine: str,
+    ranks: int,
+    batch: int | None,
+    collectives: Path | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Share the embedding tables of TABLES, a JSON file, out among ranks.
+
+    Predicts the iteration of six ways and of a search: lookups, exchange of their results, and
+    both backward. Ways that do not fit into memory come last.
+    """
+    from schedules.cost.machine import load_machine
+
+    from ...prediction.collectives import collectives_of, load_collectives
+    from ...prediction.sharding import ShardingTask, load_tables, shard
+
+    found, own_batch = load_tables(tables)
+    curves = load_collectives(collectives) if collectives else collectives_of(Path(machine))
+    task = ShardingTask(found, batch or own_batch, load_machine(machine), ranks, curves)
+    shardings = shard(task, seed)
+    table = Table("sharder", "iteration", "balance", "largest memory", "fits")
+    for one in shardings:
+        memory = f"{max(one.memory) / 1e9:.2f} GB"
+        time = f"{one.seconds * 1e3:.3f} ms"
+        table.add_row(one.sharder, time, f"{one.balance:.2f}", memory, "yes" if one.fits else "no")
+    names = [table.name for table in found]
+    show_table({"tables": names, "shardings": [asdict(one) for one in shardings]}, table, as_json)
+
+
+class Counts(click.ParamType):
+    """Numbers of ranks, separated by commas; between two dots stands what doubles."""
+
+    name = "RANKS"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        """Read the numbers."""
+        if not isinstance(value, str):
+            return value
+        found: list[int] = []
+        for item in value.split(","):
+            if item.strip() == "..." and found:
+                found.append(0)
+            elif item.strip().isdecimal() and int(item) > 0:
+                found += _between(found, int(item))
+            else:
+                self.fail(f"{value!r} is not like 1,2,4 or 1,...,4096", param, ctx)
+        if not found or 0 in found:
+            self.fail(f"{value!r} is not like 1,2,4 or 1,...,4096", param, ctx)
+        return found
+
+
+def _between(found: list[int], last: int) -> list[int]:
+    """``last``, after dots with all that lies between, each twice the one before."""
+    if not found or found[-1]:
+        return [last]
+    found.pop()
+    numbers = []
+    number = 2 * found[-1]
+    while number < last:
+        numbers.append(number)
+        number *= 2
+    return [*numbers, last]
+
+
+@click.command("simulate")
+@model_argument
+@click.option("--ranks", type=Counts(), default="1,...,4096", help="Numbers of ranks, ascending.")
+@exchange_option
+@network_option
+@click.option(
+    "--weak",
+    is_flag=True,
+    help="Weak scaling: the image is as many times higher as there are ranks.",
+)
+@click.option(
+    "--one-rank",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MS",
+    help="Measured milliseconds of one rank alone, by which predicted times of kernels are "
+    "corrected.",
+)
+@click.option("--draw", type=OutputFile(), help="Draw the times to this file, such as scaling.svg.")
+@compile_options
+@threads_option
+@json_option
+def simulate_command(
+    model: Path,
+    ranks: list[int],
+    exchange: str,
+    network: str | None,
+    weak: bool,
+    one_rank: float | None,
+    draw: Path | None,
+    threads: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Predict how MODEL, an ONNX file, scales over ranks; nothing is run, and no MPI is needed.
+
+    Messages and bytes are those of a model compiled for so many ranks. Times are predicted; lines
+    within the number of ranks with which the network was measured say so.
+    """
+    from tvm_fusion.distributed.build_network import read_network, resolve_ranks
+    from tvm_fusion.distributed.simulate import simulate_network
+
+    from ...distributed.network_figures import read_figures
+    from ...distributed.program import default_processor
+
+    target = resolve_ranks(1, options.pop("target"), threads)
+    figures, measured = read_figures(network)
+    stages = read_network(model, target, **options)
+    scaling = simulate_network(
+        stages,
+        default_processor(target),
+        ranks,
+        network=figures,
+        kind="weak" if weak else "strong",
+        one_rank=None if one_rank is None else one_rank / 1e3,
+        measured=measured,
+        exchange=exchange,
+    )
+    if draw is not None:
+        scaling.draw(draw)
+    show({"model": str(model), **asdict(scaling)}, scaling.table(), as_json)

@@ -98,7 +98,6 @@ format_option = click.option(
     "form",
     type=click.Choice([JSONL, META_SCHEDULE]),
     default=JSONL,
-    show_default=True,
     help="Our lines of JSON, or a folder with the JSON database of TVM's MetaSchedule.",
 )
 
@@ -137,7 +136,7 @@ def export_command(
         say(f"{output}: {export(database, output, family)} records")
         return
     from ...compiler.pipeline import Options
-    from ...compiler.targets.target import resolve
+    from ...compiler.targets import resolve
     from ...runtime.thread_pool import choose_threads
     from ...tuning.meta_schedule_records import export_records
     from ...tuning.tasks import extract_tasks

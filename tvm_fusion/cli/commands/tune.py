@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command ``tvm-fusion tune``."""
+"""Commands ``tune``, and ``serve``, which measures for it on another machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from .. import progress
-from ..options import ModelFile, compile_options, json_option, threads_option
+from ..options import ModelFile, compile_options, existing_file, json_option, threads_option
 from ..output import micros, say, show, show_table
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option(
     "--import",
     "imported",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=existing_file,
     metavar="FILE",
     help="Take the records and trials of such a FILE into the database; no MODEL is needed.",
 )
@@ -48,14 +48,12 @@ if TYPE_CHECKING:
     "--trials",
     type=click.IntRange(min=1),
     default=64,
-    show_default=True,
     help="Settings to try for each kernel, those of earlier jobs included.",
 )
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Time limit.")
 @click.option(
     "--runner",
     default="local",
-    show_default=True,
     metavar="local|rpc://HOST:PORT/KEY",
     help="Where settings race: here, or on the machines of tvm-fusion serve that an RPC tracker "
     "knows under a key.",
@@ -64,14 +62,12 @@ if TYPE_CHECKING:
     "--space",
     type=click.Choice(["default", "wide"]),
     default="default",
-    show_default=True,
     help="Settings of fused pairs: those that the cost model compares, or all.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0)
 @click.option(
     "--forms/--no-forms",
     default=True,
-    show_default=True,
     help="Race fused kernels, separate ones and Winograd's algorithm, with all their kernels.",
 )
 @click.option(
@@ -200,3 +196,33 @@ def _caption(result: TuneResult) -> str:
         knobs = ", ".join(f"{name} {value}" for name, value in failure["knobs"].items())
         text += f"\n{task.name}: {failure['failure']} ({failure['reason']}) with {knobs}"
     return "\n".join([text, *result.notes, f"records: {result.database}"])
+
+
+@click.command("serve")
+@click.option("--tracker", "address", metavar="HOST:PORT", required=True, help="TVM's RPC tracker.")
+@click.option("--key", required=True, help="Name under which jobs find this machine.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    help="Address on which jobs are taken: this machine's own alone, or 0.0.0.0 for all networks. "
+    "RPC has no authentication: whoever reaches the port can run any code here.",
+)
+@click.option("--port", type=click.IntRange(1, 65535), help="Default: a free one from 9090 on.")
+@threads_option
+def serve_command(address: str, key: str, host: str, port: int | None, threads: int | None) -> None:
+    """Measure on this machine for tuning jobs on others, until Ctrl-C.
+
+    Start a tracker first (python -m tvm.exec.rpc_tracker); jobs are then run by
+    tvm-fusion tune --runner rpc://HOST:PORT/KEY.
+    """
+    from ...tuning.remote import Tracker
+    from ...tuning.server import serve
+
+    def ready(about: dict[str, Any]) -> None:
+        cpu = about["cpu"]
+        say(
+            f"serving {about['processor']} ({cpu['family']}, {cpu['vector_bits']} bits, "
+            f"{cpu['num_cores']} threads) as {about['name']} under the key {key}; Ctrl-C ends it"
+        )
+
+    serve(Tracker.read(address, key), host, port, threads, ready)

@@ -20,7 +20,7 @@ from schedules.distribute.cost import Processor
 from schedules.distribute.partition import is_count
 from schedules.distribute.split import Accelerator
 
-from ...compiler.targets.target import is_gpu, resolve
+from ...compiler.targets import is_gpu, resolve
 from ...errors import InvalidInputError, TargetError
 from ...machine.host import usable_processors
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DistributedError, TVMFusionError
-from ...machine.processes import launched_rank
+from ...machine.host import launched_rank
 from .watch import NodeRecord
 
 _LONGEST = 400  # characters of a reason; its traceback has the rest

@@ -32,7 +32,7 @@ from onnx import TensorProto, helper
 from tvm import relax, te, tirx
 from tvm.ir import GenericConst
 
-from relay_passes.op.checked_indices import checked_indices, is_checked
+from relay_passes.op.elementwise import checked_indices, is_checked
 from schedules.tir.extents import constant
 from tvm_fusion.errors import InvalidModelError
 

@@ -35,9 +35,8 @@ from schedules.cpu.core.machine import CPUInfo
 
 from ...bench.machine_limits import MachineLimits, measure_limits
 from ...errors import PredictionError
-from ...machine.host import host_cpu
-from ...machine.host_info import cpu_name
-from ...written_aside import written_aside
+from ...machine.host import cpu_name, host_cpu
+from ...paths import written_aside
 from ..machines import cpu_target
 from .cases import Case, cases
 from .library_cases import LibraryCase, library_cases

@@ -26,8 +26,7 @@ from schedules.cost.machine import Machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.tuning.records import Records
 
-from ...bench.exchange_probe import ExchangeProbe
-from ...bench.machine_limits import PeakProbe
+from ...bench.machine_limits import ExchangeProbe, PeakProbe
 from ...compiler import pipeline
 from ...machine.host import may_use_tiles
 from ...runtime.host_arrays import aligned_empty

@@ -31,8 +31,7 @@ from relay_passes.attention.region import MOVES, AttentionRegion, read_region
 from relay_passes.core.constants import array_of, numbers, scaled, shifted, uniform
 from relay_passes.core.expressions import Value, op_name, operands
 from relay_passes.core.graph import Graph, Rule
-from relay_passes.simplify.elementwise.canonicalize_activation import canonicalize_activation
-from relay_passes.simplify.elementwise.canonicalize_clip import canonicalize_clip
+from relay_passes.simplify.elementwise import canonicalize_activation, canonicalize_clip
 from relay_passes.simplify.fold_constant import fold_constant
 from relay_passes.simplify.simplify_inference import CLIPS
 from schedules.cost.kernel_call import KernelCall, element_bytes

@@ -30,7 +30,7 @@ from ...onnx.model.loader import (
     read_model,
 )
 from ...onnx.model.weights import to_array
-from ...runtime.tensor_spec import refuse_open_shapes
+from ...runtime.host_arrays import refuse_open_shapes
 from .eager import EagerRun, lower_to_ranks
 from .lowered import LoweredOp
 

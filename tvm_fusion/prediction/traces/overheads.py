@@ -18,7 +18,7 @@ from typing import Any
 from schedules.cost.machine import read_json
 
 from ...errors import PredictionError
-from ...written_aside import written_aside
+from ...paths import written_aside
 from ..timeline.execution_graph import Op
 from .kineto import KinetoTrace
 from .traced_ops import TracedCall, TracedOp

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine.cuda_toolkit import find_program
-from tvm_fusion.runtime.gpu_device import find_device
+from tvm_fusion.runtime.tvm_runtime import find_device
 
 from ..machine import folder_name
 from .kernel_cases import small_cases, timed_cases

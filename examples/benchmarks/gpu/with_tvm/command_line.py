@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TargetError
 
 from .. import machine

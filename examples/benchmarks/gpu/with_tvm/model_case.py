@@ -20,7 +20,7 @@ from tvm.target import Target
 from examples.onnx_builder import random_inputs
 from tvm_fusion.compiler.launches import kernel_uses
 from tvm_fusion.compiler.pipeline import Options, phases, run_phases
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import EngineError
 from tvm_fusion.onnx.frontend import import_onnx
 

@@ -13,7 +13,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from relay_passes.simplify.elementwise.canonicalize_clip import Clip
+from relay_passes.simplify.elementwise import Clip
 
 INF = float("inf")
 SHAPE = (2, 4, 3)

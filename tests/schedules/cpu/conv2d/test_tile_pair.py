@@ -19,7 +19,7 @@ from tvm import te, tirx
 from tvm.target import Target
 
 from examples.benchmarks.assembly import loops
-from relay_passes.op.conv_pair import compute_pair
+from relay_passes.op.conv2d import compute_pair
 from schedules.cpu.conv2d.tile_pair import TILE_PAIR, TilePair
 from schedules.cpu.core.machine import CPUInfo, described
 from schedules.cpu.cost.tile_pair_knobs import TilePairKnobs, takes_pair

@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 from schedules.cpu import RULES
 from schedules.cpu.nests.work_groups import work_groups
 from schedules.schedule_rule import schedule_function
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 
 
 @T.prim_func(private=True, s_tir=True)

@@ -12,7 +12,7 @@ from small_onnx import dense_model, small_model
 
 from schedules.cost.machine import load_machine
 from schedules.workload.conv2d import Activation, ConvLayer, FusedConv2DWorkload
-from tvm_fusion.compiler.explain.explain import explain, explain_table
+from tvm_fusion.compiler.explain import explain, explain_table
 from tvm_fusion.errors import InvalidModelError, OpError, TargetError
 
 DEPTHWISE = ConvLayer(8, 8, (3, 3), padding=(1,) * 4, groups=8, activation=Activation("relu6"))

@@ -10,8 +10,7 @@ from gpu_onnx import attention, convolutions, long_sums
 from rich.console import Console
 from small_onnx import small_model
 
-from tvm_fusion.compiler.explain.explain import explain
-from tvm_fusion.compiler.explain.explain_gpu import explain_kernels, explain_kernels_table
+from tvm_fusion.compiler.explain import explain, explain_kernels, explain_kernels_table
 from tvm_fusion.errors import TargetError
 
 

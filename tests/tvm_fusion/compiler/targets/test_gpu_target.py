@@ -12,8 +12,8 @@ from tvm.target import Target
 from schedules.cost.machine import load_machine
 from schedules.errors import PredictionError
 from schedules.gpu.core.machine import GPUInfo
-from tvm_fusion.compiler.targets import gpu_target, target
-from tvm_fusion.compiler.targets.target import (
+from tvm_fusion.compiler import targets
+from tvm_fusion.compiler.targets import (
     arch_of,
     device_needs,
     host_of,
@@ -23,7 +23,7 @@ from tvm_fusion.compiler.targets.target import (
 )
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine import host
-from tvm_fusion.runtime.gpu_device import DeviceInfo, DeviceNeeds
+from tvm_fusion.runtime.tvm_runtime import DeviceInfo, DeviceNeeds
 
 H100 = DeviceInfo("cuda", "H100 PCIe", "sm_90", 1024, 49152, 114)
 """A GPU that is not the largest of its architecture."""
@@ -69,8 +69,8 @@ def test_the_host_is_one_that_others_are_like(
 ) -> None:
     """No feature of this very machine, so that the file runs on others."""
     has = {name for name in required_features(resolve("x86-64-v3")) if name not in absent}
-    monkeypatch.setattr(target, "host_arch", lambda: arch)
-    monkeypatch.setattr(target, "host_features", lambda: has | {"avx512f"})
+    monkeypatch.setattr(targets, "host_arch", lambda: arch)
+    monkeypatch.setattr(targets, "host_features", lambda: has | {"avx512f"})
     resolved = resolve("cuda -arch=sm_90", cores=3)
     assert str(host_of(resolved)) == str(resolve(expected, cores=3))
     assert "avx512f" not in required_features(resolved)
@@ -100,7 +100,7 @@ def test_opencl_needs_no_architecture(spelling: str, threads: int) -> None:
 
 
 def test_plain_cuda_is_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_target, "find_device", lambda kind: H100)
+    monkeypatch.setattr(targets, "find_device", lambda kind: H100)
     resolved = resolve("cuda")
     assert device_needs(resolved) == DeviceNeeds("cuda", "sm_90", 1024, 49152)
     assert GPUInfo.from_target(resolved).multiprocessors == 114
@@ -113,7 +113,7 @@ def test_plain_cuda_without_a_gpu_asks_for_the_architecture(
     def find(kind: str) -> DeviceInfo:
         raise TargetError(f"no {kind} here")
 
-    monkeypatch.setattr(gpu_target, "find_device", find)
+    monkeypatch.setattr(targets, "find_device", find)
     with pytest.raises(TargetError, match="no cuda here; to compile .*: 'cuda -arch=sm_90'"):
         resolve("cuda")
     assert resolve("cuda -arch=sm_90").attrs["arch"] == "sm_90"
@@ -161,7 +161,7 @@ def test_a_machine_says_what_the_target_does_not(spelling: Any) -> None:
     resolved = resolve(spelling, machine=machine)
     assert resolved.attrs["arch"] == "sm_89"
     assert GPUInfo.from_target(resolved).multiprocessors == 58
-    gpu_target.check_machine(resolved, machine)
+    targets.check_machine(resolved, machine)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_machine_that_is_not_the_target_is_refused(
 ) -> None:
     found = load_machine(machine)
     with pytest.raises(TargetError, match=message):
-        gpu_target.check_machine(resolve(spelling, machine=found), found)
+        targets.check_machine(resolve(spelling, machine=found), found)
 
 
 def test_a_machine_without_its_architecture_is_refused() -> None:

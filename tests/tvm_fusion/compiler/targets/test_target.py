@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tvm.target import Target
 
-from tvm_fusion.compiler.targets import target
-from tvm_fusion.compiler.targets.target import arch_of, required_features, resolve
+from tvm_fusion.compiler import targets
+from tvm_fusion.compiler.targets import arch_of, required_features, resolve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.machine import host
 from tvm_fusion.machine.host import check_host
@@ -29,10 +29,10 @@ def test_native_needs_what_this_machine_has_and_no_more() -> None:
 
 
 def test_native_leaves_out_what_a_virtual_machine_hides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "host_arch", lambda: "x86_64")
-    monkeypatch.setattr(target, "host_cpu", lambda: "znver4")
+    monkeypatch.setattr(targets, "host_arch", lambda: "x86_64")
+    monkeypatch.setattr(targets, "host_cpu", lambda: "znver4")
     probe = {"avx2": True, "fma": False, "avx512f": False, "avxvnni": True, "rdpru": False}
-    monkeypatch.setattr(target, "probe_features", lambda: probe)
+    monkeypatch.setattr(targets, "probe_features", lambda: probe)
     native = resolve("native")
     assert list(native.attrs["mattr"]) == ["+avxvnni", "-avx512f", "-fma"]
     features = set(required_features(native))
@@ -86,7 +86,7 @@ EQUAL = [
 
 @pytest.mark.parametrize("spelling", EQUAL[1:])
 def test_spellings_of_one_target_are_equal(spelling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "host_arch", lambda: "x86_64")
+    monkeypatch.setattr(targets, "host_arch", lambda: "x86_64")
     assert str(resolve(spelling)) == str(resolve(EQUAL[0]))
     assert not set(required_features(resolve(spelling))) & AVX512
 

@@ -12,7 +12,7 @@ from opencl import opencl_context
 from schedules.cost.machine import load_machine
 from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Processor, Work
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.distributed import Device, accelerator_of, compile
 from tvm_fusion.distributed.accelerator.device import resolve_devices
 from tvm_fusion.errors import InvalidInputError

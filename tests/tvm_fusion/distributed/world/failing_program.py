@@ -14,7 +14,7 @@ import numpy as np
 from examples.stencils import blur
 from schedules.distribute.exchange import Exchange, LocalBuffer, Message
 from tvm_fusion import distributed
-from tvm_fusion.cli.commands.run_model import save_outputs
+from tvm_fusion.cli.commands.run import save_outputs
 
 MODE = sys.argv[1]
 FOREVER = 600

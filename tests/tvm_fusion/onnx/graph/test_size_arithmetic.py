@@ -11,7 +11,7 @@ from tvm import tirx
 
 import tvm_fusion
 from tvm_fusion.compiler import pipeline
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.onnx.frontend import import_onnx
 
 MODEL = """<ir_version: 8, opset_import: ["": 17]>

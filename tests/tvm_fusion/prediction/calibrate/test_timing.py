@@ -7,7 +7,7 @@ import pytest
 
 from schedules.cost.machine import Figure, load_machine
 from schedules.cpu.core.machine import CPUInfo
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.prediction.calibrate import timing
 from tvm_fusion.prediction.calibrate.cases import cases
 from tvm_fusion.prediction.calibrate.timing import KernelTimer

@@ -16,8 +16,8 @@ from examples.wide_and_deep import wide_and_deep
 from schedules.cost.machine import Figure, load_machine, machine_from_json
 from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion.cli.output import json_text
-from tvm_fusion.compiler.explain.explain_gpu import explain_kernels
-from tvm_fusion.compiler.targets.target import resolve
+from tvm_fusion.compiler.explain import explain_kernels
+from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidModelError, PredictionError, TargetError
 from tvm_fusion.prediction.machines import cpu_target, find_machine
 from tvm_fusion.prediction.model.predict_model import SESSIONS

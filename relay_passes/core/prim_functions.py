@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads of an injective function for one element of its output."""
+"""PrimFuncs: one of a function of Relax, and what one computes for each element."""
 
 from __future__ import annotations
 
@@ -8,9 +8,32 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax, s_tir, tirx
+from tvm.relax.utils import copy_with_new_vars
 
 from schedules.tir.expression_walk import loads, substitute
 from schedules.tir.extents import constant
+
+
+def lowered_function(builder: relax.BlockBuilder, name: str) -> tirx.PrimFunc | None:
+    """The unscheduled PrimFunc that computes all of a function.
+
+    ``builder``: holds the function, which has the attribute ``Primitive``; gets a caller of it.
+    Returns with the function's parameters, then its outputs. None where it has symbolic extents
+    that do not follow from the shapes of its parameters.
+    """
+    var = builder.get().get_global_var(name)
+    function = builder.get()[var]
+    if relax.analysis.free_symbolic_vars(function):
+        return None
+    params = list(copy_with_new_vars(function).params)
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit_output(relax.Call(var, params))
+        builder.emit_func_output(result)
+    passes = [relax.transform.LegalizeOps(), relax.transform.FuseTIR()]
+    lowered = tvm.transform.Sequential(passes)(builder.get())
+    [binding] = lowered["main"].body.blocks[0].bindings
+    return lowered[binding.value.args[0]]
 
 
 @dataclass(frozen=True)
@@ -70,12 +93,8 @@ class ElementFunction:
     ) -> list[tuple[relax.Expr, list[tirx.Expr]]]:
         """Every read of a call: the operand, and the indices into it.
 
-        Parameters
-        ----------
-        call : relax.Call
-            A ``call_tir`` of the function.
-        element : Sequence[tirx.Expr]
-            The indices of the element in the output.
+        ``call``: a ``call_tir`` of the function. ``element``: the indices of the element in the
+        output.
         """
         extents = self._extents(call)
         values = dict(zip(self.variables, element, strict=True))

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets of compilation: from a user's notation to a complete TVM target."""
+"""Targets of compilation: CPUs and GPUs, from a user's notation to a complete TVM target."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from tvm.target import Target, TargetKind, codegen, list_tags
 
 from schedules.cost.machine import Machine
+from schedules.gpu.core.machine import GPUInfo
 
-from ...errors import TargetError
-from ...machine.host import (
+from ..errors import TargetError
+from ..machine.host import (
     CROSS_TRIPLES,
     arch_of_triple,
     canonical_arch,
@@ -23,17 +26,205 @@ from ...machine.host import (
     physical_cores,
     probe_features,
 )
-from ...runtime.gpu_device import DeviceNeeds
-from .gpu_target import GPU_KINDS, refuse_other_kind, spell_out_gpu, take_machine
-from .target_names import (
-    BASELINE,
-    CODEGEN_FEATURES,
-    arch_of_cpu,
-    known_cpus,
-    known_features,
-    triple_for,
-    unknown_name,
+from ..runtime.tvm_runtime import DeviceInfo, DeviceNeeds, find_device
+
+GPU_KINDS = ("cuda", "opencl")
+
+ARCHITECTURES = tuple(
+    f"sm_{name}"
+    for name in "70 72 75 80 86 87 88 89 90 90a 100 100a 100f 101 101a 101f 103 103a 103f "
+    "110 110a 110f 120 120a 120f 121 121a 121f".split()
 )
+"""NVIDIA's names; those with a letter run on that model or its family only."""
+
+MODEL = "multiprocessors={}"
+"""Format of the option ``model`` that the schedules read; TVM has none for multiprocessors."""
+
+_DEFAULTS = {
+    "cuda": {"max_num_threads": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32},
+    "opencl": {"max_num_threads": 256, "max_shared_memory_per_block": 16384, "thread_warp_size": 1},
+}
+
+
+def spell_out_gpu(config: dict[str, Any]) -> None:
+    """Fill in the missing options of a ``cuda`` or ``opencl`` target, and check the others.
+
+    Raises TargetError if a value is invalid, or if there is no GPU for a ``cuda`` target without
+    ``arch``.
+    """
+    kind = config["kind"]
+    if kind == "cuda":
+        if "arch" not in config:
+            _ask_device(config)
+        _check_arch(config["arch"])
+        _check_model(config.get("model"))
+    if "max_threads_per_block" in config:
+        config.setdefault("max_num_threads", config["max_threads_per_block"])
+    for name, value in _DEFAULTS[kind].items():
+        config.setdefault(name, value)
+    config.setdefault("max_threads_per_block", config["max_num_threads"])
+    for name in (*_DEFAULTS[kind], "max_threads_per_block"):
+        value = config[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise TargetError(f"target option {name} is {value!r}; expected a positive integer")
+    for name in ("max_num_threads", "max_threads_per_block") if kind == "cuda" else ():
+        if config[name] > 1024:
+            raise TargetError(f"{name} is {config[name]}; a CUDA block has at most 1024 threads")
+
+
+def take_machine(config: dict[str, Any], machine: Machine) -> None:
+    """Fill in architecture and multiprocessors of a machine where a target names none.
+
+    Raises TargetError if the machine is no NVIDIA GPU, or the target is another kind of GPU. Raises
+    PredictionError if the machine lacks a figure.
+    """
+    refuse_other_kind(machine, config["kind"])
+    config.setdefault("arch", f"sm_{_capability(machine)}")
+    config.setdefault("model", MODEL.format(int(machine["multiprocessors"])))
+
+
+def refuse_other_kind(machine: Machine, kind: str) -> None:
+    """Refuse a machine that has not the kind of a target: ``cuda`` for a GPU, ``llvm`` for a CPU.
+
+    Raises TargetError if it has another one; the message names both.
+    """
+    expected = "cuda" if machine.kind == "gpu" else "llvm"
+    if kind != expected:
+        device = "an NVIDIA GPU" if machine.kind == "gpu" else "a CPU"
+        raise TargetError(
+            f"the machine {machine.name!r} is {device}, and the target is of kind {kind!r}: name a "
+            f"target of kind {expected!r}, or another machine"
+        )
+
+
+def check_machine(target: Target, machine: Machine) -> None:
+    """Refuse a machine that is not the device of a resolved target.
+
+    Raises TargetError if its kind, its compute capability or its number of multiprocessors is
+    another one; the message names both. Raises PredictionError if the machine lacks a figure.
+    """
+    refuse_other_kind(machine, target.kind.name)
+    if machine.kind != "gpu":
+        return  # the cost models of CPUs compare the families
+    gpu, arch = GPUInfo.from_target(target), _capability(machine)
+    if gpu.arch != arch:
+        raise TargetError(
+            f"the machine {machine.name!r} has compute capability {arch / 10}, and the target is "
+            f"for {target.attrs['arch']}: name a machine of that architecture, or the target "
+            f"'cuda -arch=sm_{arch}'"
+        )
+    count = int(machine["multiprocessors"])
+    if gpu.multiprocessors != count:
+        raise TargetError(
+            f"the machine {machine.name!r} has {count} multiprocessors, and the target "
+            f"{gpu.multiprocessors}: leave them out of the target, or name "
+            f"'-model={MODEL.format(count)}'"
+        )
+
+
+def _capability(machine: Machine) -> int:
+    """Compute capability times ten."""
+    return round(10 * machine["compute_capability"])
+
+
+def named_after(target: Target, device: DeviceInfo) -> Target:
+    """Name the device in an OpenCL target, by which records tell devices apart."""
+    if target.kind.name != "opencl" or "model" in target.attrs:
+        return target
+    return Target({**json.loads(str(target)), "model": device.name})
+
+
+def _ask_device(config: dict[str, Any]) -> None:
+    """Take the missing options from the first GPU of this machine."""
+    try:
+        device: DeviceInfo = find_device("cuda")
+    except TargetError as error:
+        raise TargetError(
+            f"a target 'cuda' without an architecture means this machine's GPU, and {error}; "
+            "to compile for another machine name its architecture: 'cuda -arch=sm_90'"
+        ) from error
+    config["arch"] = device.arch
+    config.setdefault("max_num_threads", device.max_threads)
+    config.setdefault("max_shared_memory_per_block", device.shared_bytes)
+    config.setdefault("model", MODEL.format(device.multiprocessors))
+
+
+def _check_arch(arch: Any) -> None:
+    number = re.fullmatch(r"sm_(\d+)[a-z]?", str(arch))
+    if arch in ARCHITECTURES:
+        return
+    if number and int(number[1]) < 70:
+        raise TargetError(f"architecture {arch} is too old; expected sm_70 or newer")
+    raise unknown_name("CUDA architecture", str(arch), ARCHITECTURES, "'sm_80' or 'sm_90'")
+
+
+def _check_model(model: Any) -> None:
+    if model is not None and not re.fullmatch(MODEL.format(r"[1-9]\d*"), str(model)):
+        raise TargetError(
+            f"target option model is {model!r}; expected for example {MODEL.format(132)!r}"
+        )
+
+
+BASELINE = {"x86_64": "x86-64", "aarch64": "generic"}
+
+CODEGEN_FEATURES = {
+    "x86_64": frozenset(
+        "cmov cx8 cx16 sahf sse sse2 sse3 ssse3 sse4.1 sse4.2 sse4a popcnt avx avx2 fma fma4 xop "
+        "f16c bmi bmi2 tbm lzcnt movbe gfni pclmul vpclmulqdq avx512f avx512cd avx512bw avx512dq "
+        "avx512vl avx512bf16 avx512bitalg avx512fp16 avx512ifma avx512vbmi avx512vbmi2 "
+        "avx512vnni avx512vpopcntdq avxifma avxneconvert avxvnni avxvnniint8 avxvnniint16 "
+        "amx-tile amx-int8 amx-bf16 avx10.1 avx10.2 egpr ndd ccmp nf zu cf ppx push2pop2".split()
+    ),
+    "aarch64": frozenset("fp-armv8 neon crc lse dotprod i8mm bf16 sve sve2".split()),
+}
+"""Features whose instructions LLVM may generate by itself. The other features of a CPU model
+(system instructions, ciphers, tuning hints) never occur in a kernel; on AArch64 these are also
+those that can be read from the running machine."""
+
+
+def triple_for(arch: str) -> str:
+    """A triple of the architecture: this system's own if the architecture is the same."""
+    system = str(codegen.llvm_get_system_triple())
+    return system if canonical_arch(system.split("-")[0]) == arch else CROSS_TRIPLES[arch]
+
+
+@lru_cache(maxsize=2)
+def known_cpus(arch: str) -> frozenset[str]:
+    """CPUs of the architecture that LLVM can generate 64-bit code for."""
+    triple = CROSS_TRIPLES[arch]
+    names = codegen.llvm_get_cpu_archlist(Target({"kind": "llvm", "mtriple": triple}))
+    return frozenset(
+        str(name) for name in names if arch != "x86_64" or "64bit" in _cpu_features(arch, name)
+    )
+
+
+def arch_of_cpu(name: str) -> str | None:
+    """The architecture of a CPU that LLVM knows, this machine's first; None if there is none."""
+    arches = sorted(CROSS_TRIPLES, key=lambda arch: arch != host_arch())
+    return next((arch for arch in arches if name in known_cpus(arch)), None)
+
+
+@lru_cache(maxsize=2)
+def known_features(arch: str) -> frozenset[str]:
+    """Every feature that LLVM knows for the architecture from a CPU or from this machine."""
+    here = set(probe_features()) if arch == host_arch() else set()
+    return frozenset(here.union(*(_cpu_features(arch, name) for name in known_cpus(arch))))
+
+
+def _cpu_features(arch: str, cpu: str) -> set[str]:
+    triple = CROSS_TRIPLES[arch]
+    target = Target({"kind": "llvm", "mtriple": triple, "mcpu": str(cpu)})
+    return {str(name) for name in codegen.llvm_get_cpu_features(target)}
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], example: str = "") -> TargetError:
+    """Create the error for an unknown name; it lists the most similar known ones."""
+    near = difflib.get_close_matches(name, sorted(set(known)), n=5, cutoff=0.6)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    if not near and example:
+        hint = f"; expected for example {example}"
+    return TargetError(f"unknown {what} {name!r}{hint}")
+
 
 _SEVERAL = re.compile(r"[^\s{,]+(,[^\s{,]+)+")
 """Names separated by commas."""
