@@ -80,14 +80,17 @@ def test_command(tmp_path: Path) -> None:
     path, array = tmp_path / "network.onnx", tmp_path / "x.npy"
     onnx.save(network(), path)
     np.save(array, np.ones((4, 64), "float32"))
-    given = ["compare", str(path), "--weights", "int8", "--layers", "--input", f"x={array}"]
+    given = ["compare", str(path), "--weights", "int8", "--input", f"x={array}"]
     result = CliRunner().invoke(cli, [*given, "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["runs"] == 1 and found["options"] == {"weights": "int8"}
     assert [each["name"] for each in found["layers"]] == ["hidden", "scores"]
-    table = CliRunner().invoke(cli, ["compare", str(path), "--weights", "int4", "--runs", "1"])
+    table = CliRunner().invoke(
+        cli, ["compare", str(path), "--weights", "int4", "--runs", "1", "--no-layers"]
+    )
     assert table.exit_code == 0 and "same top 1" in table.stdout and "100.0%" in table.stdout
+    assert "hidden" not in table.stdout
 
 
 @pytest.mark.slow

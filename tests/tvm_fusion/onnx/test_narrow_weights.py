@@ -272,6 +272,31 @@ def test_weights_are_rounded(tmp_path: Path) -> None:
     assert errors[None] == 0 and 0 < errors["int8"] < 0.02 and 0 < errors["int4"] < 0.2
 
 
+@pytest.mark.parametrize(
+    ("weights", "block", "low", "high", "tolerance"),
+    [("int8", 128, -127, 127, 1e-5), ("int4", 32, -8, 7, 1e-2)],
+)
+def test_columns_that_are_no_whole_number_of_blocks(weights, block, low, high, tolerance) -> None:
+    """Their last block holds what is left; the other factor of 4 bits is rounded to bytes."""
+    depth, columns = 2 * block + 5, 96
+    random = np.random.default_rng()
+    matrix = random.standard_normal((depth, columns)).astype("float32")
+    matrix[2 * block :] *= 1e-3  # with the scale of another block they would be 0
+    expected = np.empty_like(matrix)
+    for first in range(0, depth, block):
+        part = matrix[first : first + block]
+        largest = np.take_along_axis(part, np.abs(part).argmax(0)[None], 0)
+        scale = largest / low
+        expected[first : first + block] = np.clip(np.rint(part / scale), low, high) * scale
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    model = model_of(nodes, {"w": matrix}, 2, depth, TensorProto.FLOAT)
+    compiled = tvm_fusion.compile(model, weights=weights, threads=1)
+    x = random.standard_normal((1, 2, depth)).astype("float32")
+    for given in (x, np.where(np.arange(depth) < 2 * block, np.float32(0), x)):
+        wanted = given @ expected
+        assert np.abs(compiled(given) - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
 @pytest.mark.slow
 def test_check_knows_what_rounding_may_cost() -> None:
     for weights in ("bf16", "int8", "int4"):
@@ -484,6 +509,80 @@ def test_scales_of_zero_infinity_and_nan_reach_their_channels_alone(weights: str
     assert not np.isfinite(found[:, 41]).any()
     others = np.isfinite(scale)
     np.testing.assert_allclose(found[:, others], wanted[:, others], rtol=1e-4, atol=1e-4)
+
+
+def products_of_scales(random: np.random.Generator, special: Array) -> onnx.ModelProto:
+    """Products with matrices of which some columns, blocks, or all numbers have such scales."""
+    places = [3, 40, 70]
+    columns, blocks = np.full(128, 0.01, "float32"), np.full((4, 128), 0.01, "float32")
+    columns[places] = blocks[range(3), places] = special
+    constants = {
+        "columns": columns,
+        "blocks": blocks,
+        "packed": random.integers(0, 256, (128, 4, 16)).astype("uint8"),
+        "packed scales": np.ascontiguousarray(blocks.T),
+        "q": random.integers(-127, 128, (128, 128)).astype("int8"),
+        "step": np.float32(0.02),
+        "zero": np.uint8(3),
+        **{f"scale {number}": scale for number, scale in enumerate(special)},
+    }
+    node = helper.make_node
+    nodes = [
+        node("DequantizeLinear", ["q", "columns"], ["by column"], axis=1),
+        node("DequantizeLinear", ["q", "blocks"], ["by block"], axis=0, block_size=32),
+        node("DequantizeLinear", ["a", "step", "zero"], ["bytes"]),
+        node("DequantizeLinear", ["q", "step"], ["right"]),
+        node("DequantizeLinear", ["b", "step"], ["other"]),
+        node("MatMul", ["x", "by column"], ["columns of floats"]),
+        node("MatMul", ["bytes", "by column"], ["columns of bytes"]),
+        node("MatMul", ["x", "by block"], ["blocks of floats"]),
+    ]
+    for level in (0, 4):
+        names = ["x", "packed", "packed scales"]
+        given = {"K": 128, "N": 128, "bits": 4, "block_size": 32, "accuracy_level": level}
+        nodes.append(
+            node("MatMulNBits", names, [f"level {level}"], domain="com.microsoft", **given)
+        )
+    for number in range(len(special)):
+        alone = f"alone {number}"
+        nodes += [
+            node("DequantizeLinear", ["a", f"scale {number}", "zero"], [alone]),
+            node("MatMul", [alone, "right"], [f"constant {number}"]),
+            node("MatMul", [alone, "other"], [f"two {number}"]),
+        ]
+    kinds = {"x": np.float32, "a": np.uint8, "b": np.int8}
+    shapes = {"x": (2, 128), "a": (6, 128), "b": (128, 40)}
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(kind)), shape)
+        for (name, kind), shape in zip(kinds.items(), shapes.values(), strict=True)
+    ]
+    results = [name for one in nodes[5:] for name in one.output]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in results]
+    tensors = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "scales", inputs, outputs, tensors)
+    domains = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=domains, ir_version=10)
+
+
+@pytest.mark.filterwarnings("error")
+def test_products_of_scales_of_zero_infinity_and_nan() -> None:
+    """They are sums of floats, though kernels may multiply a sum of integers by its scale."""
+    random = np.random.default_rng()
+    model = products_of_scales(random, np.array([0, np.nan, np.inf], "float32"))
+    feeds = {
+        "x": random.standard_normal((2, 128)).astype("float32"),
+        "a": random.integers(0, 256, (6, 128)).astype("uint8"),
+        "b": random.integers(-127, 128, (128, 40)).astype("int8"),
+    }
+    feeds["a"][0, :9] = 3
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    wanted = session.run(None, feeds)
+    found = tvm_fusion.compile(model, threads=1)(**feeds)
+    for value, expected, got in zip(model.graph.output, wanted, found, strict=True):
+        tolerance = 2e-2 if value.name == "level 4" else 1e-4  # there it rounds to eight bits
+        np.testing.assert_allclose(got, expected, tolerance, tolerance, err_msg=value.name)
 
 
 @pytest.mark.slow

@@ -132,7 +132,9 @@ def _show_profile(model: Path, runs: int, as_json: bool, **options: Any) -> None
 @model_argument
 @inputs_option
 @click.option(
-    "--layers", is_flag=True, help="Compare the results of each convolution and product, too."
+    "--layers/--no-layers",
+    default=True,
+    help="Compare the results of each convolution and product, too.",
 )
 @click.option(
     "--runs",
@@ -157,7 +159,8 @@ def compare_command(
 ) -> None:
     """Compare MODEL, an ONNX file, compiled with --weights or --precision, with itself in fp32.
 
-    A table shows the errors of each output, and how often its largest number is in the same place.
+    A table shows the errors of each output and each layer, and how often the largest number of a
+    line is in the same place.
     """
     if weights is None and precision == "fp32":
         raise click.UsageError("give --weights or --precision, whose errors are to be shown")

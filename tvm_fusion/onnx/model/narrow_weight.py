@@ -108,12 +108,15 @@ def narrow_weight(
     Returns
     -------
     NarrowWeight | None
-        None for other integers than those of 8 or fewer bits, and for a small matrix or none.
+        None for other integers than those of 8 or fewer bits, for a small matrix or none, and for
+        scales that are infinite or NaN: a kernel multiplies a sum of integers by its scale, where
+        a sum of infinities of both signs is NaN.
     """
     bits = _BITS.get(integers.dtype)
     if bits is None or integers.ndim != 2 or integers.size < LEAST_ELEMENTS:
         return None
     axis %= 2
+    dtype = np.dtype(dtype or scale.dtype)
     if not block:
         axis, shape = 1 - axis, [1, 1]
         block, shape[1 - axis] = integers.shape[axis], integers.shape[1 - axis]
@@ -126,6 +129,9 @@ def narrow_weight(
     blocks[axis] = -(-blocks[axis] // block)
     if list(scale.shape) != blocks:
         return None
+    scale = scale.astype(np.float32)
+    if not np.isfinite(scale).all():
+        return None
     is_unsigned = "uint" in str(integers.dtype)
     centre = 1 << (bits - 1) if is_unsigned else 0
     centred = (integers.astype(np.int16) - centre).astype(np.int8)
@@ -137,12 +143,12 @@ def narrow_weight(
         zeros = zeros.astype(np.int8)
     return NarrowWeight(
         integers=centred,
-        scales=scale.astype(np.float32),
+        scales=scale,
         zeros=zeros if zeros.any() else None,
         block=block,
         axis=axis,
         bits=max(bits, 4),
-        dtype=np.dtype(dtype or scale.dtype),
+        dtype=dtype,
     )
 
 
