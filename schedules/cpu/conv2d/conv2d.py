@@ -40,7 +40,7 @@ from schedules.workload.conv2d import (
     to_json,
 )
 
-from ..core.kernel_builder import KernelBuilder
+from ..core.kernel_builder import KernelBuilder, buffers
 from ..core.machine import CPUInfo
 from ..core.micro_kernel import (
     FeatureMap,
@@ -201,7 +201,7 @@ def packed_kernel(func: tirx.PrimFunc, layers: int, winograd: bool = False) -> C
     packed = kernel.out_layout != "NCHW" and None not in (kernel.height, kernel.width)
     mine = len(kernel.layers) == layers and bool(kernel.winograd) == winograd
     # Weights of floats in words of a whole block are those of a GPU's tensor cores.
-    for_cpu = kernel.has_words or all(len(param.shape) < WORDS_RANK for param in func.params)
+    for_cpu = kernel.has_words or all(len(tensor.shape) < WORDS_RANK for tensor in buffers(func))
     return kernel if packed and mine and for_cpu else None
 
 

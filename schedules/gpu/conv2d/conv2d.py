@@ -153,7 +153,8 @@ def packed_kernel(func: tirx.PrimFunc, layers: int) -> Conv2DKernel | None:
     static = None not in (kernel.height, kernel.width)
     direct = not (kernel.winograd or kernel.plain_data or kernel.plain_out)
     # Weights of tensor cores have words.
-    direct = direct and all(len(param.shape) < WORDS_RANK for param in func.params)
+    tensors = [param for param in func.params if isinstance(param.ty, tirx.BufferType)]
+    direct = direct and all(len(tensor.shape) < WORDS_RANK for tensor in tensors)
     if not (packed and static and direct and len(kernel.layers) == layers):
         return None
     for layer in kernel.layers:
