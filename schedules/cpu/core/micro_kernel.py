@@ -738,6 +738,16 @@ def add_word_products(
     return T.call_llvm_pure_intrin(vector_type, name, total, factor, vector)
 
 
+def add_block_products(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
+    """Add to two by two sums the products of two rows by two columns, each of eight bytes.
+
+    The bytes of ``left`` are unsigned, those of ``right`` signed; for AArch64 with I8MM.
+    """
+    name, bytes_ = "llvm.aarch64.neon.usmmla.v4i32.v16i8", "int8x16"
+    left, right = (T.reinterpret(bytes_, each) for each in (left, right))
+    return T.call_llvm_pure_intrin(str(total.ty.dtype), name, total, left, right)
+
+
 def add_half_products(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
     """Add to each float32 the products of the two bfloat16 of words; needs ``word_functions``."""
     return T.call_pure_extern(str(total.ty.dtype), _DOT, total, left, right)

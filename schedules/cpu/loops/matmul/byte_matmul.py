@@ -15,8 +15,9 @@ A word holds neighbours of the reduced axis, zeros beyond its end: four bytes, o
 bits, from which the zero points are subtracted as they are packed. Their products cannot saturate.
 Of words of bytes one instruction takes unsigned left and signed right ones, the other signed ones
 alone: bytes of the other kind have their top bits flipped, which moves their zero point by 128.
-What zero points add to the products follows from the sums of rows and of columns. The last tile of
-rows begins so early that it is whole.
+AArch64's ``usmmla`` multiplies two words of two rows by those of two columns, which are interleaved
+for it. What zero points add to the products follows from the sums of rows and of columns. The last
+tile of rows begins so early that it is whole.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from ...core.machine import CPUInfo
 from ...core.micro_kernel import (
     LANES_OF_128_BITS,
     Index,
+    add_block_products,
     add_word_products,
     bound,
     packed_bytes,
@@ -49,6 +51,9 @@ from .byte_product import STEPS, VECTORS, ByteFactor, ByteProduct, Tiles
 from .narrow_matrix import flat
 
 _FLOAT = "float32"
+# Elements of two vectors: words of two columns or of two rows for usmmla, or rows of its sums.
+_COLUMN_PAIRS = (0, 4, 1, 5), (2, 6, 3, 7)
+_ROW_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)
 
 
 def byte_matmul(product: ByteProduct, cpu: CPUInfo) -> tirx.PrimFunc:
@@ -234,6 +239,9 @@ class _Kernel(Tiles):
                         quick()
                     with T.Else():
                         scattered(0)
+            if self.in_blocks:
+                with T.serial(0, self.words // 2) as pair:
+                    self._interleave(self._columns, base + pair * (2 * lanes), lanes, _COLUMN_PAIRS)
             if sums is not None:
                 place = T.ramp(vector * lanes, 1, lanes)
                 T.buffer_store(self._column_sums, sums[self._all], [place])
@@ -276,6 +284,19 @@ class _Kernel(Tiles):
                 T.buffer_store(self._rows, self._word(left, row + line, number), [base + number])
             if sums is not None:
                 self._sum_row(line, base, sums, whole * lanes)
+        if self.in_blocks:
+            with T.serial(0, self.rows // 2) as pair, T.serial(0, self.words // STEPS) as part:
+                first = pair * (2 * self.words) + part * STEPS
+                self._interleave(self._rows, first, self.words, _ROW_PAIRS)
+
+    def _interleave(
+        self, words: tirx.Buffer, first: Index, stride: int, orders: Sequence[Sequence[int]]
+    ) -> None:
+        """Replace two vectors, ``stride`` words apart, by elements of both."""
+        places = [T.ramp(first + at, 1, self.lanes) for at in (0, stride)]
+        pair = [T.bind(words[place]) for place in places]
+        for place, order in zip(places, orders, strict=True):
+            T.buffer_store(words, tirx.Shuffle(pair, order), [place])
 
     def _along(self, line: Index, k: Index) -> tirx.Expr:
         """A vector of words of a row."""
@@ -343,16 +364,45 @@ class _Kernel(Tiles):
             T.writes()
             sums = [[self._zeros() for _ in range(VECTORS)] for _ in range(self.rows)]
             starts = [bound((vector + v) * (self.words * lanes)) for v in range(VECTORS)]
-            with T.serial(0, self.words // STEPS) as part:
-                factor = self._row_words(part * STEPS)
-                for step in range(STEPS):
-                    places = [start + (part * STEPS + step) * lanes for start in starts]
-                    columns = [T.bind(self._columns[T.ramp(at, 1, lanes)]) for at in places]
-                    for line in range(self.rows):
-                        word = T.bind(factor(line, step))
-                        for v, words in enumerate(columns):
-                            self._add(sums[line][v], word, words)
+            if self.in_blocks:
+                self._add_blocks(starts, sums)
+            else:
+                self._add_words(starts, sums)
             self._finish(image, row, first, vector, sums)
+
+    def _add_words(self, starts: Sequence[Index], sums: Sequence[Sequence[tirx.Buffer]]) -> None:
+        """Add the products of all words."""
+        lanes = self.lanes
+        with T.serial(0, self.words // STEPS) as part:
+            factor = self._row_words(part * STEPS)
+            for step in range(STEPS):
+                places = [start + (part * STEPS + step) * lanes for start in starts]
+                columns = [T.bind(self._columns[T.ramp(at, 1, lanes)]) for at in places]
+                for line in range(self.rows):
+                    word = T.bind(factor(line, step))
+                    for v, words in enumerate(columns):
+                        self._add(sums[line][v], word, words)
+
+    def _add_blocks(self, starts: Sequence[Index], sums: Sequence[Sequence[tirx.Buffer]]) -> None:
+        """Add the products of all words, of two rows and two columns at a time."""
+        lanes, pairs = self.lanes, self.rows // 2
+        with T.serial(0, self.words // STEPS) as part:
+            for step in range(0, STEPS, 2):
+                places = [start + (part * STEPS + step) * lanes for start in starts]
+                places = [place + half * lanes for place in places for half in range(2)]
+                columns = [T.bind(self._columns[T.ramp(place, 1, lanes)]) for place in places]
+                for pair in range(pairs):
+                    at = (2 * pair + step // 2) * self.words + part * STEPS
+                    rows = T.bind(self._rows[T.ramp(at, 1, lanes)])
+                    for number, words in enumerate(columns):
+                        total = sums[2 * pair + number % 2][number // 2]
+                        value = add_block_products(total[self._all], rows, words)
+                        T.buffer_store(total, value, [self._all])
+        for pair in range(pairs):
+            for blocks in zip(sums[2 * pair], sums[2 * pair + 1], strict=True):
+                found = [T.bind(block[self._all]) for block in blocks]
+                for block, order in zip(blocks, _ROW_PAIRS, strict=True):
+                    T.buffer_store(block, tirx.Shuffle(found, order), [self._all])
 
     def _row_words(self, begin: Index) -> Callable[[int, int], tirx.Expr]:
         """A function that gives a word of a row in all lanes, by its number from ``begin`` on."""

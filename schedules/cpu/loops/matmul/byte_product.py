@@ -20,6 +20,7 @@ _PIECES = 4  # tasks of a core, where products are few
 # Cycles of a vector of words: of columns, whose bytes lie along the columns or along the reduced
 # axis, and of rows; of a vector of results; and of a word of single bytes. Measured on Zen 3.
 _ACROSS, _GATHERED, _ALONG, _RESULT, _SCATTERED = 4.0, 10.0, 2.0, 6.0, 8.0
+_BLOCKS = 2.0  # products of a usmmla by those of a usdot; on Neoverse N2 both start as often
 _EFFICIENCY = 0.8  # share of the peak that products in registers reach
 _LARGEST_SUM = 2**31 - 1
 _BYTE = 255
@@ -155,7 +156,8 @@ class ByteProduct:
         line, step = self.right.strides[-1], self.right.strides[-2]
         columns = _ACROSS if line == 1 else _GATHERED if step == 1 else scattered
         rows = _ALONG if self.left.strides[-1] == 1 else scattered
-        total = height * words * vectors / (cpu.fma_per_cycle * _EFFICIENCY) + (
+        rate = cpu.fma_per_cycle * _EFFICIENCY * (_BLOCKS if tiles.in_blocks else 1)
+        total = height * words * vectors / rate + (
             tiles.pieces * vectors * words * columns
             + tiles.panels * height * words / tiles.lanes * rows
             + height * vectors * _RESULT
@@ -187,6 +189,8 @@ class Tiles:
         Vectors of the columns that a task packs, and tasks that hold all of them.
     pieces : int
         Parts of the rows: one where panels are enough for all cores.
+    in_blocks : bool
+        Whether an instruction multiplies two rows by two columns (``usmmla``).
     """
 
     def __init__(self, product: ByteProduct, cpu: CPUInfo) -> None:
@@ -194,6 +198,9 @@ class Tiles:
         self.lanes, self.word = cpu.lanes("int32"), cpu.word_channels
         self.row_tiles = -(-height // _ROWS[self.lanes])
         self.rows = -(-height // self.row_tiles)
+        even = self.rows + self.rows % 2
+        self.in_blocks = cpu.byte_dots == "usdot" and even <= height
+        self.rows = even if self.in_blocks else self.rows
         self.words = -(-product.depth // (self.word * STEPS)) * STEPS
         groups = -(-width // (self.lanes * VECTORS))
         self.vectors = groups * VECTORS

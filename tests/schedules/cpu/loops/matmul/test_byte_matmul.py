@@ -18,7 +18,7 @@ from examples.benchmarks.assembly import loops
 from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul import byte_matmul as module
 from schedules.cpu.loops.matmul.byte_matmul import byte_matmul
-from schedules.cpu.loops.matmul.byte_product import ByteFactor, ByteProduct, ByteResult
+from schedules.cpu.loops.matmul.byte_product import ByteFactor, ByteProduct, ByteResult, Tiles
 
 NEON = {"vector_bits": 128, "num_vector_registers": 32, "word_channels": 4}
 FORMS = {
@@ -36,6 +36,15 @@ def product_of_pairs(total, factor, vector, lanes, word, *_):
     for part in (16, 0):
         up, down = (tvm.tirx.Broadcast(tvm.tirx.const(n, "int32"), lanes) for n in (part, 16))
         total = total + ((factor << up) >> down) * ((vector << up) >> down)
+    return total
+
+
+def product_of_blocks(total, left, right):
+    """What ``usmmla`` does: two rows by two columns of eight bytes."""
+    orders = ([0, 0, 2, 2], [0, 2, 0, 2]), ([1, 1, 3, 3], [1, 3, 1, 3])
+    for by_rows, by_columns in orders:
+        factors = tvm.tirx.Shuffle([left], by_rows), tvm.tirx.Shuffle([right], by_columns)
+        total = portable_products(total, *factors, 4, 4)
     return total
 
 
@@ -142,6 +151,7 @@ def test_numbers_by_loops_in_place_of_instructions(form, data):
         drawn = [replace(each, result=ByteResult(each.result.axes, "int32")) for each in drawn]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "add_word_products", product_of_pairs)
+        patch.setattr(module, "add_block_products", product_of_blocks)
         if form == "pairs":
             patch.setattr(
                 module,
@@ -153,6 +163,23 @@ def test_numbers_by_loops_in_place_of_instructions(form, data):
             )
         cpu = replace(CPUInfo.from_target(TARGET), **({"vector_bits": 256} | FORMS[form]))
         check(drawn, cpu, data.draw(st.integers(0, 99)))
+
+
+def test_two_rows_by_two_columns_at_a_time(monkeypatch):
+    """Rows and columns of odd numbers, and one row, whose words are multiplied one by one."""
+    monkeypatch.setattr(module, "add_word_products", product_of_pairs)
+    monkeypatch.setattr(module, "add_block_products", product_of_blocks)
+    cpu = replace(CPUInfo.from_target(TARGET), **FORMS["usdot"])
+    drawn = []
+    for rows, columns, depth in ((9, 23, 37), (2, 5, 8), (1, 7, 13), (16, 40, 64)):
+        left = ByteFactor((rows, depth), (0, 1), "uint8", -3)
+        right = ByteFactor((depth, columns), (0, 1), "int8", 0, True)
+        drawn.append(ByteProduct(left, right, ByteResult((0, 1), "int32")))
+        left = ByteFactor((depth, rows), (1, 0), "int8", 0, True)
+        right = ByteFactor((columns, depth), (1, 0), "uint8", -7)
+        drawn.append(ByteProduct(left, right, ByteResult((0, 1), "float32", 0.01)))
+    assert [Tiles(each, cpu).in_blocks for each in drawn] == [True] * 4 + [False] * 2 + [True] * 2
+    check(drawn, cpu, 3)
 
 
 def test_tasks_by_panels_and_by_rows():
@@ -177,6 +204,7 @@ def test_tasks_by_panels_and_by_rows():
         ("znver4", "x86_64-linux-gnu", "vpdpbusd", 96, 57),
         ("alderlake", "x86_64-linux-gnu", "vpdpbusd", 48, 32),
         ("neoverse-n1", "aarch64-linux-gnu", "sdot", 64, 16),
+        ("neoverse-v1", "aarch64-linux-gnu", "usmmla", 128, 66),
     ],
 )
 def test_machine_code(mcpu, triple, name, count, most):
