@@ -21,7 +21,7 @@ from schedules.gpu import AnyConv2D, FusedConv2D
 from schedules.gpu.conv2d.tensor_core_pair import pair_workload
 from schedules.gpu.conv2d.tensor_core_pair_tile import choose_pair_tile
 from schedules.gpu.core.machine import GPUInfo
-from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, to_json
+from schedules.workload.conv2d import Activation, ByteAddition, Conv2DKernel, ConvLayer, to_json
 from tests.selection import in_turns, slow_where
 
 BYTES = Activation("round_clip", 0, 255)
@@ -85,16 +85,44 @@ def scheduled(kernel: Conv2DKernel, target: Target) -> tirx.PrimFunc:
     return schedule.mod["main"]
 
 
-def finished(sums: np.ndarray, bias: np.ndarray, scale: np.ndarray, layer: ConvLayer) -> np.ndarray:
-    value = sums.astype("float32") * scale[:, None, None] + bias[:, None, None]
-    if layer.activation.kind != "round_clip":
-        return np.maximum(value, 0) if layer.activation.kind == "relu" else value
-    low, high = layer.activation.low, layer.activation.high
-    return (np.clip(np.round(value), low, high) - low).astype("uint8")
+def finished(
+    sums: np.ndarray,
+    bias: np.ndarray,
+    scale: np.ndarray,
+    layer: ConvLayer,
+    added: tuple[np.ndarray, ByteAddition] | None = None,
+) -> np.ndarray:
+    """The layer's output in NCHW; ``added`` are the bytes of a residual."""
+    value = activated(sums.astype("float32") * scale[:, None, None] + bias[:, None, None], layer)
+    activation = layer.activation
+    if added is not None:
+        numbers, how = added
+        numbers = (numbers.astype("float32") + how.shift) * how.bytes_factor
+        activation = how.activation
+        layer = replace(layer, activation=activation)
+        value = activated((value * how.factor + numbers) / how.divisor, layer)
+    is_bytes = activation.kind == "round_clip"
+    return (value - activation.low).astype("uint8") if is_bytes else value
+
+
+def activated(value: np.ndarray, layer: ConvLayer) -> np.ndarray:
+    activation = layer.activation
+    if activation.kind == "round_clip":
+        return np.clip(np.round(value), activation.low, activation.high)
+    return np.maximum(value, 0) if activation.kind == "relu" else value
+
+
+ADDITION = ByteAddition(0.0371828, 0.0214142, -7.0, 0.0531416, -9.0, 246.0)
+
+
+def with_bytes(kernel: Conv2DKernel) -> Conv2DKernel:
+    """The kernel with bytes that are added to its output."""
+    return replace(kernel, residual=True, addition=ADDITION)
 
 
 CASES = {
     "3x3": ((layer_of(13, 40, 3), layer_of(40, 24)), (2, 6, 8)),
+    "3x3_added": ((layer_of(13, 40, 3), layer_of(40, 24)), (2, 6, 8)),
     "1x1": ((layer_of(16, 33), layer_of(33, 72, activation=Activation("relu"))), (1, 7, 9)),
     "strided": ((layer_of(3, 24, 3, 2), layer_of(24, 70, activation=Activation())), (1, 15, 13)),
     "halo": ((layer_of(16, 64), layer_of(64, 20, 3)), (2, 4, 8)),
@@ -104,6 +132,7 @@ CASES = {
     ),
     "one": ((layer_of(40, 24, 3),), (2, 6, 8)),
     "one_in_blocks": ((layer_of(40, 24, 3),), (2, 6, 8)),
+    "one_added_in_blocks": ((layer_of(40, 24, 3),), (2, 6, 8)),
     "image_in_blocks": ((layer_of(3, 72, 7, 2, activation=Activation("relu")),), (1, 15, 13)),
 }
 
@@ -115,25 +144,32 @@ def test_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate_tensor_cores(monkeypatch)
     plain = kernel = kernel_of(*CASES[name])
     is_pair = len(kernel.layers) == 2
+    plain = with_bytes(plain) if "added" in name else plain
     kernel = in_blocks(plain) if is_pair or name.endswith("in_blocks") else plain
     rng = np.random.default_rng()
     shapes = [[int(extent) for extent in param.shape] for param in function(plain).params]
     mid = data = rng.integers(0, 256, shapes[0], "uint8")
     parameters: list[np.ndarray] = []
+    more = []
     for number, layer in enumerate(kernel.layers):
         weight = rng.integers(-128, 128, shapes[1 + 3 * number], "int8")
         bias = rng.uniform(40, 90, layer.out_channels).astype("float32")
         scale = rng.uniform(0.5, 1, layer.out_channels) * 50 / 74 / 147
         scale = (scale / np.sqrt(np.prod(weight.shape[1:]))).astype("float32")
         sums = convolve(mid.astype("int64"), weight.astype("int64"), layer)
-        mid = finished(sums, bias, scale, layer)
+        added = None
+        if kernel.residual and number == len(kernel.layers) - 1:
+            residual = rng.integers(0, 256, sums.shape, "uint8")
+            added, more = (residual, ADDITION), [packed(kernel, residual, "data")]
+        mid = finished(sums, bias, scale, layer, added)
         forms = (weight, "chunks"), (bias, "bias"), (scale, "bias")
         parameters += [packed(kernel, array, form) for array, form in forms]
     assert len(np.unique(mid)) > 50
+    is_channel = packed(kernel, np.ones(mid.shape, "bool"), "data")  # others are never used
     data, mid = (packed(kernel, each, "data") for each in (data, mid))
     found = np.full(mid.shape, 77, mid.dtype)
-    compile_opencl(scheduled(kernel, OPENCL), OPENCL).run(data, *parameters, found)
-    errors = np.abs(found.astype("float64") - mid)
+    compile_opencl(scheduled(kernel, OPENCL), OPENCL).run(data, *parameters, *more, found)
+    errors = np.abs(found.astype("float64") - mid)[is_channel]
     assert errors.max() <= 1 and (errors > 0.01).mean() < 1e-2
 
 

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conv2d.test_quantized_pair import BYTES, finished, function, in_blocks, kernel_of, packed
+from conv2d.test_quantized_pair import (
+    ADDITION,
+    BYTES,
+    finished,
+    function,
+    in_blocks,
+    kernel_of,
+    packed,
+    with_bytes,
+)
 from conv2d.test_tensor_core_conv2d import (
     BLOCK,
     convolve,
@@ -114,12 +123,13 @@ BYTES_AND_TF32: dict[str, tuple[ConvLayer, Size, tuple[int, int, int]]] = {
 
 
 @pytest.mark.quick_cases("3x3")
-@pytest.mark.parametrize("name", BYTES_AND_TF32)
+@pytest.mark.parametrize("name", [*BYTES_AND_TF32, "3x3_added"])
 def test_numbers_of_bytes(name: str, emulated: pytest.MonkeyPatch) -> None:
     """Sums are exact; they are scaled and rounded as those of single warps."""
-    layer, size, shape = BYTES_AND_TF32[name]
+    layer, size, shape = BYTES_AND_TF32[name.removesuffix("_added")]
     emulated.setattr(warpgroup_conv2d, "SHAPES", (shape,))
     kernel = in_blocks(kernel_of((replace(layer, activation=BYTES),), size))
+    kernel = with_bytes(kernel) if name.endswith("_added") else kernel
     func = AnyConv2D().apply(function(kernel), OPENCL, False).mod["main"]
     assert func.attrs[attributes.RULE] == RULE
     rng = np.random.default_rng()
@@ -129,8 +139,11 @@ def test_numbers_of_bytes(name: str, emulated: pytest.MonkeyPatch) -> None:
     scale = rng.uniform(1e-5, 1e-4, layer.out_channels).astype("float32")
     bias = rng.uniform(0, 255, layer.out_channels).astype("float32")
     sums = convolve(data.astype("int64"), weight.astype("int64"), layer)
-    exact = packed(kernel, finished(sums, bias, scale, kernel.layers[0]), "data")
-    forms = (data, "data"), (weight, "chunks"), (bias, "bias"), (scale, "bias")
+    residual = rng.integers(0, 256, sums.shape, "uint8")
+    added = (residual, ADDITION) if kernel.residual else None
+    exact = packed(kernel, finished(sums, bias, scale, kernel.layers[0], added), "data")
+    forms = [(data, "data"), (weight, "chunks"), (bias, "bias"), (scale, "bias")]
+    forms += [(residual, "data")] * kernel.residual
     inputs = [packed(kernel, array, form) for array, form in forms]
     found = np.full(exact.shape, 77, "uint8")
     compile_opencl(func.with_attr("global_symbol", "main"), OPENCL).run(*inputs, found)
