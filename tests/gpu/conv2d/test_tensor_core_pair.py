@@ -306,7 +306,7 @@ def test_a_depthwise_layer_is_summed_in_float32() -> None:
     layers, size, _ = PAIRS["mobilenet_4"]
     target = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
     text = scheduled(function(kernel_of(layers, size)), target).script()
-    adds = r"(\w+) = T.alloc_local\(\(1,\)(.*)\)\n\s*\1\[0\] = \w+\[0\] \+ "
+    adds = r"(\w+) = T.alloc_local\(\(8,\)(.*)\)\n\s*\1\[0\] = \w+\[0\] \+ "
     assert {dtype for _, dtype in re.findall(adds, text)} == {""}  # of float32
 
 
