@@ -18,7 +18,7 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.tile_attention import AttentionShape, tile_attention
 
 from ..core.constants import array_of
-from ..core.expressions import Value, op_name
+from ..core.expressions import Value, op_name, permutation
 from ..core.graph import Graph, Rule, function_graphs, pass_target
 
 _HALF, _FLOAT = "bfloat16", "float32"
@@ -213,30 +213,15 @@ def _in_rows(graph: Graph, factor: relax.Expr, axes: Sequence[int]) -> relax.Exp
         factor = value.args[0]
     else:
         factor = graph.emit(relax.op.astype(factor, _HALF))
-    source, order = _turned(graph, factor, axes)
+    source, order = graph.unturned(factor, axes)
     if order == sorted(order):
         return source
     return graph.emit(relax.op.permute_dims(source, order))
-
-
-def _turned(graph: Graph, expr: relax.Expr, axes: Sequence[int]) -> tuple[relax.Expr, list[int]]:
-    """The tensor whose axes ``expr`` has in another order, and theirs for ``axes`` of ``expr``."""
-    order = list(axes)
-    while (value := graph.definition(expr, _TURN)) is not None:
-        inner = _axes(value)
-        expr, order = value.args[0], [inner[axis] for axis in order]
-    return expr, order
-
-
-def _axes(turn: relax.Call) -> list[int]:
-    axes = turn.attrs.axes
-    rank = turn.ty.ndim
-    return [*range(rank)][::-1] if axes is None else [int(axis) % rank for axis in axes]
 
 
 def _turn_once(graph: Graph, turn: relax.Expr) -> Value:
     """Two orders of axes as one, or none."""
     if graph.definition(turn.args[0], _TURN) is None:
         return None
-    source, order = _turned(graph, turn.args[0], _axes(turn))
+    source, order = graph.unturned(turn.args[0], permutation(turn))
     return source if order == sorted(order) else relax.op.permute_dims(source, order)

@@ -26,6 +26,12 @@ def op_name(expr: Value) -> str | None:
     return TUPLE_GET_ITEM if isinstance(expr, relax.TupleGetItem) else called_op(expr) or None
 
 
+def permutation(turn: relax.Call) -> list[int]:
+    """Axes of the operand of a ``permute_dims`` in the order that its result has."""
+    axes, rank = turn.attrs.axes, turn.ty.ndim
+    return [*range(rank)][::-1] if axes is None else [int(axis) % rank for axis in axes]
+
+
 def is_claimed(func: relax.Function) -> bool:
     """True if a function belongs to another pass or to a backend."""
     return any(claim in func.attrs for claim in ("Primitive", "Composite", "Codegen"))

@@ -23,7 +23,15 @@ from tvm.target import Target
 
 from schedules.errors import OpError
 
-from .expressions import Value, is_claimed, is_removable, op_name, operands, substitute
+from .expressions import (
+    Value,
+    is_claimed,
+    is_removable,
+    op_name,
+    operands,
+    permutation,
+    substitute,
+)
 
 
 def pass_target(given: Target | None, name: str) -> Target:
@@ -86,6 +94,14 @@ class Graph:
             return None
         value = self._values.get(expr)
         return value if not names or op_name(value) in names else None
+
+    def unturned(self, expr: relax.Expr, axes: Sequence[int]) -> tuple[relax.Expr, list[int]]:
+        """The tensor whose axes ``expr`` has in another order, and theirs for ``axes`` of it."""
+        order = list(axes)
+        while (turn := self.definition(expr, "relax.permute_dims")) is not None:
+            inner = permutation(turn)
+            expr, order = turn.args[0], [inner[axis] for axis in order]
+        return expr, order
 
     def has_one_use(self, expr: relax.Expr) -> bool:
         """Return whether exactly one operand in the whole function reads the variable ``expr``."""

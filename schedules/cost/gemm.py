@@ -86,8 +86,8 @@ def predict_bmm(call: KernelCall, machine: Machine) -> Prediction | None:
 
 
 HARNESSES = ("linear", "batched", "layers", "graph")
-"""How products were timed: linear layers and batched products of float32 launch by launch, layers
-of language models in float16 by a profiler, products in bfloat16 in a graph of launches."""
+"""Harnesses that timed products: linear layers and batched products of float32 launch by launch,
+layers of language models in float16 by a profiler, products in bfloat16 in a graph of launches."""
 
 _JOINT = {"float16": 3, "bfloat16": 3, "tfloat32": 1}
 """Harness whose times are predicted, by the types that the joint model serves."""

@@ -15,7 +15,7 @@ from schedules.cpu.loops.matmul.byte_product import ByteFactor, ByteProduct, Byt
 from schedules.tir.extents import constant, extent_of
 
 from ...core.constants import array_of, numbers, scaled, shifted, uniform
-from ...core.expressions import Value, op_name
+from ...core.expressions import Value, op_name, permutation
 from ...core.graph import Graph
 from ...op.byte_matmul import BYTES, NAME, byte_matmul, changed
 from ...op.elementwise import bounds_of, in_bytes
@@ -23,7 +23,6 @@ from .byte_tensors import ByteTensor, bytes_of, rounding_of
 
 QUANTIZE, TURN = "relax.quantize", "relax.permute_dims"
 _FLOATS = ("float32", "float64")  # the latter of long sums of integers
-_LIMITS = {"uint8": (0, 255), "int8": (-128, 127)}
 
 
 class ActivationProducts:
@@ -69,7 +68,7 @@ class ActivationProducts:
         if left is None or right is None:
             return None
         (left_data, left_axes), (right_data, right_axes) = (
-            _unturned(graph, source.data) for source in (left, right)
+            graph.unturned(source.data, range(source.data.ty.ndim)) for source in (left, right)
         )
         product = byte_matmul(
             left_data,
@@ -131,7 +130,8 @@ def fold_rounding(graph: Graph, call: relax.Call) -> Value:
         zero = uniform(array_of(point)) if isinstance(point, GenericConst) else None
         if dtype not in BYTES or not number or zero is None:
             return None
-        by, (low, high) = number, (limit - zero for limit in _LIMITS[dtype])
+        limits = np.iinfo(dtype)
+        by, low, high = number, limits.min - zero, limits.max - zero
     else:
         low, high = bounds_of(call)
         if high - low > 255:
@@ -201,7 +201,7 @@ def fold_order(graph: Graph, call: relax.Call) -> Value:
     product = _only(graph, call.args[0], NAME)
     if product is None:
         return None
-    axes, order = [*map(int, product.attrs["axes"])], _axes(call)
+    axes, order = [*map(int, product.attrs["axes"])], permutation(call)
     stored = [axes[axis] for axis in order]
     return changed(product, axes=stored) if stored[-1] == len(axes) - 1 else None
 
@@ -237,27 +237,13 @@ def _is_matrix(expr: relax.Expr) -> bool:
     return all(constant(extent) for extent in expr.ty.shape.values)
 
 
-def _axes(turn: relax.Call) -> list[int]:
-    axes, rank = turn.attrs.axes, turn.ty.ndim
-    return [*range(rank)][::-1] if axes is None else [int(axis) % rank for axis in axes]
-
-
-def _unturned(graph: Graph, data: relax.Expr) -> tuple[relax.Expr, list[int]]:
-    """The tensor whose axes ``data`` has in another order, and that order."""
-    order = [*range(data.ty.ndim)]
-    while (turn := graph.definition(data, TURN)) is not None:
-        inner = _axes(turn)
-        data, order = turn.args[0], [inner[axis] for axis in order]
-    return data, order
-
-
 def _axes_in_memory(graph: Graph, expr: relax.Expr) -> tuple[int, ...]:
     """Order of the axes of a factor in memory, past element-wise steps in front of it."""
     order = [*range(expr.ty.ndim)]
     value = graph.definition(expr)
     while op_name(value) in (TURN, "relax.multiply", "relax.divide", "relax.add", "relax.subtract"):
         if op_name(value) == TURN:
-            inner = _axes(value)
+            inner = permutation(value)
             order = [inner[axis] for axis in order]
         value = graph.definition(value.args[0])
     return tuple(order)
