@@ -155,7 +155,9 @@ def write_tiles(
     sums, left = TileShape(knobs.rows, TILE_WORDS), TileShape(knobs.rows, found.depth)
     right = TileShape(found.depth, TILE_WORDS)
     shapes = [sums] * _LEFT + [left] * (_RIGHT - _LEFT) + [right] * 2
-    packed = packed_tiles(kernel, knobs) if cpu.vector_bits == TILE_BITS else 1
+    # CPUs that only emulate tiles may lack what rounds two vectors at once, and LLVM dies of it.
+    rounds = kernel.out_dtype != "bfloat16" or cpu.half_dots == "vdpbf16ps"
+    packed = packed_tiles(kernel, knobs) if cpu.vector_bits == TILE_BITS and rounds else 1
     pixel_groups, channel_groups = found.groups(knobs)
     with tile_unit(shapes, kernel.dtype, cpu) as unit:
         nest = _TileNest(ops, found, knobs, unit, packed)
