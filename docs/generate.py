@@ -409,7 +409,12 @@ def _settings(stored: dict[str, Any]) -> list[str]:
 
 def _cpu(family: str) -> str:
     """A CPU's name from LLVM's: "Zen 4" from "znver4"."""
-    return re.sub(r"^znver(\d+)$", r"Zen \1", family)
+    named = re.sub(r"^znver(\d+)$", r"Zen \1", family)
+    return re.sub(r"^emeraldrapids(-without-tiles)?$", _emerald_rapids, named)
+
+
+def _emerald_rapids(found: re.Match[str]) -> str:
+    return "Emerald Rapids" + (" without AMX" if found[1] else "")
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -20,12 +20,22 @@ from rich.table import Table
 from tvm_fusion.bench.race import TOLERANCE, Arena, EngineSpec, Plan, Progress
 from tvm_fusion.cli.output import FILE_WIDTH, json_text
 from tvm_fusion.cli.progress import progress_bar
-from tvm_fusion.machine.host import host_cpu, host_info
+from tvm_fusion.compiler.targets import required_features, resolve
+from tvm_fusion.machine.host import TILE_FEATURES, host_cpu, host_features, host_info
 from tvm_fusion.paths import written_aside
 
 FOLDER = Path(os.environ.get("TVM_FUSION_RESULTS") or Path(__file__).resolve().parent / "results")
 """Folder of the results: the environment's, or the checkout's own."""
-CPU_FOLDER = FOLDER / host_cpu()
+
+
+def _cpu_name() -> str:
+    """LLVM's name of this CPU, and whether a hypervisor hides the tile registers that it has."""
+    cpu = host_cpu()
+    hidden = TILE_FEATURES.intersection(required_features(resolve(cpu))) - host_features()
+    return f"{cpu}-without-tiles" if hidden else cpu
+
+
+CPU_FOLDER = FOLDER / _cpu_name()
 
 Results = dict[str, dict[str, Any]]
 

@@ -18,8 +18,14 @@ from tvm_fusion.paths import written_aside
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-CPUS = {"znver3": "Zen 3 (AVX2)", "znver4": "Zen 4 (AVX-512)", "znver5": "Zen 5 (AVX-512)"}
-COLOURS = ("#3b7dd8", "#e08a2e", "#4f9d69")
+CPUS = {
+    "znver3": "Zen 3 (AVX2)",
+    "znver4": "Zen 4 (AVX-512)",
+    "znver5": "Zen 5 (AVX-512)",
+    "emeraldrapids-without-tiles": "Emerald Rapids without AMX (AVX-512)",
+    "emeraldrapids": "Emerald Rapids (AVX-512, AMX)",
+}
+COLOURS = ("#3b7dd8", "#e08a2e", "#4f9d69", "#8c6bb1", "#7f7f7f")
 PEERS = {"ONNX Runtime", "OpenVINO"}
 
 
@@ -48,7 +54,7 @@ def draw(found: Mapping[str, Mapping[str, float]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("speed of tvm-fusion over the faster of ONNX Runtime and OpenVINO")
     axes.margins(x=0.1)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=8, ncol=3, loc="lower center", bbox_to_anchor=(0.4, 1))
     figure.tight_layout()
     with written_aside(path) as aside:
         figure.savefig(aside, format="png", dpi=120)
