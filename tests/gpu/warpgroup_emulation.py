@@ -26,8 +26,7 @@ from schedules.gpu.core.machine import GPUInfo
 from schedules.gpu.core.tensor_core import MatrixType
 from schedules.gpu.core.vector_loads import flat_view
 from schedules.gpu.core.warpgroup import BulkSource, ChunkLayout, FactorLayout, Fetch, Layout
-from schedules.gpu.gemm import warpgroup_conv2d
-from schedules.gpu.gemm.matmul import warpgroup_matmul, warpgroup_tile
+from schedules.gpu.gemm.matmul import warpgroup_conv2d, warpgroup_matmul, warpgroup_tile
 from schedules.tir.extents import unravel
 
 

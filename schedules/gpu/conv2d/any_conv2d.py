@@ -33,7 +33,7 @@ from ..core.machine import GPUInfo
 from ..core.tensor_core import MATRIX_TYPES
 from ..gemm.matmul.matmul_pattern import ACCUMULATOR, read_matmul
 from ..gemm.matmul.tensor_core_matmul import tensor_core_function
-from ..gemm.warpgroup_conv2d import (
+from ..gemm.matmul.warpgroup_conv2d import (
     SHAPES,
     WindowSizes,
     WindowTile,
@@ -72,7 +72,7 @@ class WindowKnobs:
 
 
 class WarpgroupConv2DTemplate(ConvTemplate[WindowKnobs]):
-    """Boxes of pixels (:mod:`..gemm.warpgroup_conv2d`)."""
+    """Boxes of pixels (:mod:`..gemm.matmul.warpgroup_conv2d`)."""
 
     name = "gpu.conv2d_warpgroups"
     version = 1

@@ -26,7 +26,7 @@ from ..gemm.matmul.tensor_core_tile import (
     TensorTile,
     tile_of_sizes,
 )
-from ..gemm.warpgroup_conv2d import WindowSizes, fastest_window_tile
+from ..gemm.matmul.warpgroup_conv2d import WindowSizes, fastest_window_tile
 
 _LEAST_STAGES = 2
 _PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle

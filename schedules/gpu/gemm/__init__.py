@@ -3,5 +3,5 @@
 
 Imports ``pointwise`` and ``core``; ``conv2d`` may import it.
 Start with ``matmul/matmul.py``; for convolutions with ``implicit_gemm.py`` and ``main_loop.py``,
-for those of warpgroups with ``warpgroup_conv2d.py``.
+for those of warpgroups with ``matmul/warpgroup_conv2d.py``.
 """

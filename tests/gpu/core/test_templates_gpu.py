@@ -28,9 +28,8 @@ from schedules.errors import OpError
 from schedules.gpu.conv2d.conv2d import conv2d_template
 from schedules.gpu.conv2d.fused_tiles import FusedTile
 from schedules.gpu.core.machine import GPUInfo
-from schedules.gpu.gemm import warpgroup_conv2d
 from schedules.gpu.gemm.conv_tiles import ConvTile
-from schedules.gpu.gemm.matmul import warpgroup_tile
+from schedules.gpu.gemm.matmul import warpgroup_conv2d, warpgroup_tile
 from schedules.tuning.records import Record, Records, parse_record
 from schedules.tuning.tunable_rule import tunable_rule_of
 from schedules.workload.reduce import ReduceWorkload

@@ -36,11 +36,11 @@ from relay_passes.layout.packed.weight_packing import pack_array
 from schedules import attributes
 from schedules.gpu import AnyConv2D
 from schedules.gpu.core import machine
-from schedules.gpu.gemm import warpgroup_conv2d
+from schedules.gpu.gemm.matmul import warpgroup_conv2d
 from schedules.gpu.gemm.matmul.matmul import Matmul
 from schedules.gpu.gemm.matmul.matmul_pattern import MatmulFunction, read_matmul
-from schedules.gpu.gemm.warpgroup_conv2d import WindowSizes
-from schedules.gpu.gemm.window_boxes import WindowProduct
+from schedules.gpu.gemm.matmul.warpgroup_conv2d import WindowSizes
+from schedules.gpu.gemm.matmul.window_boxes import WindowProduct
 from schedules.workload.conv2d import Activation, ConvLayer
 from tvm_fusion.codegen.nvrtc import compile_cuda
 

@@ -15,7 +15,6 @@ from schedules.tir.extents import constant
 
 from ...core.machine import GPUInfo
 from ...core.rule import TunableGPURule
-from ..warpgroup_conv2d import warpgroup_conv2d_function
 from .factor_tiles import WIDTH, operand_lanes
 from .matmul_pattern import MatmulFunction, read_matmul, read_product
 from .matmul_tile_sizes import choose_tiles
@@ -32,6 +31,7 @@ from .templates import (
 from .tensor_core_matmul import tensor_core_function
 from .tensor_core_tile import allows_tf32, along_depth, choose_tensor_tile, rounded_position
 from .tiled_matmul import write_tiles_kernel
+from .warpgroup_conv2d import warpgroup_conv2d_function
 from .warpgroup_matmul import warpgroup_function
 from .warpgroup_tile import choose_warpgroup_tile
 

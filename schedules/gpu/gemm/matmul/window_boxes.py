@@ -17,10 +17,10 @@ from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import Extent, constant, extent_of, size_of
 from schedules.tir.index_math import i64, ravel
 
-from ..core.tensor_core import CHUNK, MATRIX_TYPES
-from ..core.warpgroup import LINE, BulkSource
-from .matmul.matmul_pattern import Operand
-from .matmul.tensor_core_tile import copied_read
+from ...core.tensor_core import CHUNK, MATRIX_TYPES
+from ...core.warpgroup import LINE, BulkSource
+from .matmul_pattern import Operand
+from .tensor_core_tile import copied_read
 
 BLOCKS = LINE // CHUNK
 """Blocks of channels that are copied at once."""

@@ -22,16 +22,16 @@ from schedules.tir.extents import Extent, constant, size_of, unravel
 from schedules.tir.index_math import ceildiv, i64, ravel
 from schedules.workload.conv2d import ConvLayer
 
-from ..core.machine import GPUInfo
-from ..core.machine_costs import COSTS
-from ..core.tensor_core import CHUNK
-from ..core.warpgroup import DEPTH, LINE, ROWS, ChunkLayout, WarpgroupCore
-from .matmul.matmul_pattern import MatmulFunction, divides
-from .matmul.matmul_tile_sizes import assumed_size
-from .matmul.tensor_core_matmul import Locate
-from .matmul.tensor_core_tile import ELEMENTS, choose_tensor_tile, rounded_position
-from .matmul.warpgroup_matmul import Grid, product_kernel
-from .matmul.warpgroup_tile import WarpgroupTile, single_cycles
+from ...core.machine import GPUInfo
+from ...core.machine_costs import COSTS
+from ...core.tensor_core import CHUNK
+from ...core.warpgroup import DEPTH, LINE, ROWS, ChunkLayout, WarpgroupCore
+from .matmul_pattern import MatmulFunction, divides
+from .matmul_tile_sizes import assumed_size
+from .tensor_core_matmul import Locate
+from .tensor_core_tile import ELEMENTS, choose_tensor_tile, rounded_position
+from .warpgroup_matmul import Grid, product_kernel
+from .warpgroup_tile import WarpgroupTile, single_cycles
 from .window_boxes import BLOCKS, LONGEST_BOX, LONGEST_RUN, BlockedTensor, WindowProduct
 
 _MATRIX = 8 * CHUNK  # bytes of one
