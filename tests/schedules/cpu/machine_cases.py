@@ -20,7 +20,7 @@ from schedules.cpu.core.tiles import row_runs, split_evenly, tile_counts
 from schedules.workload.conv2d import Conv2DKernel
 from tests.targets import compile_unchecked
 from tvm_fusion.codegen.elf_object import read_object
-from tvm_fusion.compiler.lowering import NAME as LOWERING
+from tvm_fusion.compiler.build_kernels import CPU_LOWERING
 
 AARCH64 = ("cortex-a76", "neoverse-v2")
 CPUS = ("x86-64-v3", "znver4", "znver5", "skylake-avx512", "sapphirerapids", *AARCH64)
@@ -75,7 +75,7 @@ def code_bytes(func: tirx.PrimFunc, cpu: str) -> int:
     with target, tempfile.TemporaryDirectory() as folder:
         mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
         path = Path(folder, "code.o")
-        tvm.tirx.build(mod, target=target, pipeline=LOWERING).write_to_file(str(path))
+        tvm.tirx.build(mod, target=target, pipeline=CPU_LOWERING).write_to_file(str(path))
         sections = read_object(path.read_bytes()).sections
     return sum(len(section.data) for section in sections if section.executable)
 

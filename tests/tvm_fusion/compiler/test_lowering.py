@@ -9,7 +9,7 @@ import tvm_ffi
 from tvm import s_tir, te, tirx
 from tvm.script import tirx as T
 
-from tvm_fusion.compiler.lowering import HoistConditions, LowerKernels, PlaceBuffers
+from tvm_fusion.compiler.build_kernels import HoistConditions, LowerKernels, PlaceBuffers
 from tvm_fusion.compiler.targets import resolve
 
 TARGET = resolve("x86-64-v3")

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 from tvm.target import Target
 
 import tvm_fusion
-from tvm_fusion.compiler.lowering import LowerKernels
+from tvm_fusion.compiler.build_kernels import LowerKernels
 
 MODEL = """
 <ir_version: 8, opset_import: ["": 17]>
