@@ -39,8 +39,8 @@ from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion import distributed
 from tvm_fusion.cli.output import FILE_WIDTH
 from tvm_fusion.compiler.targets import resolve
-from tvm_fusion.distributed.calibrate import processor_of
 from tvm_fusion.distributed.local_program import LocalProgram
+from tvm_fusion.distributed.network_figures import processor_of
 from tvm_fusion.distributed.rank_rates import rank_rates
 from tvm_fusion.distributed.simulate import simulate
 from tvm_fusion.errors import DistributedError

@@ -41,8 +41,8 @@ from schedules.distribute.exchange import (
 )
 from tvm_fusion import distributed
 from tvm_fusion.cli.output import FILE_WIDTH
-from tvm_fusion.distributed.calibrate import renewed_seconds
 from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, always
+from tvm_fusion.distributed.world.timing import renewed_seconds
 from tvm_fusion.machine.host import host_info
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -13,16 +13,14 @@ from ..runtime.compiled_model import CompiledModel
 from ..runtime.thread_pool import choose_threads
 from .interrupts import interrupts_kept
 from .model_cache import Entry, cache_folder
-from .registry import rank_compiler
-
-Progress = Callable[[str, int, int], None]
-"""Told the name of a stage, its number, and the number of all of them; within the stage ``build``
-again, with the number of kernels that are done."""
+from .registry import front_end_of, rank_compiler
 
 if TYPE_CHECKING:
     import onnx
     import tvm
     from torch.export import ExportedProgram
+
+    from .pipeline import Progress
 
 
 def compile(
@@ -225,10 +223,11 @@ def compile(
     if check:
         with interrupts_kept(), without_torch():
             from .options import chosen_precision
-            from .reference import check_numbers
+            from .reference import SEED, check_numbers
 
         chosen = chosen_precision(precision, compiled.target)
         rounds = {"bf16": "bfloat16", "fp32": "float16" if fast_math else None}
         coarsest = {"bf16": "bfloat16"}.get(weights or "", weights)
-        check_numbers(model, compiled, coarsest or rounds.get(chosen, "float16"))
+        reference = front_end_of(model).reference(model, compiled, SEED)
+        check_numbers(reference, compiled, coarsest or rounds.get(chosen, "float16"))
     return compiled

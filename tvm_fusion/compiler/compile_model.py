@@ -28,8 +28,8 @@ from ..runtime.artifact import Description, Program, current_versions
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.weights import digest, weight_specs
 from . import pipeline
-from .compile import Progress
 from .interrupts import interrupts_kept
+from .pipeline import Progress
 from .record_reader import NONE, choose_records, used_records
 from .registry import front_end_of
 from .targets import arch_of, device_needs, host_of, is_gpu, required_features, resolve

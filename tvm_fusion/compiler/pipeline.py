@@ -44,6 +44,8 @@ from .phases import phases
 from .targets import is_gpu
 
 Progress = Callable[[str, int, int], None]
+"""Told the name of a stage, its number, and the number of all of them; within the stage ``build``
+again, with the number of kernels that are done."""
 
 NAME = plugin.PIPELINE
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accelerator.device import Device, accelerator_of
-    from .accelerator.measure_split import measure_split
     from .build_network import compile_network
-    from .calibrate import network_of, processor_of
+    from .network_figures import network_of, processor_of
     from .network_model import DistributedModel, load
-    from .program import Program, compile, estimated_processor
+    from .program import Program, compile, estimated_processor, measure_split
     from .rank_reduce import reduce
     from .world.communicator import World
     from .world.job_session import session
@@ -45,12 +44,11 @@ __all__ = [
 ]
 
 _LATER = {
-    **dict.fromkeys(("network_of", "processor_of"), "calibrate"),
+    **dict.fromkeys(("network_of", "processor_of"), "network_figures"),
     **dict.fromkeys(("Device", "accelerator_of"), "accelerator.device"),
-    "measure_split": "accelerator.measure_split",
     "compile_network": "build_network",
     **dict.fromkeys(("DistributedModel", "load"), "network_model"),
-    **dict.fromkeys(("Program", "compile", "estimated_processor"), "program"),
+    **dict.fromkeys(("Program", "compile", "estimated_processor", "measure_split"), "program"),
     "reduce": "rank_reduce",
     "World": "world.communicator",
     "session": "world.job_session",

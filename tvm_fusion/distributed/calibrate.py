@@ -4,13 +4,9 @@
 from __future__ import annotations
 
 import json
-import re
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,81 +18,7 @@ from tvm_fusion.paths import written_aside
 
 from .world.communicator import World
 from .world.packing import ROUTES, ParcelShape, Route, always, figure_name
-
-if TYPE_CHECKING:
-    from schedules.distribute.cost import Network, Processor
-
-
-_SECONDS = 0.1  # of one measurement, about
-_FEWEST, _MOST = 9, 2000  # exchanges of which a median is taken
-_ROW_SECONDS = 5e-4  # between barriers, which ranks do not leave at the same time
-
-
-class MeasuredRanks(Protocol):
-    """Ranks of a job as a measurement needs them, whoever connects them."""
-
-    rank: int
-    size: int
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks, stacked in order of the ranks."""
-
-
-def slowest(ranks: MeasuredRanks, value: float) -> float:
-    """Return the largest value of all ranks."""
-    return float(ranks.all_gather(np.array([value])).max())
-
-
-def timed(ranks: MeasuredRanks, call: Callable[[], object], seconds: float = _SECONDS) -> float:
-    """Median seconds of a call that all ranks make together, several times in a row.
-
-    All together take about ``seconds``, but five calls at least.
-    """
-    call()
-    begin = time.perf_counter()
-    call()
-    once = slowest(ranks, time.perf_counter() - begin)
-    in_a_row = max(1, int(_ROW_SECONDS / once))
-    times = []
-    for _ in range(int(min(max(seconds / (once * in_a_row), 5), 200))):
-        ranks.barrier()
-        begin = time.perf_counter()
-        for _ in range(in_a_row):
-            call()
-        times.append((time.perf_counter() - begin) / in_a_row)
-    return statistics.median(times)
-
-
-def renewed_seconds(
-    ranks: MeasuredRanks,  # Of the exchange.
-    # Lets those begin at the same time that exchange something; a barrier of many does not.
-    meet: Callable[[], object],
-    renew: Callable[[], object],  # Writes what this rank sends.
-    run: Callable[[], object],
-    seconds: float,  # About how long to measure.
-) -> float:
-    """Median seconds of an exchange on the slower rank, before each of which it is written anew.
-
-    Else the other core would have in its cache what is sent. All together take about ``seconds``.
-    """
-
-    def once() -> float:
-        renew()
-        meet()
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    begin = time.perf_counter()
-    for _ in range(_FEWEST):
-        once()
-    count = int(seconds * _FEWEST / slowest(ranks, time.perf_counter() - begin))
-    times = np.array([once() for _ in range(min(max(count, _FEWEST), _MOST))])
-    return float(np.median(ranks.all_gather(times).max(axis=0)))
-
+from .world.timing import renewed_seconds, slowest, timed
 
 SIZES = tuple(8 << k for k in range(0, 22, 3))
 """Bytes of the messages that are measured: 8 bytes to 16 MB."""
@@ -218,7 +140,7 @@ def calibrate(world: World) -> Machine:
     Returns
     -------
     Machine
-        On all ranks the same figures, for :func:`network_of`: ``network.latency`` (seconds) and
+        On all ranks the same figures, for :func:`.network_of`: ``network.latency`` (seconds) and
         ``network.bandwidth`` (bytes/s each way), fitted to ``exchange_seconds.<bytes>`` (seconds of
         sending and receiving so many bytes); and ``network.progress``, the share of an exchange
         that passes while both ranks compute, left out where that is nothing. And those of
@@ -245,45 +167,6 @@ def calibrate(world: World) -> Machine:
     origin = f"measured by calibrate with {world.size} ranks, {date.today().isoformat()}"
     named = {name: Figure(float(value), origin) for name, value in figures.items()}
     return Machine(f"ranks-{world.size}", "cpu", title, named)
-
-
-def network_of(machine: Machine) -> Network:
-    """The network of a machine that was calibrated; shared if all of its ranks were on one node.
-
-    Raises
-    ------
-    PredictionError
-        If it has no such figures.
-    """
-    from schedules.distribute.cost import Network  # with TVM, which the ranks do not need
-
-    figures = machine["network.latency"], machine["network.bandwidth"]
-    progress = min(machine.get("network.progress", 0.0), 1.0)
-    return Network(*figures, progress, machine.get("node.ranks", 0.0) >= ranks_of(machine))
-
-
-def ranks_of(machine: Machine) -> int:
-    """Ranks with which a machine was calibrated, 0 if none."""
-    found = re.fullmatch(r"ranks-(\d+)", machine.name)
-    return int(found[1]) if found else 0
-
-
-def processor_of(machine: Machine) -> Processor:
-    """The processor of each rank of a machine that was calibrated.
-
-    Raises
-    ------
-    PredictionError
-        If it has no such figures.
-    """
-    from schedules.distribute.cost import Processor
-
-    return Processor(
-        machine["rank.rate"],
-        machine["rank.bandwidth"],
-        node_bandwidth=machine["node.bandwidth"],
-        node_ranks=int(machine["node.ranks"]),
-    )
 
 
 def write_machine(machine: Machine, path: Path) -> None:

@@ -20,8 +20,8 @@ from tvm_fusion.errors import DistributedError, InvalidInputError
 from tvm_fusion.machine.host import cpu_name
 from tvm_fusion.prediction.collectives import Collectives, Curve
 
-from .calibrate import MeasuredRanks, slowest, timed
 from .world.communicator import World
+from .world.timing import MeasuredRanks, slowest, timed
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a network as a user writes them: a calibrated file, or latency and bandwidth."""
+"""Figures of networks and processors: of a calibrated file, or as a user writes them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from schedules.cost.machine import load_machine
+from schedules.cost.machine import Machine, load_machine
 from schedules.distribute.cost import Network, Processor
 from schedules.distribute.partition import is_count
 
 from ..errors import InvalidInputError
-from .calibrate import network_of, ranks_of
 
 _UNITS = {
     "alpha": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
@@ -50,6 +49,41 @@ def read_figures(
             )
         found[_FIELDS[name]] = _number(number[1], item) * unit
     return Network(**found, is_shared=False), 0
+
+
+def network_of(machine: Machine) -> Network:
+    """The network of a machine that was calibrated; shared if all of its ranks were on one node.
+
+    Raises
+    ------
+    PredictionError
+        If it has no such figures.
+    """
+    figures = machine["network.latency"], machine["network.bandwidth"]
+    progress = min(machine.get("network.progress", 0.0), 1.0)
+    return Network(*figures, progress, machine.get("node.ranks", 0.0) >= ranks_of(machine))
+
+
+def ranks_of(machine: Machine) -> int:
+    """Ranks with which a machine was calibrated, 0 if none."""
+    found = re.fullmatch(r"ranks-(\d+)", machine.name)
+    return int(found[1]) if found else 0
+
+
+def processor_of(machine: Machine) -> Processor:
+    """The processor of each rank of a machine that was calibrated.
+
+    Raises
+    ------
+    PredictionError
+        If it has no such figures.
+    """
+    return Processor(
+        machine["rank.rate"],
+        machine["rank.bandwidth"],
+        node_bandwidth=machine["node.bandwidth"],
+        node_ranks=int(machine["node.ranks"]),
+    )
 
 
 def check_figures(network: object, processor: object, threads: object) -> None:

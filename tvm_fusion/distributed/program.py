@@ -27,6 +27,7 @@ from schedules.distribute.cost import Network, Processor, overlap_gain_of
 from schedules.distribute.distribute import Distribution, distribute
 from schedules.distribute.exchange import Region, difference, region_size
 from schedules.distribute.localize import localize, scalar_arguments
+from schedules.distribute.split import MeasuredSplit
 from schedules.distribute.time_skewing import (
     Skew,
     row_ends,
@@ -44,10 +45,9 @@ from ..compiler.targets import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
 from ..machine.host import host_cpu
 from ..prediction.machines import NATIVE, calibrated, find_machine
-from .accelerator.device import Device, ResolvedDevice, resolve_devices
+from .accelerator.device import Device, ResolvedDevice, open_driver, resolve_devices
 from .accelerator.device_run import DeviceRun
-from .accelerator.driver import open_driver
-from .accelerator.measure_split import measure_split
+from .accelerator.measure_split import measured_split
 from .accelerator.shares import Shares, Split, plan_shares
 from .explain import describe, kernel_seconds
 from .local_program import COMBINE, KernelPiece, LocalProgram, Ranks, check_ranks
@@ -257,7 +257,7 @@ def compile(
         Iterations of the first distributed loop that the CPU and each device compute, in this
         order, of every rank or from ranks to theirs. ``"model"`` takes those that end first by the
         figures of ``processor`` and the devices, what
-        :func:`.accelerator.measure_split.measure_split` returns by measured times. ``"auto"``
+        :func:`measure_split` returns by measured times. ``"auto"``
         measures one rank whose devices are here, if no such figures are given, and else is
         ``"model"``.
 
@@ -390,6 +390,51 @@ def _measured(
             open_driver(device.kind, device.index)
         return measure_split(source, given, **options)
     return "model"  # compiled elsewhere, or too large or too few rows for a measurement
+
+
+def measure_split(
+    source: tirx.PrimFunc | s_tir.Schedule, devices: Sequence[str | Device], **options: Any
+) -> MeasuredSplit:
+    """Measure the CPU and each device of this machine by themselves, then together.
+
+    By themselves on half of the rows and all; together with as many rows as they compute in the
+    same time then, and with more and fewer for the devices, since one may slow down the other.
+    Where together they take longer than the faster one alone, the split gives it all rows.
+
+    Parameters
+    ----------
+    source : tirx.PrimFunc or s_tir.Schedule
+        The function.
+    devices : Sequence[str or Device]
+        As of :func:`compile`.
+    **options
+        Others of that function, such as ``target``, ``loop``, ``schedule`` and ``threads``.
+
+    Returns
+    -------
+    MeasuredSplit
+        For ``compile(..., split=...)``, also with ranks, whose parts are shorter.
+
+    Raises
+    ------
+    InvalidInputError
+        If the function has too few rows to measure, there are no devices, or options are for
+        several ranks or a given split.
+    TargetError
+        If a device is not there.
+    """
+    if not devices:
+        raise InvalidInputError("no devices are given to be measured beside the CPU")
+    if given := sorted({"ranks", "sizes", "split", "devices"} & set(options)):
+        raise InvalidInputError(f"{given[0]}= is not for a measurement, which is of one rank")
+    extent = distribute(source, options.get("loop", 0), 1).nest.extents[0]
+    if extent < 2:
+        raise InvalidInputError(f"a loop of {extent} rows cannot be measured; expected at least 2")
+
+    def program(rows: Sequence[int]) -> LocalProgram:
+        return compile(source, 1, devices=devices, split=rows, **options).alone()
+
+    return measured_split(extent, len(devices), program)
 
 
 def _check_devices(overlap: Overlap, transfers: Sequence[Transfer]) -> None:

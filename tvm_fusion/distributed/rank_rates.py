@@ -14,9 +14,9 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.distribute.cost import Work, work_of
 
 from ..compiler.targets import resolve
-from .calibrate import renewed_seconds
 from .program import Program, compile
 from .world.communicator import World
+from .world.timing import renewed_seconds
 
 _ROWS, _COLUMNS = 512, 1024  # of an image that the last-level cache holds with its result
 _TAPS = (0.25, 0.5, 0.25)

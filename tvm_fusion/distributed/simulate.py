@@ -160,7 +160,7 @@ def simulate(
     ranks : Sequence[int]
         Numbers of ranks, ascending.
     network : Network, optional
-        What connects them: calibrated (:func:`.calibrate.network_of`) or, by default, estimated.
+        What connects them: calibrated (:func:`.network_of`) or, by default, estimated.
     one_rank : float, optional
         Measured seconds of one rank alone, by which predicted times of parts are corrected.
     cache_bytes : int

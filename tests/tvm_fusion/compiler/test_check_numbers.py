@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import tvm_fusion
-from tvm_fusion.compiler.reference import Reference, check_numbers
+from tvm_fusion.compiler.reference import Reference, check_numbers, onnx_reference
 from tvm_fusion.errors import CompilationError, EngineError, InvalidInputError
 
 MODEL = onnx.parser.parse_model(
@@ -38,6 +38,10 @@ class Changed:
         return self.change(*self.model(*inputs))
 
 
+def check(source: onnx.ModelProto, model: Any, coarsest: str | None) -> None:
+    check_numbers(onnx_reference(source, model, 0), model, coarsest)
+
+
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "change, text",
@@ -52,8 +56,8 @@ def test_wrong_outputs_are_named(change: Any, text: str) -> None:
     pytest.importorskip("onnxruntime")
     model = tvm_fusion.compile(MODEL, shapes={"n": 5}, threads=1)
     with pytest.raises(CompilationError, match=f"check=True: output {text}"):
-        check_numbers(MODEL, Changed(model, change), None)  # type: ignore[arg-type]
-    check_numbers(MODEL, Changed(model, lambda y, best: (y * 1.01, best)), "float16")  # type: ignore
+        check(MODEL, Changed(model, change), None)
+    check(MODEL, Changed(model, lambda y, best: (y * 1.01, best)), "float16")
 
 
 def test_what_cannot_be_checked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +74,7 @@ def test_models_that_onnx_runtime_refuses() -> None:
     other = onnx.ModelProto.FromString(MODEL.SerializeToString())
     other.graph.node[0].op_type = "NoSuchOperator"
     with pytest.raises(EngineError, match="ONNX Runtime does not run the model"):
-        check_numbers(other, model, False)
+        check(other, model, None)
 
 
 class TestPrograms:
@@ -96,6 +100,6 @@ class TestPrograms:
         np.testing.assert_array_equal(trials[1][0][1], given[1].numpy())
         wrong = Changed(model, lambda y, best: (y + 1, best))
         with pytest.raises(CompilationError, match="differs from that of PyTorch's eager mode"):
-            check_numbers(program, wrong, False)  # type: ignore[arg-type]
+            check_numbers(reference(program, model, 0), wrong, None)  # type: ignore[arg-type]
         program.example_inputs = None
         assert len(list(reference(program, model, 0).trials)) == 1

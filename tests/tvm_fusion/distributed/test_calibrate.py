@@ -11,7 +11,8 @@ from mpi_ranks import needs_mpi, run_ranks
 
 from schedules.cost.machine import load_machine, machine_from_json
 from schedules.distribute.cost import Network
-from tvm_fusion.distributed.calibrate import SIZES, fit, network_of, processor_of, write_machine
+from tvm_fusion.distributed.calibrate import SIZES, fit, write_machine
+from tvm_fusion.distributed.network_figures import network_of, processor_of
 from tvm_fusion.distributed.world.packing import ROUTES, ParcelShape, is_figure, packing_of
 from tvm_fusion.errors import ArtifactError, PredictionError
 

@@ -45,7 +45,7 @@ from tvm_fusion.bench.race import EngineSpec, Plan
 from tvm_fusion.compiler import pipeline, targets
 from tvm_fusion.distributed import compile as compile_ranks
 from tvm_fusion.distributed import run_ranks as threads_of_ranks
-from tvm_fusion.distributed.accelerator.driver import open_driver
+from tvm_fusion.distributed.accelerator.device import open_driver
 from tvm_fusion.distributed.world.local_world import LocalWorld
 from tvm_fusion.errors import DistributedError
 from tvm_fusion.machine.host import usable_processors

@@ -14,8 +14,7 @@ import numpy as np
 
 from ...codegen.host_code import Launch
 from ...errors import DistributedError, OpError, TargetError
-from .device_functions import DeviceCode
-from .driver import Place, Plane, check_index, planes
+from .driver import DeviceCode, Place, Plane, check_index, planes
 
 _LIBRARY = "libcuda.so.1"
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE

@@ -23,6 +23,7 @@ from schedules.distribute.split import Accelerator
 from ...compiler.targets import is_gpu, resolve
 from ...errors import InvalidInputError, TargetError
 from ...machine.host import usable_processors
+from .driver import Driver
 
 Schedule = Callable[[s_tir.Schedule], None]
 
@@ -258,6 +259,23 @@ def _in_place(device: Device, target: Target) -> bool:
 
 def _cores(cpu: Target) -> int:
     return CPUInfo.from_target(cpu).num_cores
+
+
+def open_driver(
+    kind: str,  # ``cuda`` or ``opencl``.
+    index: int,  # Its number among those of its kind.
+) -> Driver:
+    """Open a device of this machine.
+
+    Raises ``TargetError`` if there is none, or its driver or package is not installed.
+    """
+    if kind == "opencl":
+        from .opencl_driver import OpenCLDriver
+
+        return OpenCLDriver(index)
+    from .cuda_driver import CUDADriver
+
+    return CUDADriver(index)
 
 
 def _cpu_units(index: int) -> int:

@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
-import numpy as np
 import tvm
 from tvm import s_tir, tirx
 
@@ -18,78 +14,13 @@ from schedules.distribute.localize import LocalFunction
 from schedules.gpu import RULES
 from schedules.schedule_rule import schedule_function
 
-from ...codegen.host_code import AfterSplit, Allocation, HostCode, Launch, opencl_texts
+from ...codegen.host_code import AfterSplit
 from ...codegen.nvrtc import compile_cuda, tvm_compiler
 from ...compiler.launches import launches
 from ...compiler.phases import STOCK_RULES
 from ...errors import OpError
-from ...runtime.arguments import numpy_dtype
 from .device import ResolvedDevice
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """Memory that a function needs for an intermediate result."""
-
-    number: int  # Which of the function's.
-    nbytes: int  # Its size.
-
-
-Argument: TypeAlias = "int | Scratch | np.generic"
-"""An argument of a kernel: a window by its place among the parameters, scratch, or a number."""
-
-
-@dataclass(frozen=True)
-class DeviceCall:
-    """One launch."""
-
-    launch: Launch  # Kernel, grid and block.
-    arguments: tuple[Argument, ...]  # In the order of the kernel's parameters.
-
-
-@dataclass(frozen=True)
-class DeviceCode:
-    """Compiled functions of a device."""
-
-    kind: str  # ``cuda`` or ``opencl``.
-    text: str  # All kernels as text.
-    cubin: bytes  # Their machine code for CUDA, else empty.
-    before: str  # OpenCL that stands before each kernel: functions that they call.
-    hosts: Mapping[str, tirx.PrimFunc]
-    kernels: Mapping[str, tirx.PrimFunc]
-    """``hosts`` and ``kernels``: host functions and kernels."""
-
-    @property
-    def programs(self) -> dict[str, str]:
-        """OpenCL text of each kernel."""
-        return {name: self.before + text for name, text in opencl_texts(self.text).items()}
-
-    def calls(
-        self,
-        function: str,
-        scalars: Sequence[int],  # Its arguments after the windows.
-    ) -> tuple[DeviceCall, ...]:
-        """The launches of a call of a function."""
-        host = self.hosts[function]
-        windows = host.params[: len(host.params) - len(scalars)]
-        # Shapes are constant: the arrays stand for them, and their memory is never touched.
-        arrays = [
-            np.empty([int(n) for n in window.ty.shape], numpy_dtype(str(window.ty.dtype)))
-            for window in windows
-        ]
-        buffers: dict[tirx.Var, int | Scratch] = {w: place for place, w in enumerate(windows)}
-        found = []
-        for step in HostCode(host, self.kernels, [*arrays, *scalars]).steps():
-            if isinstance(step, Allocation):
-                number = sum(isinstance(buffer, Scratch) for buffer in buffers.values())
-                buffers[step.buffer] = Scratch(number, step.nbytes)
-                continue
-            arguments = tuple(
-                buffers[value] if dtype is None else dtype.type(value)
-                for value, dtype in step.arguments
-            )
-            found.append(DeviceCall(step.launch, arguments))
-        return tuple(found)
+from .driver import DeviceCode
 
 
 class DeviceFunctions:

@@ -10,8 +10,7 @@ from typing import Any
 
 from schedules.distribute.exchange import LocalBuffer, Region, region_size
 
-from .device_functions import DeviceCall, Scratch
-from .driver import Driver, Event, Place
+from .driver import DeviceCall, Driver, Event, Place, Scratch
 from .shares import DeviceShare
 
 

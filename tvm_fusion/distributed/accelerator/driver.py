@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drivers of devices: memory, in-order queues, and events that tie them.
+"""Drivers of devices: code, memory, in-order queues, and events that tie them.
 
 TVM 0.27 can make streams of CUDA and let its kernels run in one of them
 (``Device.create_raw_stream``, ``tvm_ffi.use_raw_stream``), but its copies from Python go to the
@@ -14,16 +14,82 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from tvm import tirx
 
 from schedules.distribute.exchange import Region
 
-from ...codegen.host_code import Launch
+from ...codegen.host_code import Allocation, HostCode, Launch, opencl_texts
 from ...errors import TargetError
-from .device_functions import DeviceCode
+from ...runtime.arguments import numpy_dtype
 
 Event: TypeAlias = Any
 Memory: TypeAlias = Any
 Kernel: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory that a function needs for an intermediate result."""
+
+    number: int  # Which of the function's.
+    nbytes: int  # Its size.
+
+
+Argument: TypeAlias = "int | Scratch | np.generic"
+"""An argument of a kernel: a window by its place among the parameters, scratch, or a number."""
+
+
+@dataclass(frozen=True)
+class DeviceCall:
+    """One launch."""
+
+    launch: Launch  # Kernel, grid and block.
+    arguments: tuple[Argument, ...]  # In the order of the kernel's parameters.
+
+
+@dataclass(frozen=True)
+class DeviceCode:
+    """Compiled functions of a device."""
+
+    kind: str  # ``cuda`` or ``opencl``.
+    text: str  # All kernels as text.
+    cubin: bytes  # Their machine code for CUDA, else empty.
+    before: str  # OpenCL that stands before each kernel: functions that they call.
+    hosts: Mapping[str, tirx.PrimFunc]
+    kernels: Mapping[str, tirx.PrimFunc]
+    """``hosts`` and ``kernels``: host functions and kernels."""
+
+    @property
+    def programs(self) -> dict[str, str]:
+        """OpenCL text of each kernel."""
+        return {name: self.before + text for name, text in opencl_texts(self.text).items()}
+
+    def calls(
+        self,
+        function: str,
+        scalars: Sequence[int],  # Its arguments after the windows.
+    ) -> tuple[DeviceCall, ...]:
+        """The launches of a call of a function."""
+        host = self.hosts[function]
+        windows = host.params[: len(host.params) - len(scalars)]
+        # Shapes are constant: the arrays stand for them, and their memory is never touched.
+        arrays = [
+            np.empty([int(n) for n in window.ty.shape], numpy_dtype(str(window.ty.dtype)))
+            for window in windows
+        ]
+        buffers: dict[tirx.Var, int | Scratch] = {w: place for place, w in enumerate(windows)}
+        found = []
+        for step in HostCode(host, self.kernels, [*arrays, *scalars]).steps():
+            if isinstance(step, Allocation):
+                number = sum(isinstance(buffer, Scratch) for buffer in buffers.values())
+                buffers[step.buffer] = Scratch(number, step.nbytes)
+                continue
+            arguments = tuple(
+                buffers[value] if dtype is None else dtype.type(value)
+                for value, dtype in step.arguments
+            )
+            found.append(DeviceCall(step.launch, arguments))
+        return tuple(found)
 
 
 class Queue(Protocol):
@@ -137,23 +203,6 @@ def planes(view: np.ndarray, place: Place) -> Iterator[Plane]:
         there = sum(i * stride for i, (_, _, stride) in zip(index, axes, strict=True))
         address, offset = view.ctypes.data + host, place.offset + there
         yield Plane(address, rows, length, pitch, offset, offset_pitch)
-
-
-def open_driver(
-    kind: str,  # ``cuda`` or ``opencl``.
-    index: int,  # Its number among those of its kind.
-) -> Driver:
-    """Open a device of this machine.
-
-    Raises ``TargetError`` if there is none, or its driver or package is not installed.
-    """
-    if kind == "opencl":
-        from .opencl_driver import OpenCLDriver
-
-        return OpenCLDriver(index)
-    from .cuda_driver import CUDADriver
-
-    return CUDADriver(index)
 
 
 def check_index(kind: str, index: int, names: Sequence[str]) -> None:

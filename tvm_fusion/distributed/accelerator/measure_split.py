@@ -7,16 +7,11 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tvm import s_tir, tirx
 
-from schedules.distribute.distribute import distribute
 from schedules.distribute.split import MeasuredRows, MeasuredSplit, split_rows
-
-from ...errors import InvalidInputError
-from .device import Device
 
 if TYPE_CHECKING:
     from ..local_program import Beside, LocalProgram
@@ -28,51 +23,14 @@ _SLOWER = (0.75, 0.87, 1.0, 1.15)
 """Times of devices beside the CPU, compared to it, as multiples of those by themselves."""
 
 
-def measure_split(
-    source: tirx.PrimFunc | s_tir.Schedule, devices: Sequence[str | Device], **options: Any
+def measured_split(
+    extent: int,  # Rows of the function, at least 2.
+    devices: int,
+    # Makes the program that gives so many rows to the CPU and to each device.
+    program: Callable[[Sequence[int]], LocalProgram],
 ) -> MeasuredSplit:
-    """Measure the CPU and each device of this machine by themselves, then together.
-
-    By themselves on half of the rows and all; together with as many rows as they compute in the
-    same time then, and with more and fewer for the devices, since one may slow down the other.
-    Where together they take longer than the faster one alone, the split gives it all rows.
-
-    Parameters
-    ----------
-    source : tirx.PrimFunc or s_tir.Schedule
-        The function.
-    devices : Sequence[str or Device]
-        As of :func:`tvm_fusion.distributed.compile`.
-    **options
-        Others of that function, such as ``target``, ``loop``, ``schedule`` and ``threads``.
-
-    Returns
-    -------
-    MeasuredSplit
-        For ``compile(..., split=...)``, also with ranks, whose parts are shorter.
-
-    Raises
-    ------
-    InvalidInputError
-        If the function has too few rows to measure, there are no devices, or options are for
-        several ranks or a given split.
-    TargetError
-        If a device is not there.
-    """
-    from ..program import compile
-
-    if not devices:
-        raise InvalidInputError("no devices are given to be measured beside the CPU")
-    if given := sorted({"ranks", "sizes", "split", "devices"} & set(options)):
-        raise InvalidInputError(f"{given[0]}= is not for a measurement, which is of one rank")
-    extent = distribute(source, options.get("loop", 0), 1).nest.extents[0]
-    if extent < 2:
-        raise InvalidInputError(f"a loop of {extent} rows cannot be measured; expected at least 2")
-
-    def program(rows: Sequence[int]) -> LocalProgram:
-        return compile(source, 1, devices=devices, split=rows, **options).alone()
-
-    lines = _lines_alone(extent, len(devices), program)
+    """Measure the CPU and the devices by themselves, then together: see :func:`.measure_split`."""
+    lines = _lines_alone(extent, devices, program)
     best = min(range(len(lines)), key=lambda number: lines[number](extent))
     alone = [extent if number == best else 0 for number in range(len(lines))]
     candidates = [_slowed(lines, factor) for factor in _SLOWER]

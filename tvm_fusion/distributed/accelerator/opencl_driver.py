@@ -17,8 +17,7 @@ import numpy as np
 from ...codegen.host_code import Launch
 from ...errors import DistributedError, OpError, TargetError
 from ...runtime.host_arrays import PAGE, aligned_empty
-from .device_functions import DeviceCode
-from .driver import Place, Plane, check_index, planes
+from .driver import DeviceCode, Place, Plane, check_index, planes
 
 # pyopencl keeps binaries by the device's name, which virtual machines on other CPUs share.
 os.environ.setdefault("PYOPENCL_NO_CACHE", "1")

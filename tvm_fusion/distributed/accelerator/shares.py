@@ -32,7 +32,8 @@ from schedules.distribute.split import (
 
 from ...errors import OpError
 from .device import ResolvedDevice
-from .device_functions import DeviceCall, DeviceCode, DeviceFunctions
+from .device_functions import DeviceFunctions
+from .driver import DeviceCall, DeviceCode
 
 RankSplit: TypeAlias = "Literal['auto', 'model'] | Sequence[int] | MeasuredSplit"
 """Rows of the CPU and of each device, or by which figures they are chosen."""

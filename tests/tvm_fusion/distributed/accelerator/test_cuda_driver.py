@@ -18,7 +18,7 @@ from loop_nests import blur, random_arrays
 
 from tvm_fusion import distributed
 from tvm_fusion.distributed.accelerator import cuda_driver
-from tvm_fusion.distributed.accelerator.driver import open_driver
+from tvm_fusion.distributed.accelerator.device import open_driver
 from tvm_fusion.distributed.world.local_world import run_ranks
 from tvm_fusion.errors import DistributedError, TargetError
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tvm_fusion.distributed.accelerator.driver import Place, check_index, open_driver, planes
+from tvm_fusion.distributed.accelerator.device import open_driver
+from tvm_fusion.distributed.accelerator.driver import Place, check_index, planes
 from tvm_fusion.errors import TargetError
 
 
