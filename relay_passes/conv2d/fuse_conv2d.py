@@ -20,14 +20,15 @@ from schedules.tuning.records import Records
 from schedules.workload.conv2d import FusedConv2DWorkload
 
 from .. import op as ops
+from ..core.expressions import op_name
 from ..core.graph import pass_target
+from ..op.quantized_conv2d import QUANTIZED_CONV2D, read_quantized
 from .chain_rewriter import Rewrites, rewrite_chains
 from .conv_chain import ConvChain, Users, find_chains, find_users
 from .fusion_decision import decide, recorded_decision
 from .fusion_report import Entry, cost_fields, merge_reports, read_fusion_report, write_report
 from .gpu_fusion_decision import gpu_obstacle
 from .pair_decision import Decision
-from .quantized.byte_chains import find_byte_chains
 from .winograd_decision import check_mode
 
 Chooser = Callable[[FusedConv2DWorkload, Target], "bool | Decision"]
@@ -246,7 +247,7 @@ def _pairs(block: relax.DataflowBlock, dtype: str) -> Iterator[_Pair]:
     """All pairs of an element type in a block, in the order of their first convolutions."""
     users = find_users(block)
     is_bytes = dtype == _BYTES
-    chains = find_byte_chains(block) if is_bytes else find_chains(block, users, dtype)
+    chains = _find_byte_chains(block) if is_bytes else find_chains(block, users, dtype)
     bound = {binding.var for binding in block.bindings}
     by_convolution = {chain.bindings[0].var: chain for chain in chains}
     for first in chains:
@@ -383,3 +384,24 @@ def _rewrites(candidates: list[_Candidate]) -> Rewrites:
             rewrites.calls[second.output] = candidate.call
             rewrites.dead.update((*first.dead, first.output, *second.dead))
     return rewrites
+
+
+def _find_byte_chains(block: relax.DataflowBlock) -> list[ConvChain]:
+    """All convolutions of bytes in NCHW of a block: the epilogues are part of their calls."""
+    return [
+        chain for binding in block.bindings for chain in [_byte_chain(binding)] if chain is not None
+    ]
+
+
+def _byte_chain(binding: relax.Binding) -> ConvChain | None:
+    call = binding.value
+    if not isinstance(binding, relax.VarBinding) or op_name(call) != QUANTIZED_CONV2D.name:
+        return None
+    kernel = read_quantized(call)
+    if kernel.out_layout != "NCHW":
+        return None
+    data, weight, bias, scale, *residual = call.args
+    [layer] = kernel.layers
+    operands = data, weight, bias, residual[0] if residual else None
+    given = str(kernel.out_dtype), scale
+    return ConvChain(layer, *operands, (binding,), *given, addition=kernel.addition)

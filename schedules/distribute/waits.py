@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for explicit transfers inside a scheduled function, before a block of the user's choice."""
+"""Waits for explicit transfers inside a scheduled function, before a block of the user's choice.
+
+They stand apart from ``transfer.py``, which ranks import without TVM's compiler.
+"""
 
 from __future__ import annotations
 

@@ -17,21 +17,32 @@ import onnx
 import tvm
 from tvm import relax
 
-from ..errors import InvalidModelError, UnsupportedOperatorError
+from ..errors import InvalidInputError, InvalidModelError, UnsupportedOperatorError
 from ..runtime.host_arrays import TensorSpec
 from .checks import check_nodes, check_operators
 from .foreign import expand_foreign, is_classical
-from .interface_checks import check_interface, choose_outputs
-from .model.graph_edits import node_label, sort_nodes
+from .model.graph_edits import attribute, drop_unread_nodes, node_label, sort_nodes, used_names
 from .model.loader import check_external_data, check_model, check_opset, parse_model, read_model
 from .model.shapes import Shapes, bind_shapes
 from .model.weights import Weights, detach_weights, drop_stand_ins
+from .operators.classical.refusals import TEXT_ADVICE
+from .operators.operator import ML_DOMAIN
 from .opsets import admit_newer_operators, upgrade_opset
 from .rewrite import drop_initializers_from_inputs, mend
 from .translate import translate
 
 ShapesOfGraph = Shapes | Callable[[onnx.GraphProto], Shapes]
 """Sizes of symbolic dimensions, or what gives them for a graph."""
+
+
+_NUMBERS = frozenset(
+    getattr(onnx.TensorProto, name)
+    for name in (
+        *("FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16", "BOOL"),
+        *("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"),
+        *("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ", "FLOAT8E8M0"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -111,11 +122,11 @@ def _prepare(
     path = Path(model) if isinstance(model, str | os.PathLike) else None
     check_opset(proto)
     if outputs is not None:
-        choose_outputs(proto, outputs)
+        _choose_outputs(proto, outputs)
     check_operators(proto)
     check_external_data(proto, path)
     drop_initializers_from_inputs(proto)
-    check_interface(proto)
+    _check_interface(proto)
     bind_shapes(proto, shapes(proto.graph) if callable(shapes) else shapes)
     weights = detach_weights(proto) | dict(given or {})
     sort_nodes(proto.graph)
@@ -129,6 +140,80 @@ def _prepare(
     proto = mend(proto, weights)
     drop_stand_ins(proto, weights)
     return proto, weights
+
+
+def _check_interface(model: onnx.ModelProto) -> None:
+    """Refuse inputs, outputs and weights that compiled code does not support."""
+    graph = model.graph
+    values = [("input", value) for value in graph.input]
+    # The type of an output that declares none is inferred.
+    values += [("output", value) for value in graph.output if value.HasField("type")]
+    for role, value in values:
+        kind = value.type.WhichOneof("value")
+        if kind is None:
+            raise InvalidModelError(f"{role} {value.name!r} has no type; expected a tensor")
+        if kind != "tensor_type":
+            raise UnsupportedOperatorError(
+                f"{role} {value.name!r} is {kind.replace('_', ' ')}; expected a tensor: export the "
+                "model with one for each tensor in it"
+            )
+        element = value.type.tensor_type.elem_type
+        if element not in _NUMBERS:
+            names = onnx.TensorProto.DataType.Name
+            known = onnx.TensorProto.DataType.values()
+            found = names(element) if element in known else f"unknown type {element}"
+            advice = f"; {TEXT_ADVICE}" if element == onnx.TensorProto.STRING else ""
+            refusal = UnsupportedOperatorError if element in known else InvalidModelError
+            raise refusal(
+                f"{role} {value.name!r} holds elements of {found}; expected one of "
+                f"{', '.join(sorted(names(number) for number in _NUMBERS))}{advice}"
+            )
+    for sparse in graph.sparse_initializer:
+        raise UnsupportedOperatorError(
+            f"initialiser {sparse.values.name!r} is sparse; store it as a dense tensor"
+        )
+
+
+def _choose_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
+    """Let a model return the tensors of these names, in this order.
+
+    Raises
+    ------
+    InvalidInputError
+        If there are none, or one comes twice or is no tensor of the main graph.
+    """
+    graph = model.graph
+    known = {value.name: value for value in graph.output}
+    computed = {name for node in graph.node for name in node.output if name}
+    if isinstance(names, str) or not names or len(set(names)) < len(names):
+        raise InvalidInputError(f"outputs is {names!r:.80}; expected a list of different names")
+    for name in names:
+        if name not in computed:
+            raise InvalidInputError(
+                f"outputs has {name!r:.80}, which no node computes; expected names of results, as "
+                f"{', '.join(map(repr, known))}"
+            )
+    sort_nodes(graph)
+    # The type of an output that declares none is inferred.
+    values = [known.get(name) or onnx.ValueInfoProto(name=name) for name in names]
+    del graph.output[:]
+    graph.output.extend(values)
+    drop_unread_nodes(model)
+    _number_unread_labels(model)
+
+
+def _number_unread_labels(model: onnx.ModelProto) -> None:
+    """Replace labels that are text by their places in classifiers of which only scores are read."""
+    read = used_names(model)
+    for node in model.graph.node:
+        labels = attribute(node, "classlabels_strings")
+        if node.domain == ML_DOMAIN and labels and node.output[0] not in read:
+            is_tree = node.op_type == "TreeEnsembleClassifier"
+            numbers = "classlabels_int64s" if is_tree else "classlabels_ints"
+            kept = [entry for entry in node.attribute if entry.name != "classlabels_strings"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+            node.attribute.append(onnx.helper.make_attribute(numbers, range(len(labels))))
 
 
 def _input_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
