@@ -20,6 +20,16 @@ TUPLE_GET_ITEM = "TupleGetItem"
 MOVES = ("relax.reshape", "relax.permute_dims", "relax.squeeze", "relax.expand_dims")
 """Ops whose results are the elements of their first operand, each once."""
 
+ELEMENTWISE = (
+    "relax.add",
+    "relax.subtract",
+    "relax.multiply",
+    "relax.divide",
+    "relax.maximum",
+    "relax.minimum",
+)
+"""Ops of two operands that compute element by element, and broadcast."""
+
 
 def op_name(expr: Value) -> str | None:
     """Name of the op that ``expr`` calls; None when it is no call of an op."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tvm
@@ -26,6 +26,7 @@ from schedules.distribute.rows.row_plan import (
     RankPlan,
     RowExchange,
     RowPlacement,
+    StageOperand,
     rows_needed,
 )
 from schedules.workload.conv2d import Conv2DKernel
@@ -109,7 +110,7 @@ class _Writer:
         value = bound.value
         if index in self._placement.by_channels:
             assert bound.channels is not None, "only stages of several blocks are split so"
-            arguments = self._channel_operands(index, rows)
+            arguments = self._operands(index, lambda read: self._channels_read(read, rows))
             value = bound.channels.rebuild(arguments, *rows)
             self._shares[index] = self.builder.emit(value, bound.var.name)
             return
@@ -119,7 +120,7 @@ class _Writer:
                 whole = 0, self._stages[place].stage.rows
                 value = substitute(value, operand, self._take(place, whole))
         else:
-            arguments = self._operands(index, rows)
+            arguments = self._operands(index, lambda read: self._rows_read(read, rows))
             value = bound.rows.rebuild(arguments, *rows)
         self._found[index][rows] = self.builder.emit(value, bound.var.name)
 
@@ -152,40 +153,30 @@ class _Writer:
         whole = 0, self._stages[last].stage.rows
         return [*([self._take(last, whole)] if self._rank == ROOT else []), *self._sent]
 
-    def _operands(self, index: int, rows: Range) -> list[relax.Expr]:
+    def _operands(self, index: int, part: Callable[[StageOperand], relax.Expr]) -> list[relax.Expr]:
+        """Arguments of a stage: constants, and of each variable the part that is read."""
         bound = self._stages[index]
-        arguments: list[relax.Expr] = []
         given = iter(bound.stage.operands)
-        for operand in tensors(bound.value):
-            if not isinstance(operand, relax.Var):
-                arguments.append(operand)
-                continue
-            read = next(given)
-            source = self._stages[read.stage].stage
-            begin, end = rows_needed(source, read, np.array([rows]))[0].tolist()
-            arguments.append(self._take(read.stage, (begin, end)))
-        return arguments
+        return [
+            part(next(given)) if isinstance(operand, relax.Var) else operand
+            for operand in tensors(bound.value)
+        ]
 
-    def _channel_operands(self, index: int, blocks: Range) -> list[relax.Expr]:
-        """Operands for blocks of channels: all rows of the image, these blocks of the others."""
-        bound = self._stages[index]
-        arguments: list[relax.Expr] = []
-        given = iter(bound.stage.operands)
-        for operand in tensors(bound.value):
-            if not isinstance(operand, relax.Var):
-                arguments.append(operand)
-                continue
-            read = next(given)
-            if read.maps == () and read.stage in self._shares:
-                arguments.append(self._shares[read.stage])
-                continue
-            whole = self._take(read.stage, (0, self._stages[read.stage].stage.rows))
-            if read.maps == ():
-                begin, end = blocks
-                cut = relax.op.strided_slice(whole, [1], [begin], [end])
-                whole = self.builder.emit(cut)
-            arguments.append(whole)
-        return arguments
+    def _rows_read(self, read: StageOperand, rows: Range) -> relax.Expr:
+        """Rows of an operand for some rows of a stage."""
+        source = self._stages[read.stage].stage
+        begin, end = rows_needed(source, read, np.array([rows]))[0].tolist()
+        return self._take(read.stage, (begin, end))
+
+    def _channels_read(self, read: StageOperand, blocks: Range) -> relax.Expr:
+        """An operand for blocks of channels: all rows of the image, or these blocks of another."""
+        if read.maps == () and read.stage in self._shares:
+            return self._shares[read.stage]
+        whole = self._take(read.stage, (0, self._stages[read.stage].stage.rows))
+        if read.maps != ():
+            return whole
+        begin, end = blocks
+        return self.builder.emit(relax.op.strided_slice(whole, [1], [begin], [end]))
 
     def _take(self, index: int, rows: Range) -> relax.Var:
         """Rows of a stage, cut from others that hold them."""

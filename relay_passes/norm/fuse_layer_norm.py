@@ -27,20 +27,11 @@ from schedules.gpu.gemm.matmul.statistics_cost import (
 from schedules.tir.extents import constant
 
 from ..core.constants import array_of, tensor_constant
-from ..core.expressions import Value, op_name, operands
+from ..core.expressions import ELEMENTWISE, Value, op_name, operands
 from ..core.graph import Graph, Rule, function_graphs
 from ..core.prim_functions import lowered_function
 
 _MOST_COLUMNS = 2048  # two registers for each segment while a row's moments are combined
-EPILOGUE = (
-    "relax.add",
-    "relax.subtract",
-    "relax.multiply",
-    "relax.divide",
-    "relax.maximum",
-    "relax.minimum",
-)
-"""Ops between a product and a norm, or where a norm is read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +138,7 @@ class Bindings:
         if op_name(value) == "relax.matmul":
             is_matrix = value.args[1].ty.ndim == 2 and _is_float32(value.args[0])
             return [end] if is_matrix and value.args[0].ty.ndim >= 2 else None
-        if op_name(value) not in EPILOGUE:
+        if op_name(value) not in ELEMENTWISE:
             return None
         for argument in value.args:
             alone = isinstance(argument, relax.Var) and len(self.readers[argument]) == 1
@@ -477,7 +468,7 @@ class _Fusion:
                 known[placeholder] = graph.emit(relax.TupleGetItem(results, number))
             return relax.TupleGetItem(results, 0)
 
-        return dict.fromkeys(("relax.matmul", *EPILOGUE), [rule])
+        return dict.fromkeys(("relax.matmul", *ELEMENTWISE), [rule])
 
 
 def _placeholders(norm: Norm) -> NormInputs:

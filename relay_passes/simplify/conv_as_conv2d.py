@@ -14,9 +14,8 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from ..core.constants import numbers, tensor_constant
-from ..core.expressions import Value, op_name
+from ..core.expressions import ELEMENTWISE, Value, op_name
 from ..core.graph import Graph
-from .elementwise import ELEMENTWISE
 from .shapes import UNARY, extents
 
 BINARY = (*ELEMENTWISE, "relax.power")

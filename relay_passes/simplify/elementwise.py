@@ -15,19 +15,10 @@ from tvm import relax, tirx
 from tvm.ir import GenericConst
 
 from ..core.constants import FLOATS, array_of, numbers, scaled, shifted, tensor_constant, uniform
-from ..core.expressions import MOVES, TUPLE_GET_ITEM, Value, op_name
+from ..core.expressions import ELEMENTWISE, MOVES, TUPLE_GET_ITEM, Value, op_name
 from ..core.graph import Graph
 from ..op.elementwise import bounds_of, hardswish, round_clip
 from .tir_patterns import bound_of, zero_padding
-
-ELEMENTWISE = (
-    "relax.add",
-    "relax.subtract",
-    "relax.multiply",
-    "relax.divide",
-    "relax.maximum",
-    "relax.minimum",
-)
 
 
 def remove_broadcast(graph: Graph, call: relax.Expr) -> Value:

@@ -10,10 +10,9 @@ from tvm.ir import GenericConst
 from schedules.cpu.loops.matmul.dense import PACKED_ROWS
 
 from ..core.constants import numbers, per_channel, tensor_constant
-from ..core.expressions import Value, op_name
+from ..core.expressions import ELEMENTWISE, Value, op_name
 from ..core.graph import Graph
 from ..op.channels import channel_shuffle
-from .elementwise import ELEMENTWISE
 
 _ORDER = [0, 2, 1, 3, 4]
 

@@ -12,7 +12,7 @@ from tvm.target import Target
 from schedules.gpu.core.machine import KINDS
 from schedules.workload.reduce import DTYPES
 
-from ..core.expressions import TUPLE_GET_ITEM, Value, op_name
+from ..core.expressions import ELEMENTWISE, TUPLE_GET_ITEM, Value, op_name
 from ..core.graph import Graph, Rule, function_graphs
 from ..op.elementwise import sort_key
 from .conv_as_conv2d import (
@@ -25,7 +25,6 @@ from .conv_as_conv2d import (
 )
 from .conv_as_conv2d import OPS as TRANSPOSED
 from .elementwise import (
-    ELEMENTWISE,
     canonicalize_activation,
     canonicalize_clip,
     fold_quantization,
