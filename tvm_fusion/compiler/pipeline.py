@@ -35,7 +35,7 @@ from schedules.gpu.core.machine import reproducible_target
 from .. import plugin
 from ..codegen.nvrtc import tvm_compiler
 from ..errors import TargetError
-from ..runtime.fast_call import SoleKernelCall
+from ..runtime.artifact import SoleKernelCall
 from ..runtime.host_arrays import ALIGNMENT
 from .build_kernels import build_program
 from .failures import own_errors, without_nodes

@@ -51,9 +51,8 @@ from ..codegen.linker import SharedLinker
 from ..compiler.pipeline import build, optimize
 from ..compiler.targets import is_gpu, resolve
 from ..errors import OpError, TargetError
-from ..runtime.arguments import results
-from ..runtime.host_arrays import TensorSpec
-from ..runtime.memory import HostMemory
+from ..runtime.arguments import InputBuffers, check, results
+from ..runtime.host_arrays import ALIGNMENT, TensorSpec
 from ..runtime.thread_pool import Crew
 from ..runtime.tvm_runtime import start_machine
 from .world.communicator import World
@@ -91,15 +90,15 @@ class StateKernel:
         executable = build(optimize(_module(specs, operator, axes), resolved), resolved)
         library = executable.jit(fcompile=SharedLinker(str(resolved.attrs["mtriple"])))
         self._main = start_machine(library)["main"]
-        self._memory = HostMemory(specs)
+        self._specs, self._inputs = specs, InputBuffers(specs, ALIGNMENT)
         self._crew = Crew(threads, library)
 
     def __call__(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The fields of the states, flattened; calls of several threads wait for each other."""
-        return self._crew.run(self._run, self._memory.check(arrays))
+        return self._crew.run(self._run, check(self._specs, arrays))
 
     def _run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        tensors, held = self._memory.place(arrays)
+        tensors, held = self._inputs.tensors(arrays)
         outputs = list(self._main(*tensors))
         fields = results(outputs, [True] * len(outputs), held)
         return [field.reshape(-1) for field in fields]
