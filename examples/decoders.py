@@ -2,8 +2,8 @@
 """Steps of decoders as ONNX models: one token, with the keys and values of those before it.
 
 ``gpt2_step`` is GPT-2 (Radford et al., 2019), ``llama_step`` a smaller Llama (Touvron et al., 2023)
-with grouped queries, rotary positions and gated layers. :func:`in_few_bits` stores the matrices of
-a model in 8 or 4 bits, in the operator of ONNX Runtime's quantiser.
+with grouped queries, rotary positions and gated layers. :func:`in_few_bits` stores the matrices and
+embeddings of a model in 8 or 4 bits, in the operators of ONNX Runtime's quantiser.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from examples.transformers import TransformerBuilder, tanh_gelu
 
 VOCABULARY = 32000
 """Tokens of the smaller Llama."""
+
+BLOCK = 32
+"""Numbers of a line that share a scale in 8 or 4 bits."""
+LEAST_TABLE = 1 << 18
+"""Numbers of a table from which :func:`in_few_bits` stores it so."""
 
 
 class DecoderBuilder(TransformerBuilder):
@@ -170,7 +175,10 @@ STEPS = {"gpt2_step": gpt2_step, "llama_step": llama_step}
 
 
 def in_few_bits(model: onnx.ModelProto, bits: int, accuracy_level: int = 0) -> onnx.ModelProto:
-    """Store the constant matrices of a model's products in ``bits``, in blocks of 32 rows.
+    """Store the constant matrices of a model's products, and its embeddings, in ``bits``.
+
+    Blocks have 32 rows of a matrix, or 32 numbers of a row of an embedding. Tables of less than
+    :data:`LEAST_TABLE` numbers, as sines of positions, stay.
 
     Parameters
     ----------
@@ -185,30 +193,53 @@ def in_few_bits(model: onnx.ModelProto, bits: int, accuracy_level: int = 0) -> o
     -------
     onnx.ModelProto
     """
-    block, graph = 32, model.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type != "MatMul" or node.input[1] not in constants:
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        place = {"MatMul": 1, "Gather": 0}.get(node.op_type)
+        if place is None or node.input[place] not in constants:
             continue
-        x, name = node.input
-        matrix = numpy_helper.to_array(constants[name])
-        depth, columns = matrix.shape
-        blocks = matrix.T.reshape(columns, depth // block, block)
-        places = np.abs(blocks).argmax(2)[..., None]
-        largest = np.take_along_axis(blocks, places, 2)
-        scale = np.abs(largest) / 127 if bits == 8 else largest / -8
-        middle = 1 << (bits - 1)
-        integers = np.clip(np.rint(blocks / scale) + middle, 0, 2 * middle - 1).astype(np.uint8)
-        if bits == 4:
-            integers = integers[..., 0::2] | integers[..., 1::2] << 4
-        graph.initializer.remove(constants[name])
-        stored = {f"{name}.integers": integers, f"{name}.scales": scale[..., 0].astype(np.float32)}
-        graph.initializer.extend(numpy_helper.from_array(a, key) for key, a in stored.items())
-        del node.input[:]
-        node.input.extend([x, *stored])
-        node.op_type, node.domain = "MatMulNBits", "com.microsoft"
-        attributes = {"K": depth, "N": columns, "bits": bits, "block_size": block}
-        attributes["accuracy_level"] = accuracy_level
+        tensor = constants[node.input[place]]
+        matrix = numpy_helper.to_array(tensor)
+        attributes = {"bits": bits, "block_size": BLOCK}
+        if node.op_type == "MatMul":
+            matrix = matrix.T
+            stored = _store(model.graph, tensor, matrix, bits, (len(matrix), -1, BLOCK * bits // 8))
+            names = [node.input[0], *stored]
+            node.op_type = "MatMulNBits"
+            attributes |= {"K": matrix.shape[1], "N": len(matrix), "accuracy_level": accuracy_level}
+        elif matrix.ndim == 2 and matrix.size >= LEAST_TABLE:
+            integers, scales = _store(model.graph, tensor, matrix, bits, (len(matrix), -1))
+            names = [integers, node.input[1], scales]
+            node.op_type = "GatherBlockQuantized"
+            attributes |= {"gather_axis": 0, "quantize_axis": 1}
+            del node.attribute[:]
+        else:
+            continue
+        node.domain = "com.microsoft"
+        node.input[:] = names
         node.attribute.extend(helper.make_attribute(key, n) for key, n in attributes.items())
     model.opset_import.append(helper.make_operatorsetid("com.microsoft", 1))
     return model
+
+
+def _store(
+    graph: onnx.GraphProto,
+    tensor: onnx.TensorProto,
+    lines: np.ndarray,
+    bits: int,
+    shape: tuple[int, ...],
+) -> tuple[str, str]:
+    """Replace a tensor by integers and scales of blocks of its lines; return their names."""
+    blocks = lines.reshape(len(lines), -1, BLOCK)
+    places = np.abs(blocks).argmax(2)[..., None]
+    largest = np.take_along_axis(blocks, places, 2)
+    scale = np.abs(largest) / 127 if bits == 8 else largest / -8
+    middle = 1 << (bits - 1)
+    integers = np.clip(np.rint(blocks / scale) + middle, 0, 2 * middle - 1).astype(np.uint8)
+    if bits == 4:
+        integers = integers[..., 0::2] | integers[..., 1::2] << 4
+    names = f"{tensor.name}.integers", f"{tensor.name}.scales"
+    graph.initializer.remove(tensor)
+    arrays = integers.reshape(shape), scale[..., 0].astype(np.float32)
+    graph.initializer.extend(map(numpy_helper.from_array, arrays, names))
+    return names

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import tvm
-from tvm import IRModule, relax, tirx
+from tvm import IRModule, relax, te, tirx
 from tvm.ir import GenericConst
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target
@@ -20,6 +20,7 @@ from schedules.cpu.loops.matmul.narrow_matmul import narrow_matmul
 from schedules.cpu.loops.matmul.narrow_matrix import (
     GRANULE,
     NarrowMatrix,
+    number_at,
     pack_matrix,
     pack_scales,
     tile_columns,
@@ -29,7 +30,7 @@ from schedules.workload.conv2d import WORDS
 from ..core.constants import array_of, tensor_constant
 from ..core.expressions import Value, is_claimed, op_name
 from ..core.graph import pass_target
-from ..op.widen_weight import LEAST_ELEMENTS, MODES, in_pairs, take_widened
+from ..op.widen_weight import LEAST_ELEMENTS, in_pairs, is_lookup, row_inside, take_widened
 from ..op.widen_weight import NAME as WIDEN_WEIGHT
 
 MOST_ROWS = 16
@@ -59,7 +60,8 @@ class MultiplyNarrow:
         lv = R.call_tir(cls.byte_rows, (x,), ...)
         y = R.call_tir(cls.narrow_dot, (lv[0], lv[1], lv[2], weight, scale), ...)
 
-    Rows that a ``take`` chooses of such a matrix are widened alone, by ``take_widened``.
+    Rows that a ``take`` chooses of such a matrix are widened alone, by ``take_widened``, or, if a
+    product has the same matrix transposed, from what that product reads.
     Matrices of 16-bit floats stay so, too, where products have few rows, or an open number of them.
     On CPUs, before ``WidenSums``: operands of 16 bits are cast, and so is the result. Left alone,
     for ``SimplifyInference`` to make constants of: matrices that something else reads than a
@@ -79,14 +81,20 @@ class MultiplyNarrow:
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite all functions of Relax that are ours."""
         cpu = CPUInfo.from_target(pass_target(self.target, "MultiplyNarrow"))
-        rewriter = _Rewriter(mod, cpu)
-        for var, function in mod.functions_items():
-            if isinstance(function, relax.Function) and not is_claimed(function):
-                rewritten = rewriter.visit_expr(function)
-                if not rewritten.same_as(function):
-                    rewritten = relax.analysis.remove_all_unused(rewritten)
-                    rewriter.builder_.update_func(var, rewritten)
-        return rewriter.builder_.get()
+        products = _Products(mod, cpu)
+        changed = _rewritten(mod, products)
+        return _rewritten(changed, _Lookups(changed, products.packed))
+
+
+def _rewritten(mod: IRModule, rewriter: PyExprMutator) -> IRModule:
+    """The module after a visit of its functions."""
+    for var, function in mod.functions_items():
+        if isinstance(function, relax.Function) and not is_claimed(function):
+            rewritten = rewriter.visit_expr(function)
+            if not rewritten.same_as(function):
+                rewritten = relax.analysis.remove_all_unused(rewritten)
+                rewriter.builder_.update_func(var, rewritten)
+    return rewriter.builder_.get()
 
 
 class _Packed(NamedTuple):
@@ -96,23 +104,101 @@ class _Packed(NamedTuple):
     zeros: str
     constants: tuple[relax.Expr, ...]
     depth: int  # before it was padded
+    arrays: tuple[np.ndarray, ...] = ()
+    """Integers, scales and zero points ``[depth, columns]`` as they were."""
+
+    def is_transposed(self, table: Sequence[np.ndarray], block: int) -> bool:
+        """Whether it is the transposed of a matrix whose rows have blocks of scales."""
+        pairs = [(one.T, other) for one, other in zip(table, self.arrays, strict=False)]
+        is_alike = len(table) == len(self.arrays) and self.matrix.groups == table[1].shape[1]
+        if not is_alike or (self.matrix.groups > 1 and self.matrix.block != block):
+            return False
+        return all(one.dtype == other.dtype and np.array_equal(one, other) for one, other in pairs)
 
 
 @mutator
-class _Rewriter(PyExprMutator):
-    def __init__(self, mod: IRModule, cpu: CPUInfo) -> None:
+class _Lookups(PyExprMutator):
+    """Rewrites lookups; ``packed``: the matrices of products."""
+
+    def __init__(self, mod: IRModule, packed: Sequence[_Packed]) -> None:
         super().__init__(mod)
-        self._cpu = cpu
-        self._packed: dict[tuple[int, bool], _Packed | None] = {}
-        self._paired: dict[int, GenericConst] = {}
-        self._in_bytes: dict[tuple[relax.Expr, int], list[relax.Expr]] = {}
+        self._packed = packed
+        self._stored: dict[int, _Packed | relax.Expr] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         """Rewrite one call."""
         call = self.visit_expr_post_order(call)
-        if op_name(call) == "relax.take":
-            taken = self._rows(call)
-            return call if taken is None else taken
+        if not is_lookup(call):
+            return call
+        source, rows = call.args
+        table = self.lookup_binding(source) if isinstance(source, relax.Var) else source
+        if op_name(table) != WIDEN_WEIGHT:
+            return call
+        if not all(isinstance(each, GenericConst) for each in table.args):
+            return call
+        key, mode = int(table.args[0].value.data_ptr()), str(call.attrs.mode)
+        if key not in self._stored:
+            self._stored[key] = self._storage(table)
+        stored, dtype = self._stored[key], str(table.attrs["out_dtype"])
+        if isinstance(stored, _Packed):
+            return self._from_product(rows, stored, mode, dtype)
+        return take_widened(
+            rows,
+            stored,
+            *table.args[1:],
+            columns=int(table.ty.shape[1]),
+            block=int(table.attrs["block"]),
+            axis=int(table.attrs["axis"]),
+            mode=mode,
+            out_dtype=dtype,
+        )
+
+    def _storage(self, table: relax.Call) -> _Packed | relax.Expr:
+        """The matrix of a product that is the table transposed; else the table's integers."""
+        arrays, block = [array_of(each) for each in table.args], int(table.attrs["block"])
+        if int(table.attrs["axis"]) == 1:
+            for packed in self._packed:
+                if packed.is_transposed(arrays, block):
+                    return packed
+        if int(table.attrs["bits"]) != 4:
+            return table.args[0]
+        return tensor_constant(in_pairs(arrays[0]), "uint8")
+
+    def _from_product(self, rows: relax.Expr, packed: _Packed, mode: str, dtype: str) -> relax.Call:
+        """The chosen columns of the matrix of a product."""
+        matrix = packed.matrix
+
+        def take(rows: te.Tensor, *stored: te.Tensor) -> te.Tensor:
+            def number(*index: tirx.Var) -> tirx.Expr:
+                *place, at = (each.astype("int64") for each in index)
+                row = row_inside(rows(*place), matrix.columns, mode).astype("int64")
+                return number_at(matrix, at, row, *stored).astype(dtype)
+
+            return te.compute([*rows.shape, packed.depth], number, name="take_packed")
+
+        return self.builder_.call_te(
+            take, rows, *packed.constants, primfunc_name_hint="take_packed"
+        )
+
+
+@mutator
+class _Products(PyExprMutator):
+    """Rewrites products."""
+
+    def __init__(self, mod: IRModule, cpu: CPUInfo) -> None:
+        super().__init__(mod)
+        self._cpu = cpu
+        self._packed: dict[tuple[int, bool], _Packed | None] = {}
+        self._in_bytes: dict[tuple[relax.Expr, int], list[relax.Expr]] = {}
+
+    @property
+    def packed(self) -> list[_Packed]:
+        """The matrices of products."""
+        return [each for each in self._packed.values() if each is not None]
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        """Rewrite one call."""
+        call = self.visit_expr_post_order(call)
         if op_name(call) != "relax.matmul":
             return call
         x, weight = call.args
@@ -124,34 +210,6 @@ class _Rewriter(PyExprMutator):
             return call
         packed = self._matrix(weight, rows)
         return call if packed is None else self._product(call, packed)
-
-    def _rows(self, call: relax.Call) -> relax.Call | None:
-        """The rows that a ``take`` chooses of a matrix of few bits, widened alone."""
-        source, rows = call.args
-        axis, mode = call.attrs.axis, str(call.attrs.mode)
-        value = self._bound(source)
-        if op_name(value) != WIDEN_WEIGHT or axis is None or int(axis) != 0 or mode not in MODES:
-            return None
-        if isinstance(rows, GenericConst) or not isinstance(rows.ty.shape, relax.ShapeExpr):
-            return None
-        integers, *others = value.args
-        if not all(isinstance(each, GenericConst) for each in value.args):
-            return None
-        key = int(integers.value.data_ptr())
-        if int(value.attrs["bits"]) == 4:
-            if key not in self._paired:
-                self._paired[key] = tensor_constant(in_pairs(array_of(integers)), "uint8")
-            integers = self._paired[key]
-        return take_widened(
-            rows,
-            integers,
-            *others,
-            columns=int(value.ty.shape[1]),
-            block=int(value.attrs["block"]),
-            axis=int(value.attrs["axis"]),
-            mode=mode,
-            out_dtype=str(value.attrs["out_dtype"]),
-        )
 
     def _product(self, call: relax.Call, packed: _Packed) -> relax.Expr:
         """The product by the kernel, in the type of ``call``."""
@@ -260,6 +318,7 @@ def _pack(call: relax.Call, turned: bool, cpu: CPUInfo) -> _Packed | None:
         return None
     if turned:
         integers, scale, *zero = (values.T for values in (integers, scale, *zero))
+    originals = integers, scale, *zero
     depth, columns = integers.shape
     groups = len(scale)
     if groups == 1:
@@ -275,4 +334,5 @@ def _pack(call: relax.Call, turned: bool, cpu: CPUInfo) -> _Packed | None:
     matrix = NarrowMatrix(padded, columns, f"int{bits}", block, tile, bool(zero), in_bytes)
     arrays = [pack_matrix(matrix, integers), *(pack_scales(matrix, one) for one in (scale, *zero))]
     constants = tuple(tensor_constant(array, array.dtype) for array in arrays)
-    return _Packed(matrix, str(zero[0].dtype) if zero else "int8", constants, depth)
+    kind = str(zero[0].dtype) if zero else "int8"
+    return _Packed(matrix, kind, constants, depth, originals)

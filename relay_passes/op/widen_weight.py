@@ -24,9 +24,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from tvm import relax, te, tirx
+from tvm.ir import GenericConst
 
 from schedules.errors import OpError
 
+from ..core.expressions import Value, op_name
 from .register import register_op
 
 NAME, TAKE_NAME = "relax.tvm_fusion.widen_weight", "relax.tvm_fusion.take_widened"
@@ -104,6 +106,21 @@ def in_pairs(integers: np.ndarray) -> np.ndarray:
     """Integers of 4 bits ``[K, N]``, each with 8 added, as bytes ``[K, ceil(N / 2)]``."""
     halves = (np.pad(integers, [(0, 0), (0, integers.shape[1] % 2)]) + 8).astype(np.uint8)
     return halves[:, ::2] | halves[:, 1::2] << 4
+
+
+def is_lookup(value: Value) -> bool:
+    """Return whether a value is a ``take`` of rows that ``take_widened`` can choose, too."""
+    if op_name(value) != "relax.take" or str(value.attrs.mode) not in MODES:
+        return False
+    axis, rows = value.attrs.axis, value.args[1]
+    is_known = isinstance(rows.ty.shape, relax.ShapeExpr) and not isinstance(rows, GenericConst)
+    return is_known and axis is not None and int(axis) == 0
+
+
+def row_inside(row: tirx.Expr, count: int, mode: str) -> tirx.Expr:
+    """The row of ``count`` that a number stands for, by the ``mode`` of a ``take``."""
+    last = tirx.const(count, row.ty.dtype)
+    return tirx.floormod(row, last) if mode == "wrap" else tirx.max(tirx.min(row, last - 1), 0)
 
 
 def take_widened(
@@ -208,13 +225,12 @@ def _number(
 
 
 def _legalize_taken(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    wraps, columns = str(call.attrs["mode"]) == "wrap", int(call.attrs["columns"])
+    mode, columns = str(call.attrs["mode"]), int(call.attrs["columns"])
 
     def take(rows: te.Tensor, integers: te.Tensor, *others: te.Tensor) -> te.Tensor:
         def number(*index: tirx.Var) -> tirx.Expr:
             *place, column = index
-            row, count = rows(*place), tirx.const(int(integers.shape[0]), rows.dtype)
-            inside = tirx.floormod(row, count) if wraps else tirx.max(tirx.min(row, count - 1), 0)
+            inside = row_inside(rows(*place), int(integers.shape[0]), mode)
             return _number(call, (inside, column), _integer(integers, inside, column), others)
 
         return te.compute([*rows.shape, columns], number, name="take_widened")

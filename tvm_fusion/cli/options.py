@@ -307,7 +307,7 @@ weights_option = click.option(
     "--weights",
     type=click.Choice(["bf16", "int8", "int4"]),
     help="On CPUs: round the matrices of products to 16, 8 or 4 bits, the latter two with a scale "
-    "for each block, and weights of convolutions to 8.",
+    "for each block, as embeddings, and weights of convolutions to 8.",
 )
 
 targets_option = click.option(

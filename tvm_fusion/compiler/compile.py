@@ -97,13 +97,15 @@ def compile(
     weights : str, optional
         For CPUs: ``"int8"`` or ``"int4"`` rounds the constant matrices of products to integers with
         a float32 scale for every 128 or 32 numbers of a column, ``"bf16"`` to bfloat16, and the
-        compiled model holds these. A number changes by at most 1/254 or 1/8 of the largest of its
-        block, or by 1/256 of itself. What is multiplied by 4 bits is rounded to 8 bits, in blocks
-        of 32 numbers; sums stay float32. ``"int8"`` rounds weights of convolutions, too, with a
-        scale for each output channel, where kernels can widen them; they are computed without
-        Winograd's algorithm and pairs. Embeddings stay as they are. Matrices that a model stores in
-        8 or 4 bits, as by MatMulNBits, stay so without this option, as do large weights of
-        convolutions in 8 bits, and in products of few rows matrices of 16-bit floats.
+        compiled model holds these. Embeddings, constant matrices of which a Gather looks up rows,
+        become integers, too, with a scale for as many numbers of a row, unless something else
+        multiplies the rows, as sines of positions. A number changes by at most 1/254 or 1/8 of the
+        largest of its block, or by 1/256 of itself. What is multiplied by 4 bits is rounded to 8
+        bits, in blocks of 32 numbers; sums stay float32. ``"int8"`` rounds weights of convolutions,
+        too, with a scale for each output channel, where kernels can widen them; they are computed
+        without Winograd's algorithm and pairs. Matrices that a model stores in 8 or 4 bits, as by
+        MatMulNBits, stay so without this option, as do large weights of convolutions in 8 bits, and
+        in products of few rows matrices of 16-bit floats.
     cuda_graph : bool
         For CUDA: whether kernels are captured into CUDA graphs in the first call and replayed in
         the others, which saves the time of their launches. Those that read inputs or write outputs

@@ -50,7 +50,8 @@ class Options:
     """Whether kernels are captured into CUDA graphs."""
     weights: str | None = None
     """``"bf16"``, ``"int8"`` or ``"int4"``: type of the matrices of products on a CPU, to which
-    they are rounded; with ``"int8"`` of the weights of convolutions, too."""
+    they are rounded; but for ``"bf16"`` of embeddings, and with ``"int8"`` of the weights of
+    convolutions, too."""
     machine: Machine | None = None
     """Machine by whose figures choices are made; without one, a CPU has those of its family, and a
     GPU fixed thresholds."""

@@ -297,6 +297,112 @@ def test_columns_that_are_no_whole_number_of_blocks(weights, block, low, high, t
         assert np.abs(compiled(given) - wanted).max() <= tolerance * np.abs(wanted).max()
 
 
+def in_blocks(lines: Array, block: int, low: int, high: int) -> Array:
+    """Lines of numbers that are rounded as ``weights=`` says, blocks along a line; float64."""
+    found = np.empty(lines.shape)
+    for first in range(0, lines.shape[1], block):
+        part = lines[:, first : first + block]
+        largest = np.take_along_axis(part, np.abs(part).argmax(1)[:, None], 1)
+        scale = np.abs(largest) / 127 if high == 127 else largest / -8
+        integers = np.clip(np.rint(part / scale), low, high)
+        found[:, first : first + block] = integers.astype("float64") * scale
+    return found
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("kind", [TensorProto.INT32, TensorProto.INT64])
+@pytest.mark.parametrize(
+    ("weights", "block", "low", "high", "tolerance", "share"),
+    [("int4", 32, -8, 7, 1e-2, 0.2), ("int8", 128, -127, 127, 1e-5, 0.32)],
+)
+def test_tables_are_rounded_and_stored_once(
+    weights, block, low, high, tolerance, share, kind, tmp_path
+) -> None:
+    """An embedding that is the last matrix, too, and sines, which stay; rows from the end."""
+    random = np.random.default_rng()
+    table = random.standard_normal((12001, 250)).astype("float32")
+    sines = np.sin(np.outer(np.arange(12001), np.arange(1, 17))).astype("float32")
+    constants = {
+        "w": table,
+        "sines": sines,
+        "m": random.standard_normal((250, 16)).astype("float32"),
+    }
+    nodes = [
+        helper.make_node("Gather", ["w", "ids"], ["rows"]),
+        helper.make_node("Tanh", ["rows"], ["t"]),
+        helper.make_node("Gather", ["sines", "ids"], ["s"]),
+        helper.make_node("MatMul", ["t", "m"], ["q"]),
+        helper.make_node("Mul", ["q", "s"], ["turned"]),
+        helper.make_node("Transpose", ["w"], ["head"], perm=[1, 0]),
+        helper.make_node("MatMul", ["t", "head"], ["logits"]),
+    ]
+    model = looked_up(nodes, constants)
+    model.graph.input[0].type.tensor_type.elem_type = kind
+    del model.graph.output[:]
+    for name in ("rows", "turned", "logits"):
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    ids = random.integers(-12001, 12001, (2, 5)).astype(helper.tensor_dtype_to_np_dtype(kind))
+    ids[0, :3] = 12000, -12001, -1
+    compiled = tvm_fusion.compile(model, weights=weights, threads=1)
+    rows, turned, logits = compiled(ids)
+    rounded = in_blocks(table, block, low, high)
+    np.testing.assert_array_equal(rows, rounded[ids].astype("float32"))
+    wanted = np.tanh(rounded[ids]) @ rounded.T
+    assert np.abs(logits - wanted).max() <= tolerance * np.abs(wanted).max()
+    wanted = np.tanh(rounded[ids]) @ constants["m"] * sines[ids]
+    assert np.abs(turned - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    compiled.save(tmp_path / "model.so")
+    assert (tmp_path / "model.so").stat().st_size < share * table.nbytes + sines.nbytes
+
+
+@pytest.mark.parametrize("with_zero", [False, True])
+def test_quantised_tables_that_are_matrices_are_stored_once(with_zero, tmp_path) -> None:
+    """An integer matrix that GatherBlockQuantized and MatMulNBits read; rows in odd numbers."""
+    random, rows, columns, block = np.random.default_rng(), 6001, 160, 16
+    groups = columns // block
+    integers = random.integers(0, 256, (rows, columns // 2), "uint8")
+    constants = {
+        "table": integers,
+        "scales": random.uniform(0.01, 0.02, (rows, groups)).astype("float32"),
+        "zero": random.integers(0, 256, (rows, groups // 2), "uint8"),
+        "matrix": integers.reshape(rows, groups, block // 2),
+    }
+    zeros = ["zero"] * with_zero
+    if not with_zero:
+        del constants["zero"]
+    given = {"block_size": block, "bits": 4}
+    nodes = [
+        helper.make_node(
+            "GatherBlockQuantized",
+            ["table", "ids", "scales", *zeros],
+            ["e"],
+            domain="com.microsoft",
+            quantize_axis=1,
+            **given,
+        ),
+        helper.make_node(
+            "MatMulNBits",
+            ["e", "matrix", "scales", *zeros],
+            ["y"],
+            domain="com.microsoft",
+            K=columns,
+            N=rows,
+            **given,
+        ),
+    ]
+    model = looked_up(nodes, constants)
+    text = kernels_of(model)
+    assert "take_packed" in text and "take_widened" not in text
+    ids = random.integers(0, rows, (2, 5))
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    (wanted,) = session.run(None, {"ids": ids})
+    compiled = tvm_fusion.compile(model, threads=1)
+    assert np.abs(compiled(ids) - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    compiled.save(tmp_path / "model.so")
+    bytes_ = integers.nbytes + constants["scales"].nbytes * (1.25 if with_zero else 1)
+    assert (tmp_path / "model.so").stat().st_size < bytes_ + 250_000
+
+
 @pytest.mark.slow
 def test_check_knows_what_rounding_may_cost() -> None:
     for weights in ("bf16", "int8", "int4"):

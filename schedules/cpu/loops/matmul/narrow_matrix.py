@@ -10,7 +10,7 @@ from functools import reduce
 from operator import mul
 
 import numpy as np
-from tvm import tirx
+from tvm import te, tirx
 from tvm.script.ir_builder import tirx as T
 
 from schedules import attributes
@@ -164,6 +164,33 @@ def lowest_bit(place: int) -> int:
 def pack_scales(matrix: NarrowMatrix, scales: np.ndarray) -> np.ndarray:
     """Scales or zero points ``[groups, columns]`` as ``[tiles, groups, tile]``."""
     return _in_tiles(matrix, scales)
+
+
+def number_at(
+    matrix: NarrowMatrix,
+    row: tirx.Expr,
+    column: tirx.Expr,
+    weight: te.Tensor,
+    scale: te.Tensor,
+    zero: te.Tensor | None = None,
+) -> tirx.Expr:
+    """A number of a matrix of integers, float32, from what :func:`pack_matrix` stores.
+
+    ``row``, ``column``: its place, int64. ``scale``, ``zero``: as :func:`pack_scales` stores them.
+    """
+    tile = tirx.floordiv(column, long(matrix.tile))
+    lane = column - tirx.min(tile * long(matrix.tile), long(matrix.columns - matrix.tile))
+    number = weight(tile, tirx.floordiv(row, long(matrix.per_element)), lane)
+    if matrix.bits == 4:
+        place = tirx.floormod(row, long(8)).astype("int32")
+        half = tirx.floordiv(place, 4)
+        number = (number >> (8 * (place - 4 * half) + 4 * half)) & 15
+        number = number - OFFSET if matrix.in_bytes else (number ^ 8) - 8
+    group = tirx.floordiv(row, long(matrix.block))
+    value = number.astype(FLOAT)
+    if zero is not None:
+        value = value - zero(tile, group, lane).astype(FLOAT)
+    return value * scale(tile, group, lane)
 
 
 def _in_tiles(matrix: NarrowMatrix, values: np.ndarray) -> np.ndarray:
