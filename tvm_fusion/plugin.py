@@ -24,8 +24,8 @@ PIPELINE = "tvm_fusion"
 OPS = tuple(
     f"relax.tvm_fusion.{name}"
     for name in """byte_matmul channel_norm channel_shuffle channel_slice checked_indices
-    coalesced_reduce conv2d conv2d_pair fused_conv2d fused_quantized_conv2d hardswish pack
-    quantized_conv2d recurrence round_clip sort_key take_widened unpack widen_weight
+    coalesced_reduce conv2d conv2d_pair dynamic_quantize fused_conv2d fused_quantized_conv2d
+    hardswish pack quantized_conv2d recurrence round_clip sort_key take_widened unpack widen_weight
     winograd_conv2d""".split()
 )
 """The ops of ``relay_passes.op``."""

@@ -8,7 +8,15 @@ from tvm import IRModule
 
 from ..core.expressions import TUPLE_GET_ITEM
 from ..core.graph import Rule, function_graphs
-from .losses import cross_entropy, log_sum_exp, nll_loss, nll_loss_backward, softmax
+from ..op.elementwise import RANGE
+from .losses import (
+    cross_entropy,
+    log_sum_exp,
+    nll_loss,
+    nll_loss_backward,
+    quantized_by_range,
+    softmax,
+)
 from .norms import (
     POOLS,
     batch_norm,
@@ -42,6 +50,7 @@ OPS: dict[str, list[Rule]] = {
     "relax.nn.cross_entropy_with_logits": [cross_entropy],
     "relax.nn.nll_loss": [nll_loss],
     "relax.grad.nll_loss_backward": [nll_loss_backward],
+    RANGE: [quantized_by_range],
     TUPLE_GET_ITEM: [tuple_field],
 }
 
@@ -75,10 +84,10 @@ class DecomposeNormalization:
     It runs before ``CoalesceReduction``, so that the passes that group reductions see all of them.
     It handles ``softmax`` and ``log_softmax``, ``layer_norm``, ``group_norm``, ``instance_norm``,
     ``rms_norm``, ``batch_norm`` in training, ``variance`` and ``std``, average and maximum pooling
-    with one output a channel, ``cross_entropy_with_logits``, ``nll_loss`` and its gradient; and the
-    ops that TVM's ONNX importer emits for InstanceNormalization, ReduceLogSumExp and p-norms. Data
-    of 16 bits are computed in float32 and rounded once. NaN and infinities follow the definition:
-    softmax of a row of -inf is NaN, its log-sum-exp is -inf.
+    with one output a channel, ``cross_entropy_with_logits``, ``nll_loss`` and its gradient,
+    ``dynamic_quantize``; and the ops that TVM's ONNX importer emits for InstanceNormalization,
+    ReduceLogSumExp and p-norms. Data of 16 bits are computed in float32 and rounded once. NaN and
+    infinities follow the definition: softmax of a row of -inf is NaN, its log-sum-exp is -inf.
 
     Left alone: data without known extents or with an empty axis, other types than floats, layer and
     rms norms over unordered axes, cross entropy of a symbolic batch, negative log likelihood

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of softmax, of sums of exponentials, and of the losses that are computed from them."""
+"""Rules of softmax, of sums of exponentials, of losses computed from them, and of quantisation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from schedules.tir.extents import constant
 from ..core.constants import tensor_constant
 from ..core.expressions import Value
 from ..core.graph import Graph
+from ..op.elementwise import by_reductions
 from .norms import extents, narrow, number, widen
 
 
@@ -187,3 +188,8 @@ def _loss(graph: Graph, wide: relax.Expr, derived: _Targets) -> relax.Expr:
 
 def _integer(value: int, like: relax.Expr) -> relax.Expr:
     return tensor_constant(np.asarray(int(value)), like.ty.dtype)
+
+
+def quantized_by_range(graph: Graph, call: relax.Call) -> Value:
+    """Rewrite ``dynamic_quantize`` by reductions."""
+    return by_reductions(call.args[0], graph.emit)

@@ -15,7 +15,7 @@ from .byte_matmul import byte_matmul
 from .channels import channel_norm, channel_shuffle, channel_slice, pack, unpack
 from .coalesced_reduce import coalesced_reduce
 from .conv2d import conv2d, conv2d_pair, fused_conv2d
-from .elementwise import hardswish, round_clip, sort_key
+from .elementwise import dynamic_quantize, hardswish, round_clip, sort_key
 from .quantized_conv2d import fused_quantized_conv2d, quantized_conv2d
 from .recurrence import recurrence
 from .widen_weight import take_widened, widen_weight
@@ -29,6 +29,7 @@ __all__ = [
     "coalesced_reduce",
     "conv2d",
     "conv2d_pair",
+    "dynamic_quantize",
     "fused_conv2d",
     "fused_quantized_conv2d",
     "hardswish",

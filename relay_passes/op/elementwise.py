@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element-wise ops: hardswish, rounding within bounds, keys for sorting, and checked indices."""
+"""Ops on elements: hardswish, rounding, quantisation by a range, sorting keys, checked indices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm import relax, te, tirx, topi
 from tvm.target import Target
 
 from schedules.compute.conv2d import activate, activate_to_bytes
+from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.checked_indices import check_indices
+from schedules.cpu.loops.dynamic_quantize import dynamic_quantize as dynamic_quantize_kernel
 from schedules.errors import OpError
 from schedules.tir.extents import Extent, constant
 from schedules.workload.conv2d import Activation
@@ -149,6 +151,83 @@ _ROUND_CLIP = register_op(
     "min(max(round(x), low), high).",
     _infer_round_clip,
     _legalize_round_clip,
+)
+
+
+RANGE = "relax.tvm_fusion.dynamic_quantize"
+
+
+def dynamic_quantize(data: relax.Expr) -> relax.Call:
+    """Quantise a tensor by its own range, as ONNX's DynamicQuantizeLinear.
+
+    ::
+
+        scale = (max(0, x) - min(0, x)) / 255, or 1 where that is 0; extremes of all elements
+        point = round(-min(0, x) / scale)
+        bytes, zero = saturate(round(x / scale) + point), saturate(point)
+
+    Halves are rounded to even. NaN becomes 0 as a byte. For GPUs reductions find the extremes.
+
+    Parameters
+    ----------
+    data : relax.Expr
+        A tensor of float32, any shape.
+
+    Returns
+    -------
+    relax.Call
+        A tuple: uint8 of the same shape; the scale, a scalar of float32; the zero point, a scalar
+        of uint8.
+
+    Raises
+    ------
+    OpError
+        If ``data`` is no tensor of float32 of a known rank.
+    """
+    call = relax.Call(_RANGE, [data])
+    if is_typed(data):
+        _infer_range(call)
+    return call
+
+
+def _infer_range(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TupleType:
+    ty = call.args[0].ty
+    is_tensor = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
+    if not is_tensor or str(ty.dtype) != "float32":
+        raise OpError(f"{RANGE}: data is {ty}; expected a tensor of float32 of a known rank")
+    fields = [ty.shape, "uint8"], [[], "float32"], [[], "uint8"]
+    return relax.TupleType([relax.TensorType(*field) for field in fields])
+
+
+def _legalize_range(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    data, target = call.args[0], Target.current(allow_none=True) or Target("llvm")
+    if target.kind.name != "llvm":
+        return by_reductions(data, builder.emit)
+    kernel = dynamic_quantize_kernel(data.ty.shape.values, CPUInfo.from_target(target))
+    function = builder.add_func(kernel, "dynamic_quantize")
+    return relax.call_tir(function, [data], [*_infer_range(call).fields])
+
+
+def by_reductions(data: relax.Expr, emit: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
+    """The tuple of a ``dynamic_quantize`` by ops of Relax, which ``emit`` binds."""
+    ops = relax.op
+    zero, one, most = (relax.const(value, "float32") for value in (0, 1, 255))
+    high = emit(ops.maximum(emit(ops.max(data)), zero))
+    low = emit(ops.minimum(emit(ops.min(data)), zero))
+    unit = emit(ops.divide(emit(ops.subtract(high, low)), most))
+    scale = emit(ops.where(emit(ops.equal(unit, zero)), one, unit))
+
+    def to_bytes(value: relax.Expr) -> relax.Expr:
+        known = emit(ops.where(emit(ops.isnan(value)), zero, value))
+        return emit(ops.astype(emit(ops.clip(known, 0, 255)), "uint8"))
+
+    point = emit(ops.round(emit(ops.negative(emit(ops.divide(low, scale))))))
+    levels = emit(ops.round(emit(ops.divide(data, scale))))
+    return relax.Tuple([to_bytes(emit(ops.add(levels, point))), scale, to_bytes(point)])
+
+
+_RANGE = register_op(
+    RANGE, "Bytes of a tensor by its range, scale and zero point.", _infer_range, _legalize_range
 )
 
 

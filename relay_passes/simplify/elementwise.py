@@ -51,7 +51,7 @@ def remove_identity(graph: Graph, call: relax.Expr) -> Value:
 
     ::
 
-        dropout(x)[0], x + 0, x - 0, x * 1, x / 1, pad(x, 0), concat((x,))   ->   x
+        (x, y)[0], dropout(x)[0], x + 0, x - 0, x * 1, x / 1, pad(x, 0), concat((x,))   ->   x
         reshape, broadcast_to, astype, permute_dims: the same shape, type, order   ->   x
     """
     source = _source(graph, call)
@@ -63,8 +63,10 @@ def remove_identity(graph: Graph, call: relax.Expr) -> Value:
 def _source(graph: Graph, call: relax.Expr) -> Value:
     name = op_name(call)
     if name == TUPLE_GET_ITEM:
-        dropout = graph.definition(call.tuple_value, "relax.nn.dropout")
-        return dropout.args[0] if dropout is not None and call.index == 0 else None
+        whole = graph.definition(call.tuple_value)
+        if isinstance(whole, relax.Tuple):
+            return whole.fields[call.index]
+        return whole.args[0] if op_name(whole) == "relax.nn.dropout" and call.index == 0 else None
     if name in SAME_TYPE_IS_SAME_VALUE:
         return call.args[0]
     if name == "relax.permute_dims":

@@ -10,9 +10,10 @@ from tvm.ir import GenericConst
 from schedules.cpu.loops.matmul.dense import PACKED_ROWS
 
 from ..core.constants import numbers, per_channel, tensor_constant
-from ..core.expressions import ELEMENTWISE, Value, op_name
+from ..core.expressions import ELEMENTWISE, MOVES, Value, op_name
 from ..core.graph import Graph
 from ..op.channels import channel_shuffle
+from ..op.elementwise import dynamic_quantize
 
 _ORDER = [0, 2, 1, 3, 4]
 
@@ -49,6 +50,23 @@ def canonicalize_shuffle(graph: Graph, call: relax.Expr) -> Value:
     if not tvm_ffi.structural_equal(relax.ShapeExpr(inner), relax.ShapeExpr(expected)):
         return None
     return channel_shuffle(data, int(channels), groups)
+
+
+def quantize_unmoved(graph: Graph, call: relax.Call) -> Value:
+    """Quantisation by a range of elements before they are moved, so that bytes are moved instead.
+
+    ::
+
+        dynamic_quantize(permute_dims(x))
+            ->   q = dynamic_quantize(x); (permute_dims(q[0]), q[1], q[2])
+    """
+    moved = graph.definition(call.args[0], *MOVES)
+    if moved is None or not graph.has_one_use(call.args[0]) or extents(moved.args[0]) is None:
+        return None
+    whole = graph.emit(dynamic_quantize(moved.args[0]))
+    data, scale, zero = (graph.emit(relax.TupleGetItem(whole, field)) for field in range(3))
+    data = graph.emit(relax.Call(moved.op, [data, *moved.args[1:]], moved.attrs))
+    return relax.Tuple([data, scale, zero])
 
 
 def extents(expr: relax.Expr) -> list | None:

@@ -14,7 +14,7 @@ from schedules.workload.reduce import DTYPES
 
 from ..core.expressions import ELEMENTWISE, TUPLE_GET_ITEM, Value, op_name
 from ..core.graph import Graph, Rule, function_graphs
-from ..op.elementwise import sort_key
+from ..op.elementwise import RANGE, sort_key
 from .conv_as_conv2d import (
     BINARY,
     POINTWISE,
@@ -42,6 +42,7 @@ from .fold_into_conv2d import (
 from .shapes import (
     canonicalize_shuffle,
     channels_first,
+    quantize_unmoved,
     reshape_rms_norm,
     unflatten_any_matmul,
     unflatten_matmul,
@@ -105,6 +106,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (sort_by_keys, (*SORTS, *PLACES)),
     (fold_batch_norm, (TUPLE_GET_ITEM,)),
     (reshape_rms_norm, ("relax.nn.rms_norm",)),
+    (quantize_unmoved, (RANGE,)),
     (canonicalize_shuffle, ("relax.reshape",)),
     (unflatten_matmul, ("relax.reshape",)),
     (channels_first, ("relax.permute_dims",)),

@@ -13,11 +13,15 @@ the result is an integer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto
+from tvm import relax
+
+from relay_passes.op.elementwise import dynamic_quantize
 
 from ..model.expansion import Expansion, conv_attributes
 from ..model.graph_edits import all_graphs, attribute, is_default_domain, replace_nodes
@@ -148,24 +152,11 @@ def expand_quantize(expansion: Expansion) -> None:
     saturate(expansion, rounded, kind)
 
 
-def expand_dynamic_quantize(expansion: Expansion) -> None:
-    """Replace a DynamicQuantizeLinear, whose scale is 1 where all numbers are 0; NaN becomes 0."""
-    x, kind = expansion.input(0), TensorProto.FLOAT
-    zero, one, most = (expansion.number(value, kind) for value in (0, 1, 255))
-    whole = {"keepdims": 0}
-    high = expansion.emit("Max", expansion.emit("ReduceMax", x, **whole), zero)
-    low = expansion.emit("Min", expansion.emit("ReduceMin", x, **whole), zero)
-    scale = expansion.emit("Div", expansion.emit("Sub", high, low), most)
-    scale = expansion.emit("Where", expansion.emit("Equal", scale, zero), one, scale)
-
-    def whole_numbers(value: str) -> str:
-        value = expansion.emit("Where", expansion.emit("IsNaN", value), zero, value)
-        clipped = expansion.emit("Clip", value, zero, most)
-        return expansion.emit("Cast", clipped, to=TensorProto.UINT8)
-
-    point = expansion.emit("Round", expansion.emit("Neg", expansion.emit("Div", low, scale)))
-    levels = expansion.emit("Add", expansion.emit("Round", expansion.emit("Div", x, scale)), point)
-    expansion.finish(whole_numbers(levels), scale, whole_numbers(point))
+def translate_dynamic_quantize(
+    builder: relax.BlockBuilder, inputs: Sequence[Any], _: dict[str, Any]
+) -> relax.Expr:
+    """The op of a DynamicQuantizeLinear."""
+    return builder.emit(dynamic_quantize(inputs[0]))
 
 
 def expand_dequantize(expansion: Expansion) -> None:
@@ -305,7 +296,7 @@ def _requantize(
 OPERATORS = (
     Operator("ConvInteger", expand=expand_conv_integer),
     Operator("DequantizeLinear", expand=expand_dequantize, check=quantization_problem),
-    Operator("DynamicQuantizeLinear", expand=expand_dynamic_quantize),
+    Operator("DynamicQuantizeLinear", translate=translate_dynamic_quantize),
     Operator("MatMulInteger", expand=expand_matmul_integer),
     Operator("QLinearConv", expand=expand_qlinear_conv),
     Operator("QLinearMatMul", expand=expand_qlinear_matmul),

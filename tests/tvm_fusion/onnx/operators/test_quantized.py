@@ -187,6 +187,49 @@ def test_products_of_two_activations(types: tuple[str, str]) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 70, 65)])
+def test_tensors_that_are_quantised_by_their_range(shape: tuple[int, ...]) -> None:
+    """The bits of ONNX Runtime, of two tensors whose product is scaled."""
+    random = np.random.default_rng()
+    feeds = {
+        "a": random.standard_normal(shape).astype("float32") + np.float32(0.3),
+        "b": random.uniform(-1, 4, (*shape[:-2], shape[-1], 7)).astype("float32"),
+    }
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", [name], [f"q{name}", f"s{name}", f"z{name}"])
+        for name in feeds
+    ]
+    nodes += [
+        helper.make_node("MatMulInteger", ["qa", "qb", "za", "zb"], ["whole"]),
+        helper.make_node("Cast", ["whole"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["sa", "sb"], ["scale"]),
+        helper.make_node("Mul", ["floats", "scale"], ["y"]),
+    ]
+    kinds = {"q": TensorProto.UINT8, "s": TensorProto.FLOAT, "z": TensorProto.UINT8}
+    results = {f"{part}{name}": kind for part, kind in kinds.items() for name in feeds}
+    graph = helper.make_graph(
+        nodes,
+        "dynamic",
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape)
+            for name, array in feeds.items()
+        ],
+        [
+            helper.make_tensor_value_info(name, kind, None)
+            for name, kind in {**results, "y": TensorProto.FLOAT}.items()
+        ],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_operatorsetid("", 21)], ir_version=10
+    )
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    wanted = session.run(None, feeds)
+    for found, one in zip(tvm_fusion.compile(model, threads=2)(**feeds), wanted, strict=True):
+        np.testing.assert_array_equal(found, one)
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("opset", [13, 17, 21])
 def test_constants_are_computed_without_a_kernel(opset: int) -> None:
