@@ -188,12 +188,15 @@ class MeasuredCPU(CPUInfo):
     Parameters
     ----------
     memory_bytes_per_cycle : float
-        Bytes of weights that each core gets in a cycle while all ask.
+        Bytes of weights that a core gets in a cycle while no more than ``memory_cores`` ask.
+    memory_cores : float
+        Cores that saturate what holds the weights.
     fork : float
         Cycles of waking the threads.
     """
 
     memory_bytes_per_cycle: float = 0.0
+    memory_cores: float = 1.0
     fork: float = 0.0
 
     @cached_property
@@ -203,9 +206,9 @@ class MeasuredCPU(CPUInfo):
         return replace(
             family,
             bytes_per_cycle=(*family.bytes_per_cycle[:3], self.memory_bytes_per_cycle),
-            memory_cores=float(self.num_cores),
+            memory_cores=self.memory_cores,
             weight_bytes_per_cycle=self.memory_bytes_per_cycle,
-            weight_cores=float(self.num_cores),
+            weight_cores=self.memory_cores,
             fork=self.fork,
         )
 
@@ -236,7 +239,12 @@ class MeasuredCPU(CPUInfo):
         family, cores = costs_of(info.family, info.vector_bits), info.num_cores
         l1d, l2, l3 = _caches_of(machine)
         level = weights_level(kept_bytes, machine)
-        per_cycle = machine[f"bandwidth.{level}"] / cores / machine["clock"]
+        all_cores = machine[f"bandwidth.{level}"] / machine["clock"]
+        one, nearest = all_cores / cores, family.bytes_per_cycle[2]
+        if level == "memory":  # which a few cores saturate, if they read different weights
+            few = all_cores / min(cores, family.memory_cores)
+            one = max(one, min(few, family.weight_bytes_per_cycle))
+        one = min(one, nearest)
         return cls(
             vector_bits=info.vector_bits,
             num_vector_registers=info.num_vector_registers,
@@ -253,7 +261,8 @@ class MeasuredCPU(CPUInfo):
             tiles=info.tiles,
             emulates_tiles=info.emulates_tiles,
             half_dots=info.half_dots,
-            memory_bytes_per_cycle=min(per_cycle, family.bytes_per_cycle[2]),
+            memory_bytes_per_cycle=one,
+            memory_cores=all_cores / one,
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
 

@@ -97,11 +97,9 @@ def _settings(kernel: Conv2DKernel, tile: tuple[int, int], cpu: CPUInfo) -> Iter
     # An output of another type has no room for partial sums.
     whole = plain or kernel.out_dtype is not None
     cuts = (1,) if whole else _reduction_parts(kernel, blocks)
-    for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores):
-        if unit_chunks > units or block_chunks > -(-out_blocks // blocks):
-            continue
-        if plain and block_chunks > 1:  # LLVM 22 unrolls the columns of such tiles, and spills
-            continue
+    # LLVM 22 unrolls the columns of tiles of NCHW data whose blocks are cut, and spills.
+    most = units, 1 if plain else -(-out_blocks // blocks)
+    for unit_chunks, block_chunks in shares(kernel.batch or 1, cpu.num_cores, most):
         for group in _unit_groups(kernel, -(-units // unit_chunks), units, cpu):
             share = pixels, blocks, unit_chunks, block_chunks, group
             if layer.group_lanes(kernel.lanes):
@@ -112,12 +110,21 @@ def _settings(kernel: Conv2DKernel, tile: tuple[int, int], cpu: CPUInfo) -> Iter
                 yield Conv2DKnobs(*share, blocks_inside=False, ic_o=parts, prefetch=not plain)
 
 
-def shares(batch: int, cores: int) -> list[tuple[int, int]]:
-    """Parallel pieces of the pixels and of the channels: one piece, or one for each core."""
+def shares(batch: int, cores: int, most: tuple[int, int]) -> list[tuple[int, int]]:
+    """Parallel pieces of the pixels and of the channels of an image, at most so many of each.
+
+    One piece, or as many as cores compute in one round, in two, or in one for each image. Some
+    cores are idle where a layer has fewer pieces, and where these do not divide evenly.
+    """
     if batch % cores == 0:
         return [(1, 1)]
-    both = [(pieces, cores // pieces) for pieces in range(1, cores + 1) if cores % pieces == 0]
-    return [(1, 1), *both]
+    found = set[tuple[int, int]]()
+    for rounds in {1, min(2, batch), batch}:
+        pieces, largest = rounds * cores // batch, dict[int, int]()
+        for pixels in range(1, min(pieces, most[0]) + 1):
+            largest[min(pieces // pixels, most[1])] = pixels
+        found |= {(pixels, channels) for channels, pixels in largest.items()}
+    return [(1, 1), *sorted(found - {(1, 1)})]
 
 
 def _unit_groups(kernel: Conv2DKernel, longest: int, units: int, cpu: CPUInfo) -> list[int]:

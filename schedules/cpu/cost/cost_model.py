@@ -335,6 +335,11 @@ def _rounds(kernel: Conv2DKernel, pieces: int, cpu: CPUInfo) -> tuple[int, float
     return -(-batch * pieces // cpu.num_cores), fork
 
 
+def _busy_cores(kernel: Conv2DKernel, pieces: int, cpu: CPUInfo) -> int:
+    """Cores that compute at the same time."""
+    return min((kernel.batch or 1) * pieces, cpu.num_cores)
+
+
 def _finish(
     kernel: Conv2DKernel, pieces: int, steps: Steps, edges: float, layouts: float, cpu: CPUInfo
 ) -> Estimate:
@@ -350,6 +355,7 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     height, width = _size(kernel)
     out_h, out_w = layer.output_size(height, width)
     plain = kernel.data_layout == "NCHW"
+    pieces = knobs.unit_chunks * knobs.block_chunks
     vectors = _vectors(layer, lanes, knobs.blocks, knobs.block_chunks)
     flat = layer.is_pointwise and not plain
     units = -(-out_h * out_w // knobs.pixels) if flat else out_h
@@ -376,6 +382,8 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
         out_level=_home(_padded(layer.out_channels, lanes) * out_h * out_w * item, cpu),
         residual=kernel.residual,
         stored_bytes=ITEM_BYTES[kernel.weight_dtype] if kernel.weight_dtype else None,
+        cores=_busy_cores(kernel, pieces, cpu),
+        weight_shares=_weight_shares(layer, lanes, vectors, cpu),
     )
     parts: list[_Part] = []
     for group, count in _pieces(share, knobs.unit_group):
@@ -391,7 +399,6 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     if layer.group_lanes(lanes) and knobs.unit_chunks > 1:
         lines = min(share * out_w * lanes * item, PAGE_BYTES) / CACHE_LINE_BYTES
         edges = cpu.costs.edge * lines * len(vectors)
-    pieces = knobs.unit_chunks * knobs.block_chunks
     return _finish(kernel, pieces, _cost(parts, cpu), edges, 0.0, cpu)
 
 
@@ -443,6 +450,7 @@ def _parts_one(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> l
         in_blocks=_in_blocks(layer, lanes),
         prefetch=knobs.prefetch and not layer.group_lanes(lanes),
         data_level=_home(row_bytes * height, cpu, foreign=knobs.oc_t > 1),
+        cores=_busy_cores(kernel, knobs.h_t * knobs.oc_t, cpu),
     )
     read_pieces = pieces if layer.group_lanes(lanes) else 1
     parts: list[_Part] = []
@@ -467,6 +475,7 @@ def _parts_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> l
     mid = layer1.output_size(*_size(kernel))
     out_h, out_w = layer.output_size(*mid)
     flat = layer.is_pointwise
+    vectors = _vectors(layer, lanes, knobs.blocks2, knobs.oc_t)
     nest = ConvNest(
         layer=layer,
         lanes=lanes,
@@ -475,12 +484,14 @@ def _parts_two(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> l
         size=mid,
         out_size=(out_h, out_w),
         pixels=knobs.pixels2,
-        vectors=_vectors(layer, lanes, knobs.blocks2, knobs.oc_t),
+        vectors=vectors,
         in_blocks=_in_blocks(layer, lanes) // knobs.ic_o,
         calls=knobs.ic_o,
         prefetch=knobs.prefetch,
         out_level=_home(_padded(layer.out_channels, lanes) * out_h * out_w * item, cpu),
         residual=kernel.residual,
+        cores=_busy_cores(kernel, knobs.h_t * knobs.oc_t, cpu),
+        weight_shares=_weight_shares(layer, lanes, vectors, cpu),
     )
     parts: list[_Part] = []
     for step, count in _row_steps(kernel, knobs):
@@ -579,6 +590,11 @@ def _vectors(layer: ConvLayer, lanes: int, blocks: int, pieces: int) -> tuple[in
     """Channel blocks of each block tile of the largest piece."""
     found = _block_tiles(layer, lanes, blocks)
     return found[: -(-len(found) // pieces)]
+
+
+def _weight_shares(layer: ConvLayer, lanes: int, vectors: tuple[int, ...], cpu: CPUInfo) -> float:
+    """All channel blocks over those of the largest piece; at most one for each core."""
+    return min(-(-layer.out_channels // lanes) / sum(vectors), cpu.num_cores)
 
 
 def _rows_read(layer: ConvLayer, rows: int, height: int) -> int:

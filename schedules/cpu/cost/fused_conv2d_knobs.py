@@ -259,13 +259,15 @@ class Grid:
 
 def grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
     """Shares and rows of a step (some of those that give different numbers of steps)."""
-    for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores):
+    rows, blocks = _out_size(kernel)[0], -(-kernel.layers[1].out_channels // kernel.lanes)
+    for h_t, oc_t in shares(kernel.batch or 1, cpu.num_cores, (rows, blocks)):
         yield from _steps(kernel, h_t, oc_t)
 
 
 def _row_grids(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[Grid]:
     """Grids whose cores also share the tiles of a row."""
-    for h_t, others in shares(kernel.batch or 1, cpu.num_cores):
+    most = _out_size(kernel)[0], cpu.num_cores
+    for h_t, others in shares(kernel.batch or 1, cpu.num_cores, most):
         for w_t in range(2, others + 1):
             if others % w_t == 0:
                 yield from _steps(kernel, h_t, others // w_t, w_t)

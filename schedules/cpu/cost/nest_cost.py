@@ -115,6 +115,11 @@ class ConvNest(NamedTuple):
         Levels in which data are when the nest begins, and to which the output goes.
     stored_bytes : int | None
         Bytes of a weight of another type.
+    cores : int
+        Cores that compute such nests at the same time.
+    weight_shares : float
+        All weights over those of the nest: cores that read the same ones get them from memory at
+        the same time.
     """
 
     layer: ConvLayer
@@ -138,6 +143,8 @@ class ConvNest(NamedTuple):
     data_level: int = L2
     out_level: int = L2
     stored_bytes: int | None = None
+    cores: int = 1
+    weight_shares: float = 1.0
 
     @property
     def weight_bytes(self) -> int:
@@ -175,11 +182,12 @@ def nest_terms(nest: ConvNest, weight_levels: Sequence[int], cpu: CPUInfo) -> li
     block_bytes = taps * layer.kernel[0] * layer.kernel[1] * nest.lanes * nest.weight_bytes
     pixels = sum(size * count for size, count in tiles) * nest.rows
     out_bytes = pixels * vectors * nest.lanes * nest.item_bytes
-    output = out_bytes * (costs.store + nest.residual) / nest.calls / bandwidth(nest.out_level, cpu)
+    out_rate = bandwidth(nest.out_level, cpu, nest.cores)
+    output = out_bytes * (costs.store + nest.residual) / nest.calls / out_rate
     if nest.parts > 1 or nest.calls > 1:
         kept = out_bytes * (1 if nest.calls > 1 else max(nest.vectors) / vectors)
         again = nest.parts - 1 / nest.calls
-        output += 2 * again * out_bytes / bandwidth(fits(2 * kept, cpu), cpu)
+        output += 2 * again * out_bytes / bandwidth(fits(2 * kept, cpu), cpu, nest.cores)
     data, skipped = _data(nest, block_bytes, cpu)
     again_cycles, late = _weights_again(nest, block_bytes, passes, cpu)
     waits = 0.0 if width else 1 - _asked_for(nest, passes)
@@ -190,7 +198,7 @@ def nest_terms(nest: ConvNest, weight_levels: Sequence[int], cpu: CPUInfo) -> li
         if not width:
             missed = costs.miss * (late + whole * (level >= L3))
             missed *= waits
-        weights = whole / bandwidth(level, cpu) + again_cycles
+        weights = whole / bandwidth(level, cpu, nest.weight_shares) + again_cycles
         exposed = missed + costs.skip * skipped
         found.append(Terms(*compute, weights, data, output, exposed))
     return found
@@ -211,9 +219,9 @@ def fits(size: float, cpu: CPUInfo) -> int:
     return (size > cpu.l1d_bytes) + (size > cpu.l2_bytes) + (size > cpu.l3_bytes)
 
 
-def bandwidth(level: int, cpu: CPUInfo) -> float:
-    """Bytes a cycle that one core gets from a level while all cores ask."""
-    share = min(1.0, cpu.costs.memory_cores / cpu.num_cores) if level == MEMORY else 1.0
+def bandwidth(level: int, cpu: CPUInfo, cores: float = 1.0) -> float:
+    """Bytes a cycle that a core gets from a level while so many ask for different bytes."""
+    share = min(1.0, cpu.costs.memory_cores / cores) if level == MEMORY else 1.0
     return cpu.costs.bytes_per_cycle[level] * share
 
 
@@ -345,7 +353,8 @@ def _weights_again(
     if level == L2 and nest.prefetch:
         level = max(level, fits(2 * kept, cpu))  # the next ones arrive while these are used
     again = whole * (passes - 1)
-    return again / bandwidth(level, cpu), again if level >= L3 else 0.0
+    cycles = again / bandwidth(level, cpu, nest.weight_shares)
+    return cycles, again if level >= L3 else 0.0
 
 
 def _asked_for(nest: ConvNest, passes: int) -> float:
@@ -360,7 +369,7 @@ def _asked_for(nest: ConvNest, passes: int) -> float:
 def _data(nest: ConvNest, block_bytes: float, cpu: CPUInfo) -> tuple[float, float]:
     """Cycles of the traffic of data, and those among them that nothing hides."""
     layer = nest.layer
-    first = nest.data_bytes / bandwidth(nest.data_level, cpu)
+    first = nest.data_bytes / bandwidth(nest.data_level, cpu, nest.cores)
     first += nest.halo_bytes / bandwidth(L2, cpu)
     if layer.group_lanes(nest.lanes):
         return first, 0.0
@@ -373,7 +382,7 @@ def _data(nest: ConvNest, block_bytes: float, cpu: CPUInfo) -> tuple[float, floa
         turns = 1.0
     level = fits(read + part_bytes, cpu)
     level = min(level, L2) if read <= cpu.l2_bytes else max(level, nest.data_level)
-    again = (turns - 1) * nest.data_bytes / bandwidth(level, cpu)
+    again = (turns - 1) * nest.data_bytes / bandwidth(level, cpu, nest.cores)
     skipped = again if layer.strides[1] > layer.kernel[1] and level >= L3 else 0.0
     if nest.flat is None and layer.kernel[0] > layer.strides[0]:
         rows = max(1, nest.rows * layer.strides[0])

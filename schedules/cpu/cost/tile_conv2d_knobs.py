@@ -325,7 +325,7 @@ def tile_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[TileConv2D
 
 def _tilings(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[tuple[int, int, int, int, int]]:
     """Rows of a tile, tiles of pixels and of channels, and parallel pieces of both."""
-    found, pieces = TileGeometry.of(kernel), _pieces(kernel, cpu)
+    found = TileGeometry.of(kernel)
     least = -(-found.width // TILE_ROWS)
     sizes = {-(-found.width // count) for count in range(least, least + 3)}
     for rows, (pixels, channels) in product(sorted(sizes, reverse=True), SHAPES):
@@ -333,16 +333,16 @@ def _tilings(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[tuple[int, int, int
         if pixels > units or channels > found.channel_tiles:
             continue
         groups = -(-units // pixels), -(-found.channel_tiles // channels)
-        for parts in pieces:
-            if parts[0] <= groups[0] and parts[1] <= groups[1]:
-                yield rows, pixels, channels, *parts
+        for parts in _pieces(kernel, groups, cpu):
+            yield rows, pixels, channels, *parts
 
 
-def _pieces(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
+def _pieces(kernel: Conv2DKernel, groups: tuple[int, int], cpu: CPUInfo) -> list[tuple[int, int]]:
     """Parallel pieces of pixels and of channels; more of the pixels where each is copied."""
-    found = shares(1 if kernel.is_matrix else kernel.batch or 1, cpu.num_cores)
+    found = shares(1 if kernel.is_matrix else kernel.batch or 1, cpu.num_cores, groups)
     times = MOST_PIECES if any(kernel.layers[0].padding) else (1,)
-    return list(dict.fromkeys((each[0] * more, each[1]) for more in times for each in found))
+    more = ((pixels * many, channels) for many in times for pixels, channels in found)
+    return list(dict.fromkeys(parts for parts in more if parts[0] <= groups[0]))
 
 
 def packed_tiles(kernel: Conv2DKernel, knobs: TileConv2DKnobs) -> int:

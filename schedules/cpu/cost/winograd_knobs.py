@@ -8,7 +8,8 @@ repeats; multiplies, one matrix product a point; and transforms back. In clock c
 - each transform takes some cycles a tile, point and channel block;
 - the products run at the peak, except for register tiles that are not full;
 - weights are a multiple of the direct convolution's, and are read by each task: the first time from
-  memory, since those of a whole network pass through the caches between two runs.
+  memory, since those of a whole network pass through the caches between two runs; cores whose
+  tasks are of the same chunk get them at the same time.
 
 All tasks are alike, so that a core's time is that of its share, rounded up.
 """
@@ -211,7 +212,6 @@ def winograd_cycles(shape: WinogradShape, knobs: WinogradKnobs, cpu: CPUInfo) ->
     moves *= knobs.group
     arithmetic = turns * (shape.points * (products + moves) + costs.winograd_task)
     weights = shape.points * shape.in_blocks * blocks * shape.lanes**2 * shape.item_bytes
-    busy = min(cpu.num_cores, tasks)
-    memory = weights / weights_rate(busy, cpu)
+    memory = weights / weights_rate(min(cpu.num_cores, knobs.block_chunks), cpu)
     cache = (turns - 1) * weights / costs.weight_cache_bytes_per_cycle
     return max(arithmetic + costs.winograd_exposed * (memory + cache), memory)

@@ -72,8 +72,9 @@ def test_costs_of_a_measured_cpu():
     with deciding_for(machine):
         cpu = CPUInfo.from_target(target)
     assert (cpu.l1d_bytes, cpu.l2_bytes, cpu.l3_bytes) == (32 << 10, 1 << 20, 32 << 20)
-    per_core = machine["bandwidth.memory"] / 4 / machine["clock"]
-    assert cpu.costs.bytes_per_cycle == (*family.costs.bytes_per_cycle[:3], pytest.approx(per_core))
+    of_two = machine["bandwidth.memory"] / 2 / machine["clock"]
+    assert cpu.costs.bytes_per_cycle == (*family.costs.bytes_per_cycle[:3], pytest.approx(of_two))
+    assert cpu.costs.memory_cores == pytest.approx(2)
     assert cpu.costs.drain == family.costs.drain and cpu.num_cores == 4
     with deciding_for(machine), pytest.raises(TargetError, match="the target for 'znver3'"):
         CPUInfo.from_target(Target({"kind": "llvm", "mcpu": "znver3"}))

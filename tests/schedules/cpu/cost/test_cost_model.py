@@ -16,13 +16,14 @@ from cpu.conv_cases import Case, build, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedules.cost.machine import load_machine
 from schedules.cpu.conv2d.conv2d import Conv2DKnobs, conv2d_template
 from schedules.cpu.conv2d.fused_conv2d import FusedConv2DKnobs, fused_conv2d_template, unsupported
-from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
 from schedules.cpu.core.machine_costs import FAMILIES
 from schedules.cpu.core.prefetch import lines_a_step
 from schedules.cpu.cost import nest_cost
-from schedules.cpu.cost.conv2d_knobs import conv2d_space
+from schedules.cpu.cost.conv2d_knobs import conv2d_space, shares
 from schedules.cpu.cost.cost_model import default_conv2d_knobs, default_fused_knobs, estimate
 from schedules.cpu.cost.fused_conv2d_knobs import check_knobs, fused_conv2d_space
 from schedules.cpu.cost.register_tile import most_pixels
@@ -189,6 +190,78 @@ def test_uneven_shares_cost_what_the_largest_costs():
     one_core = replace(CPU, num_cores=1)
     alone = estimate(dense(64, 64, 7).kernel, replace(SINGLE, unit_chunks=1), one_core)
     assert seven.cycles > 0.5 * alone.cycles
+
+
+MANY_CORES = (2, 3, 4, 7, 8, 13, 16, 31, 61, 64, 128, 192)
+FAR = (
+    dense(512, 512, 7),
+    dense(2048, 512, 7, kernel=1),
+    dense(512, 2048, 7, kernel=1),
+    dense(24, 512, 3, batch=2),
+    dense(128, 256, 10, batch=3),
+    Case((ConvLayer(1024, 1024, (3, 3), padding=SAME, groups=1024),), batch=3, height=10, width=10),
+    separable(960, 24, 7),
+    separable(256, 96, 28),
+)
+PLAIN = dense(3, 96, 56)
+
+
+def assert_idle_cores_cost_little(kernel: Conv2DKernel, cpu: CPUInfo, measured: bool) -> None:
+    """A core more is an offer: what fewer compute in some time, more compute in about the same."""
+    choose = default_conv2d_knobs if len(kernel.layers) == 1 else default_fused_knobs
+    least = float("inf")
+    for count in MANY_CORES:
+        some = replace(cpu, num_cores=count)
+        if measured:
+            some = MeasuredCPU.of(some, load_machine(cpu.family))
+        cycles = estimate(kernel, choose(kernel, some), some).cycles
+        assert cycles <= 1.1 * least + some.costs.fork, (count, cycles, least)
+        least = min(least, cycles)
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("case", FAR)
+def test_many_cores_take_hardly_longer_than_few(case, measured):
+    kernel = replace(case.kernel, data_layout="NCHW16c", out_layout="NCHW16c")
+    assert_idle_cores_cost_little(kernel, replace(WIDE, family="znver5"), measured)
+
+
+def test_many_cores_share_the_rows_of_plain_data():
+    kernel = replace(PLAIN.kernel, data_layout="NCHW", out_layout="NCHW16c")
+    assert_idle_cores_cost_little(kernel, WIDE, measured=False)
+
+
+@given(st.data(), cases(pair=False), CPUS)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_any_number_of_cores_takes_hardly_longer_than_one(data, case, cpu):
+    few, many = sorted(data.draw(st.sampled_from(MANY_CORES)) for _ in range(2))
+    cycles = []
+    for count in (few, many):
+        some = replace(cpu, num_cores=count)
+        cycles.append(estimate(case.kernel, default_conv2d_knobs(case.kernel, some), some).cycles)
+    assert cycles[1] <= 1.1 * cycles[0] + cpu.costs.fork
+
+
+@pytest.mark.parametrize("level", [nest_cost.L3, nest_cost.MEMORY])
+def test_cores_that_read_the_same_weights_share_what_the_memory_delivers(level):
+    many = replace(CPU, num_cores=64)
+    assert nest_cost.bandwidth(level, many, 1) == nest_cost.bandwidth(level, CPU, 2)
+    apart, own = nest_cost.bandwidth(level, many, 64), CPU.costs.bytes_per_cycle[level]
+    limit = CPU.costs.memory_cores / 64 if level == nest_cost.MEMORY else 1.0
+    assert apart == pytest.approx(limit * own)
+
+
+@given(st.integers(1, 9), st.integers(1, 200), st.integers(1, 60), st.integers(1, 60))
+def test_shares_are_pieces_that_a_layer_has(batch, cores, pixels, channels):
+    found = shares(batch, cores, (pixels, channels))
+    assert found[0] == (1, 1) and len(set(found)) == len(found)
+    assert all(one <= pixels and other <= channels for one, other in found)
+    assert all(one * other <= cores for one, other in found)
+    if batch == 1:  # no piece more of either fits the cores
+        whole = [(one, cores // one) for one in range(1, cores + 1) if cores % one == 0]
+        assert {pair for pair in whole if pair[0] <= pixels and pair[1] <= channels} <= set(found)
+        assert max(one * other for one, other in found) > min(cores, pixels * channels) / 2
 
 
 def test_small_kernels_stay_on_one_thread():
