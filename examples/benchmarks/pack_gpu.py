@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # The checkout itself holds the modules beside this one.
@@ -42,6 +42,7 @@ from examples.benchmarks.gpu.offline.device_run import CANDIDATES  # noqa: E402
 from examples.benchmarks.gpu.offline.kernel_cases import BLOCK, KernelCase, select  # noqa: E402
 from examples.benchmarks.gpu.offline.model_cases import MODELS, PackedModel  # noqa: E402
 from examples.benchmarks.gpu.protocol import reason  # noqa: E402
+from examples.benchmarks.gpu.with_tvm.onnx_case import onnx_model  # noqa: E402
 from examples.benchmarks.predict_gpu import OUTPUT  # noqa: E402
 from examples.onnx_builder import random_inputs  # noqa: E402
 from examples.zoo import ZOO  # noqa: E402
@@ -57,40 +58,12 @@ MEASURING = ("tvm_fusion", "schedules", "examples")
 """Packages whose modules go along: what loads and measures, and what that imports."""
 MOST_BYTES = 40_000_000
 MACHINES = ("h100", "h200")
-_OPSET = 23
 _QUICK = 1  # preset of xz: repeated weights shrink to nothing by any
 _LIBRARIES = ("libtvm_runtime.so", "libtvm_runtime_extra.so", "libtvm_runtime_cuda.so")
 _NOT_FFI = ("include", "3rdparty", "share", "src", "cython", "__pycache__", "testing", "stub")
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux2014")
 
 AnyCase = KernelCase | PackedModel
-
-
-def onnx_model(case: KernelCase) -> onnx.ModelProto:
-    """A case as an ONNX model."""
-
-    def info(tensors: Any) -> list[onnx.ValueInfoProto]:
-        return [
-            helper.make_tensor_value_info(name, _onnx_type(dtype), shape)
-            for name, (dtype, shape) in tensors.items()
-        ]
-
-    nodes = []
-    for op, inputs, outputs, attributes in case.nodes:
-        node = helper.make_node(op, inputs, outputs)
-        node.attribute.extend(
-            helper.make_attribute(name, _onnx_type(value) if name == "to" else value)
-            for name, value in attributes.items()
-        )
-        nodes.append(node)
-    weights = [numpy_helper.from_array(array, name) for name, array in case.weights().items()]
-    graph = helper.make_graph(nodes, "case", info(case.inputs), info(case.outputs), weights)
-    opsets = [helper.make_opsetid("", _OPSET)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
-
-
-def _onnx_type(dtype: str) -> int:
-    return int(getattr(onnx.TensorProto, {"float32": "FLOAT"}.get(dtype, dtype.upper())))
 
 
 def repeated(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -1,14 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock and engines for tests of the GPU benchmarks without a GPU."""
+"""A driver, a clock and engines for tests of the GPU benchmarks without a GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from examples.benchmarks.gpu import engine
 from examples.benchmarks.gpu.engine import Engine, Launcher
+
+DRIVER = Path(__file__).resolve().parents[1] / "gpu" / "fake_cuda_driver.c"
+
+
+def fake_driver(folder: Path, report: Path) -> dict[str, str]:
+    """Build the driver that computes nothing; the environment of a process that finds it.
+
+    Skips the test where no C compiler is.
+    """
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    driver = folder / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", driver, DRIVER], check=True)
+    (folder / "libcudart.so.13").symlink_to(driver)
+    return {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_CUDA_REPORT": str(report)}
 
 
 class FakeClock:

@@ -27,7 +27,7 @@ from examples.benchmarks.gpu.offline.kernel_cases import (
     attention as attention_case,
 )
 from examples.benchmarks.gpu.offline.stages import random_arrays
-from examples.benchmarks.pack_gpu import onnx_model
+from examples.benchmarks.gpu.with_tvm.onnx_case import onnx_model
 from schedules.workload.workspace_layout import PLACES
 from tvm_fusion.codegen.nvrtc import tvm_compiler
 from tvm_fusion.errors import TargetError

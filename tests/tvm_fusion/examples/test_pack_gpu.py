@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from gpu_fakes import FakeClock
+from gpu_fakes import FakeClock, fake_driver
 
 import tvm_fusion
 from examples.benchmarks import pack_gpu
@@ -30,6 +30,7 @@ from examples.benchmarks.gpu.offline.loaded import Loaded
 from examples.benchmarks.gpu.offline.model_cases import PackedModel
 from examples.benchmarks.gpu.offline.stages import Log, read_log
 from examples.benchmarks.gpu.offline.table import table
+from examples.benchmarks.gpu.with_tvm.onnx_case import onnx_model
 from examples.benchmarks.reduction_cases import Case, Reduction
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,6 +44,7 @@ PACKED = (
     "small/attention of edges warpgroups",
     "small/convolution of edges warpgroups",
     "small/convolution strided warpgroups",
+    "small/pair int8",
 )
 SMALL = {case.name: case for case in small_cases()}
 _WITHOUT = """
@@ -101,8 +103,8 @@ def test_cases_are_those_of_the_goals() -> None:
     specific = {case.group for case in timed_cases() if case.is_specific}
     assert specific == {"attention", "convolution", "product"}
     kinds = {word for name in SMALL for word in name.partition("/")[2].split()}
-    assert {"softmax", "norm", "attention", "pair", "depthwise", "tf32", "float16"} <= kinds
-    assert "warpgroups" in kinds
+    assert {"softmax", "norm", "attention", "pair", "depthwise"} <= kinds
+    assert {"tf32", "float16", "int8", "warpgroups"} <= kinds
 
 
 @pytest.mark.quick_cases(6)
@@ -111,7 +113,7 @@ def test_graph_and_expression_agree(case: KernelCase) -> None:
     """Both compute the same, and the judgement notices an error of a few tolerances."""
     torch = pytest.importorskip("torch")
     inputs = stages.random_arrays(case)
-    model = pack_gpu.onnx_model(case)
+    model = onnx_model(case)
     onnx.checker.check_model(model, full_check=True)
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
@@ -216,16 +218,9 @@ def measure(packed: Path, folder: Path, *arguments: str, **environment: str) -> 
 @pytest.mark.slow
 def test_a_run_on_a_driver_that_computes_nothing(packed: Path, tmp_path: Path) -> None:
     """Every kernel is found in its machine code and launched; its numbers are told to be wrong."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
     pytest.importorskip("torch")
-    source, driver = ROOT / "tests" / "gpu" / "fake_cuda_driver.c", tmp_path / "libcuda.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", driver, source], check=True)
-    (tmp_path / "libcudart.so.13").symlink_to(driver)
     report = tmp_path / "launches"
-    fake = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_CUDA_REPORT": str(report)}
-    done = measure(packed, tmp_path, "300", **fake)
+    done = measure(packed, tmp_path, "300", **fake_driver(tmp_path, report))
     results = tmp_path / "h100" / "run-1"
     lines = read_log(results / "run.jsonl")
     wrong = {
@@ -235,7 +230,8 @@ def test_a_run_on_a_driver_that_computes_nothing(packed: Path, tmp_path: Path) -
     }
     assert {*wrong} == {*PACKED}, done.stdout + done.stderr
     assert all(text.startswith("wrong: ") for text in wrong.values())
-    repacked = sum("convolution" in name for name in PACKED)  # before and behind the kernel
+    # Channels are packed before the kernel of a convolution, and unpacked behind it.
+    repacked = sum("convolution" in name or "int8" in name for name in PACKED)
     assert len(report.read_text().splitlines()) == 2 * (len(PACKED) + 2 * repacked)
     assert done.returncode == 1 and "product: left out: no GPU" in done.stdout
     assert "compute-sanitizer: " in done.stdout and "ncu: " in done.stdout
@@ -279,7 +275,7 @@ def on_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         kernel_cases.pair("convolution/tiny", 1, (4, 8, 8), 6, dtype="float32"),
     ]
     for case in cases:
-        model = tvm_fusion.compile(pack_gpu.onnx_model(case), threads=1, cache=False)
+        model = tvm_fusion.compile(onnx_model(case), threads=1, cache=False)
         model.save(tmp_path / case.file)
     monkeypatch.setattr(stages, "timed_cases", lambda: cases)
     monkeypatch.setattr(stages, "PLAN", stages.PLAN.quick())

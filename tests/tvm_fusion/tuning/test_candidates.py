@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from gpu_fakes import fake_driver
+from onnx import TensorProto, helper, numpy_helper
 
 from schedules.tuning.records import Key, Record
 from tvm_fusion.cli import command_line as cli
+from tvm_fusion.compiler import pipeline
+from tvm_fusion.compiler.record_reader import choose_records, used_records
 from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import TargetError, TuningError
+from tvm_fusion.onnx.frontend import import_onnx
 from tvm_fusion.runtime.tvm_runtime import DeviceInfo
 from tvm_fusion.tuning import candidates
 from tvm_fusion.tuning.database import Database
@@ -148,18 +154,8 @@ def test_another_device_is_refused(exported: Path, monkeypatch: Any, capsys: Any
 
 def test_strange_lines_are_refused(exported: Path, tmp_path: Path, capsys: Any) -> None:
     [task] = json.loads((exported / candidates.TASKS).read_text())["tasks"]
-    one, key = task["candidates"][1], Key(*task["key"])
-    setting = {name: one[name] for name in ("template", "version", "knobs")}
-    good = Record(
-        **setting,
-        workload=json.loads(key.workload),
-        cpu=key.cpu,
-        vector_bits=key.vector_bits,
-        threads=key.threads,
-        default_seconds=2.0,
-        best_seconds=1.0,
-        trials=1,
-    )
+    good = record_of(task)
+    setting = {name: getattr(good, name) for name in ("template", "version", "knobs")}
     lines = [
         good.to_line(),
         replace(good, knobs={**good.knobs, "threads": 7}).to_line(),
@@ -211,3 +207,101 @@ def test_the_command_exports(tmp_path: Path, monkeypatch: Any, capsys: Any) -> N
     assert cli.main(["tune", "m.onnx", *given]) == 0
     assert capsys.readouterr().out.strip().endswith(": 1 candidates")
     assert (tmp_path / "e" / candidates.TASKS).exists()
+
+
+def layers(dtype: str, nodes: list, shapes: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
+    """Nodes that read the inputs ``x`` and ``m``, weights ``w...`` and each other."""
+    rng = np.random.default_rng(3)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    weights = [
+        numpy_helper.from_array((rng.standard_normal(shape) / 9).astype(dtype), name)
+        for name, shape in shapes.items()
+        if name.startswith("w")
+    ]
+    inputs = [helper.make_tensor_value_info(name, kind, shapes[name]) for name in "xm"]
+    names = [node.output[0] for node in nodes if node.output[0].startswith("y")]
+    outputs = [helper.make_tensor_value_info(name, kind, None) for name in names]
+    graph = helper.make_graph(nodes, "layers", inputs, outputs, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def conv(data: str, weight: str, result: str, pads: int = 1, group: int = 1) -> onnx.NodeProto:
+    return helper.make_node("Conv", [data, weight], [result], pads=[pads] * 4, group=group)
+
+
+FLOAT32 = layers(
+    "float32",
+    [
+        conv("x", "w1", "y1"),
+        conv("x", "w2", "y2", group=32),
+        conv("x", "w3", "c", group=32),
+        helper.make_node("Relu", ["c"], ["r"]),
+        conv("r", "w4", "y3", pads=0),
+        helper.make_node("MatMul", ["m", "w5"], ["y4"]),
+    ],
+    {"x": (2, 32, 14, 14), "m": (64, 48), "w1": (40, 32, 3, 3), "w2": (32, 1, 3, 3)}
+    | {"w3": (32, 1, 3, 3), "w4": (64, 32, 1, 1), "w5": (48, 80)},
+)
+FLOAT16 = layers(
+    "float16",
+    [conv("x", "w1", "y1"), helper.make_node("MatMul", ["m", "w2"], ["y2"])],
+    {"x": (8, 64, 28, 28), "m": (1024, 512), "w1": (128, 64, 3, 3), "w2": (512, 1024)},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "target", "templates"),
+    [
+        (
+            FLOAT32,
+            SM_90,
+            {"gpu.conv2d", "gpu.depthwise_conv2d", "gpu.fused_conv2d", "gpu.matmul_tiles"},
+        ),
+        (FLOAT16, f"{SM_90}a", {"gpu.conv2d_warpgroups", "gpu.matmul_warpgroups"}),
+    ],
+    ids=["float32", "float16"],
+)
+def test_convolutions_and_products_travel(
+    model: onnx.ModelProto, target: str, templates: set[str], tmp_path: Path, capsys: Any
+) -> None:
+    """Each candidate is launched on a driver that computes nothing; records of any come back."""
+    folder, report, file = tmp_path / "exported", tmp_path / "launches", tmp_path / "file"
+    options = pipeline.Options(fuse="all")
+    counts = export_candidates(model, folder, target, trials=TRIALS, fuse=options.fuse)
+    assert [count for _, count in counts] == [TRIALS] * len(templates)
+    command = [sys.executable, "-m", "tvm_fusion.tuning.candidates", str(folder), str(file)]
+    fake = fake_driver(tmp_path, report)
+    done = subprocess.run(command, env=fake, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == len(templates)
+    assert all(line.endswith("failed (wrong): relative error nan") for line in told), done.stdout
+    tasks = json.loads((folder / candidates.TASKS).read_text())["tasks"]
+    tried = [one["knobs"] for task in tasks for one in task["candidates"]]
+    launches = sum(1 + (knobs.get("splits", 1) > 1) for knobs in tried)
+    assert len(report.read_text().splitlines()) == launches
+    file.write_text("\n".join(record_of(task).to_line() for task in tasks))
+    database = tmp_path / "database"
+    assert cli.main(["tune", "--import", str(file), "--database", str(database)]) == 0
+    assert f"{len(templates)} records and 0 trials taken, 0 lines" in capsys.readouterr().out
+    resolved = resolve(target)
+    options = replace(options, records=choose_records(database, resolved))
+    mod = pipeline.optimize(import_onnx(model, None).mod, resolved, options)
+    assert {one["template"] for one in used_records(mod)} == templates
+
+
+def record_of(task: dict) -> Record:
+    """The record that the last candidate of a task wins."""
+    key = Key(*task["key"])
+    setting = {name: task["candidates"][-1][name] for name in ("template", "version", "knobs")}
+    return Record(
+        **setting,
+        workload=json.loads(key.workload),
+        cpu=key.cpu,
+        vector_bits=key.vector_bits,
+        threads=key.threads,
+        default_seconds=2.0,
+        best_seconds=1.0,
+        trials=TRIALS,
+    )

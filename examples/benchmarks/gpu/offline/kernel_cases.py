@@ -29,6 +29,8 @@ Node = tuple[str, Sequence[str], Sequence[str], Mapping[str, Any]]
 BLOCK = np.random.default_rng(7).standard_normal(1021, dtype="float32")
 """Prime length, so that no row of a matrix begins like the one before."""
 _HALF = 4e-3  # of the largest magnitude: two roundings to float16, and one of what lies between
+_UNIT = 2.0**-7  # what a byte counts, where there are only bytes between layers
+_BYTE = 4 / 255  # float16 rounds some bytes between the layers to others
 _UNARY = {"neg": "Neg", "abs": "Abs", "exp": "Exp"}
 _BINARY = {"add": "Add", "mul": "Mul"}
 _REDUCE = {
@@ -72,6 +74,8 @@ class KernelCase:
         The same as a case of reductions, whose tolerance is by place.
     is_specific : bool
         Whether it is compiled for what only its architecture has: products of warpgroups.
+    parameters : Callable, optional
+        Makes the weights of the expression, where they are others than those of the graph.
     """
 
     name: str
@@ -85,6 +89,7 @@ class KernelCase:
     options: Mapping[str, Any] = field(default_factory=dict)
     reduction: Case | None = None
     is_specific: bool = False
+    parameters: Callable[[], dict[str, NDArray[Any]]] | None = None
 
     @property
     def group(self) -> str:
@@ -104,7 +109,9 @@ class KernelCase:
     @property
     def bytes(self) -> int:
         """Compulsory bytes: every input and weight read once, every output written once."""
-        weights = sum(array.nbytes for array in self.weights().values() if array.dtype.kind == "f")
+        weights = sum(
+            array.nbytes for array in self.weights().values() if array.dtype != "int64"
+        )  # integers of 64 bits are shapes, axes and classes
         return self.input_bytes + weights + _size(self.outputs)
 
     def run(self, torch: Any, inputs: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -115,7 +122,8 @@ class KernelCase:
 
 
 def _size(tensors: Tensors) -> int:
-    return sum(BYTES[dtype] * math.prod(shape) for dtype, shape in tensors.values())
+    item = {**BYTES, "uint8": 1}
+    return sum(item[dtype] * math.prod(shape) for dtype, shape in tensors.values())
 
 
 def weight(*shape: int, dtype: str = "float16", scale: float | None = None) -> NDArray[Any]:
@@ -258,6 +266,74 @@ def pair(
         2.0 * batch * size**2 * inner * (9 * first // groups + last),
         _HALF if dtype == "float16" else 1e-5,
     )
+
+
+def byte_pair(name: str, batch: int, channels: tuple[int, int, int], size: int) -> KernelCase:
+    """A 3x3 convolution and a 1x1 of bytes, each with bias and ReLU.
+
+    PyTorch has no convolution of bytes on GPUs, so the expression adds up floats: of 64 bits as the
+    reference, of 16 bits as a peer. All scales are powers of two, so that weights are the same in
+    each type and the sums of the reference are exact.
+    """
+    first, inner, last = channels
+    nodes: list[Node] = []
+    for number, (data, result, pads) in enumerate((("x", "r", 1), ("r", "y", 0)), 1):
+        weight_names = [f"{each}{number}" for each in ("w", "s", "z")]
+        given = [data, "unit", "zero", *weight_names, "unit", "zero", f"b{number}"]
+        nodes.append(("QLinearConv", given, [result], {"pads": [pads] * 4}))
+
+    def expression(torch: Any, x: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+        def as_bytes(value: Any) -> Any:
+            return (value / _UNIT).round().clamp(0, 255)
+
+        conv, wide = torch.nn.functional.conv2d, w1.dtype
+        inside = as_bytes(conv(x.to(wide) * _UNIT, w1, b1, padding=1))
+        return as_bytes(conv(inside * _UNIT, w2, b2)).to(torch.uint8)
+
+    def layers() -> list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        shapes = (inner, first, 3, 3), (last, inner, 1, 1)
+        return [(_bytes_of_weights(*shape), *_scales_and_bias(*shape)) for shape in shapes]
+
+    def weights() -> dict[str, NDArray[Any]]:
+        found = {"unit": np.array(_UNIT, "float32"), "zero": np.array(0, "uint8")}
+        for number, (numbers, scale, bias) in enumerate(layers(), 1):
+            found[f"w{number}"], found[f"s{number}"] = numbers, scale
+            found[f"z{number}"] = np.zeros(scale.shape, "int8")
+            found[f"b{number}"] = (bias / (_UNIT * scale)).astype("int32")
+        return found
+
+    def parameters() -> dict[str, NDArray[Any]]:
+        found = {}
+        for number, (numbers, scale, bias) in enumerate(layers(), 1):
+            found[f"w{number}"] = (numbers * scale[:, None, None, None]).astype("float16")
+            found[f"b{number}"] = bias.astype("float16")
+        return found
+
+    return KernelCase(
+        name,
+        nodes,
+        {"x": ("uint8", (batch, first, size, size))},
+        {"y": ("uint8", (batch, last, size, size))},
+        expression,
+        weights,
+        2.0 * batch * size**2 * inner * (9 * first + last),
+        _BYTE,
+        parameters=parameters,
+    )
+
+
+def _bytes_of_weights(*shape: int) -> NDArray[Any]:
+    """Bytes whose mean is zero for each output, as the data is positive."""
+    numbers = np.resize(BLOCK, shape)
+    numbers -= numbers.mean((1, 2, 3), keepdims=True)
+    return np.clip(np.round(numbers * 40), -127, 127).astype("int8")
+
+
+def _scales_and_bias(outputs: int, *shape: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Scales by which results keep the spread of what they are made of, and a bias."""
+    scale = 2.0 ** np.round(np.log2(math.prod(shape) ** -0.5 / 32))
+    bias = np.round(np.resize(BLOCK, outputs) * 32) * 2.0**-8
+    return (scale * 2.0 ** (np.arange(outputs) % 2)).astype("float32"), bias
 
 
 def convolution(
@@ -467,6 +543,7 @@ def small_cases() -> list[KernelCase]:
         ),
         pair("small/pair", 2, (32, 32, 64), 14),
         pair("small/pair depthwise", 2, (64, 64, 64), 14, depthwise=True),
+        byte_pair("small/pair int8", 2, (32, 32, 64), 14),
     ]
 
 
@@ -501,6 +578,9 @@ def timed_cases() -> list[KernelCase]:
         pair("convolution/resnet-50 stage 3, batch 8", 8, (256, 256, 1024), 14),
         pair("convolution/resnet-50 stage 4, batch 8", 8, (512, 512, 2048), 7),
         pair("convolution/resnet-50 stage 1, batch 64", 64, (64, 64, 256), 56),
+        byte_pair("convolution/resnet-50 stage 1 int8, batch 8", 8, (64, 64, 256), 56),
+        byte_pair("convolution/resnet-50 stage 3 int8, batch 8", 8, (256, 256, 1024), 14),
+        byte_pair("convolution/resnet-50 stage 1 int8, batch 64", 64, (64, 64, 256), 56),
         pair("convolution/depthwise 128x56, batch 8", 8, (128, 128, 128), 56, depthwise=True),
         pair("convolution/depthwise 128x56, batch 64", 64, (128, 128, 128), 56, depthwise=True),
     ]

@@ -21,9 +21,10 @@ _ROW_BYTES = 1 << 16  # of the longest row that our Triton kernels hold in regis
 
 def peers_of(case: KernelCase) -> list[Engine]:
     """The peers that can run a case, whether they are present or not."""
-    found: list[Engine] = [ByExpression(LIBRARIES.get(case.group, "PyTorch"))]
+    inside = " float16" if case.parameters else ""
+    found: list[Engine] = [ByExpression(LIBRARIES.get(case.group, "PyTorch") + inside)]
     if case.group == "convolution":
-        found.append(ByExpression("cuDNN NHWC", last=True))
+        found.append(ByExpression(f"cuDNN NHWC{inside}", last=True))
     found.append(ByExpression("torch.compile", compiled=True))
     if case.reduction is not None:
         found.append(CubOfReduction())
@@ -145,5 +146,6 @@ class TritonRows(Engine):
 
 
 def on_device(case: KernelCase, torch: Any, device: Any) -> dict[str, Any]:
-    """The weights as PyTorch's tensors."""
-    return {name: torch.from_numpy(array).to(device) for name, array in case.weights().items()}
+    """The weights of the expression as PyTorch's tensors."""
+    arrays = (case.parameters or case.weights)()
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}

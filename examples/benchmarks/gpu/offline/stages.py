@@ -152,10 +152,12 @@ def launch(folder: Path, log: Log, names: Sequence[str]) -> None:
 
 
 def random_arrays(case: KernelCase) -> list[np.ndarray]:
-    """Standard normal numbers, other ones at every run."""
+    """Standard normal numbers, or any bytes, other ones at every run."""
     generator = np.random.default_rng()
     return [
-        generator.standard_normal(shape, dtype="float32").astype(dtype)
+        generator.integers(0, 256, shape, "uint8")
+        if dtype == "uint8"
+        else generator.standard_normal(shape, dtype="float32").astype(dtype)
         for dtype, shape in case.inputs.values()
     ]
 
@@ -206,12 +208,15 @@ def race_kernels(folder: Path, log: Log, group: str, until: float, clock: Clock)
 
 
 def random_tensors(case: KernelCase, seed: int, device: str) -> list[Any]:
-    """One set of inputs of a case, standard normal numbers."""
+    """One set of inputs of a case, standard normal numbers or any bytes."""
     torch = module("torch")
     generator = torch.Generator(device=device)
     generator.manual_seed(seed)
+    where = {"generator": generator, "device": device}
     return [
-        torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
+        torch.randint(256, shape, dtype=torch.uint8, **where)
+        if dtype == "uint8"
+        else torch.randn(shape, **where).to(getattr(torch, dtype))
         for dtype, shape in case.inputs.values()
     ]
 
