@@ -160,6 +160,8 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
     depths = product.depth, product.right.extents[-2]
     if depths[0] != depths[1]:
         raise OpError(f"{NAME}: {depths[0]} columns by {depths[1]} rows; expected as many")
+    if reason := product.misfit():
+        raise OpError(f"{NAME}: {reason}")
     stored = [product.extents[axis] for axis in product.result.axes]
     return relax.TensorType(stored, product.result.dtype)
 

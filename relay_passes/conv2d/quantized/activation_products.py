@@ -14,7 +14,7 @@ from schedules.cpu.core.machine import CPUInfo
 from schedules.cpu.loops.matmul.byte_product import ByteFactor, ByteProduct, ByteResult
 from schedules.tir.extents import constant, extent_of
 
-from ...core.constants import array_of, numbers, scaled, shifted, uniform
+from ...core.constants import array_of, numbers, scaled, shifted, tensor_constant, uniform
 from ...core.expressions import Value, op_name, permutation
 from ...core.graph import Graph
 from ...op.byte_matmul import BYTES, NAME, byte_matmul, changed
@@ -53,7 +53,7 @@ class ActivationProducts:
         rank = max(len(factor.shape) for factor in factors)
         left, right = factors
         product = ByteProduct(left, right, ByteResult(tuple(range(rank))))
-        if str(call.ty.dtype) in _FLOATS and product.fits and self._gains(product):
+        if str(call.ty.dtype) in _FLOATS and not product.misfit() and self._gains(product):
             self._taken.add(graph.current)
             return found
         return []
@@ -67,9 +67,14 @@ class ActivationProducts:
         left, right = (_runtime_bytes(graph, operand) for operand in call.args)
         if left is None or right is None:
             return None
+        dtype = str(call.ty.dtype)
+        scale = _joined(np.multiply, left.scale, right.scale, dtype)
+        if scale is None:
+            return None
         (left_data, left_axes), (right_data, right_axes) = (
             graph.unturned(source.data, range(source.data.ty.ndim)) for source in (left, right)
         )
+        in_floats = dtype == "float32"
         product = byte_matmul(
             left_data,
             right_data,
@@ -77,12 +82,15 @@ class ActivationProducts:
             right_axes=right_axes,
             offsets=(int(left.low), int(right.low)),
             zeros=(_byte_zero(graph, left), _byte_zero(graph, right)),
-            scale=float(np.float32(left.scale) * np.float32(right.scale)),
+            scale=scale if in_floats else 1.0,
         )
-        if str(call.ty.dtype) == "float32":
+        if in_floats:
             return product
-        whole = graph.emit(changed(product, out_dtype="int32"))
-        return relax.op.astype(whole, str(call.ty.dtype))
+        sums = graph.emit(changed(product, out_dtype="int32"))
+        floats = relax.op.astype(sums, dtype)
+        if scale == 1:
+            return floats
+        return relax.op.multiply(graph.emit(floats), tensor_constant(np.array(scale), dtype))
 
     def _gains(self, product: ByteProduct) -> bool:
         """Predict whether a product of bytes is faster than one of float32."""
@@ -113,10 +121,9 @@ def fold_scale(graph: Graph, call: relax.Call) -> Value:
         number = uniform(numbers(operand))
         if number is None or operand.ty.ndim > call.ty.ndim:
             return None
-        scale, by = np.float32(product.attrs["scale"]), np.float32(number)
-        with np.errstate(over="ignore", under="ignore"):
-            result = scale / by if op_name(call) == "relax.divide" else scale * by
-        return changed(product, scale=float(result)) if np.isfinite(result) else None
+        operation = np.divide if op_name(call) == "relax.divide" else np.multiply
+        scale = _joined(operation, float(product.attrs["scale"]), number)
+        return None if scale is None else changed(product, scale=scale)
     return None
 
 
@@ -139,11 +146,10 @@ def fold_rounding(graph: Graph, call: relax.Call) -> Value:
     product = _open_product(graph, data)
     if product is None or product.attrs["has_factor"]:
         return None
-    with np.errstate(over="ignore"):
-        scale = np.float32(product.attrs["scale"]) / np.float32(by)
-    if not np.isfinite(scale):
+    scale = _joined(np.divide, float(product.attrs["scale"]), by)
+    if scale is None:
         return None
-    rounded = changed(product, scale=float(scale), low=low, high=high, out_dtype=dtype)
+    rounded = changed(product, scale=scale, low=low, high=high, out_dtype=dtype)
     if parameters or in_bytes(call):
         return rounded
     return ByteTensor(graph.emit(rounded), low=low).floats(graph)
@@ -204,6 +210,15 @@ def fold_order(graph: Graph, call: relax.Call) -> Value:
     axes, order = [*map(int, product.attrs["axes"])], permutation(call)
     stored = [axes[axis] for axis in order]
     return changed(product, axes=stored) if stored[-1] == len(axes) - 1 else None
+
+
+def _joined(operation: np.ufunc, left: float, right: float, dtype: str = "float32") -> float | None:
+    """The result for two constants in a type; None if it is no normal number of that."""
+    kind = np.dtype(dtype).type
+    with np.errstate(all="ignore"):
+        result = operation(kind(left), kind(right))
+    is_lost = bool(left) and bool(right) and abs(result) < np.finfo(kind).tiny
+    return float(result) if np.isfinite(result) and not is_lost else None
 
 
 def _open_product(graph: Graph, expr: relax.Expr) -> relax.Call | None:

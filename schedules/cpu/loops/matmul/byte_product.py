@@ -104,6 +104,18 @@ class ByteResult:
     rescale: float = 1.0
     added: tuple[int, ...] | None = None
 
+    def misfit(self) -> str | None:
+        """Reason why no kernel ends so; None where one does."""
+        is_scaled = self.scale != 1 or self.has_factor or self.bounds is not None
+        is_moved = self.rescale != 1 or self.added is not None
+        if self.dtype == "int32" and is_scaled:
+            return "sums in int32 are scaled or rounded; expected another type of output"
+        if self.dtype in ("uint8", "int8") and self.bounds is None:
+            return f"the output is {self.dtype} without bounds; expected low and high"
+        if self.dtype != "float32" and is_moved:
+            return f"the output is {self.dtype}, rescaled or added to; expected float32"
+        return None
+
 
 @dataclass(frozen=True)
 class ByteProduct:
@@ -131,12 +143,15 @@ class ByteProduct:
         """Products of a sum."""
         return self.left.extents[-1]
 
-    @property
-    def fits(self) -> bool:
-        """Whether 32 bits hold every sum, and every place in memory."""
+    def misfit(self) -> str | None:
+        """Reason why no kernel computes the product; None where one does."""
         largest = self.depth * self.left.largest * self.right.largest
         sizes = [prod(shape) for shape in (self.left.shape, self.right.shape, self.extents)]
-        return largest <= _LARGEST_SUM and 0 < min(sizes) and max(sizes) <= _LARGEST_SUM
+        if largest > _LARGEST_SUM:
+            return f"sums reach {largest}; expected at most {_LARGEST_SUM}"
+        if not 0 < min(sizes) or max(sizes) > _LARGEST_SUM:
+            return f"factors and result have {sizes} elements; expected 1 to {_LARGEST_SUM}"
+        return self.result.misfit()
 
     @property
     def title(self) -> str:

@@ -10,11 +10,13 @@ from tvm.target import Target
 
 from relay_passes import MultiplyBytes
 from relay_passes.op import byte_matmul, round_clip
+from relay_passes.op.byte_matmul import changed
 from schedules.cost.decisions import recorded
 from schedules.errors import OpError
 
 AVX2 = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver3", "num-cores": 2})
 HEADS = (1, 64, 4, 32)
+SQUARES = (((64, 64), "uint8"), ((64, 64), "uint8"))
 
 
 def number(value: float) -> relax.Expr:
@@ -99,6 +101,35 @@ def test_zero_points_of_run_time():
     tvm.ir.assert_structural_equal(after, module(expected, *WEIGHTED))
 
 
+def test_sums_in_float64_are_scaled_behind_the_product():
+    """Sums are integers; a scale that is 1 needs no multiplication."""
+
+    def wide(value: float) -> relax.Expr:
+        return relax.const(value, "float64")
+
+    def scaled_by(value: float):
+        def build(emit, left, right):
+            factors = [emit(relax.op.astype(each, "float64")) for each in (left, right)]
+            if value != 1:
+                factors[0] = emit(relax.op.multiply(factors[0], wide(value)))
+            return relax.op.matmul(*factors)
+
+        return build
+
+    def expected(value: float):
+        def build(emit, left, right):
+            call = byte_matmul(left, right, left_axes=[0, 1], right_axes=[0, 1])
+            sums = relax.Call(call.op, call.args, dict(call.attrs.items()) | {"out_dtype": "int32"})
+            floats = relax.op.astype(emit(sums), "float64")
+            return floats if value == 1 else relax.op.multiply(emit(floats), wide(value))
+
+        return build
+
+    for value in (1.0, 0.5, 1e-30):
+        after = MultiplyBytes(AVX2)(module(scaled_by(value), *SQUARES))
+        tvm.ir.assert_structural_equal(after, module(expected(value), *SQUARES))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -128,8 +159,7 @@ def test_readers_of_floats_keep_the_product_apart():
         product = emit(relax.op.matmul(*operands))
         return relax.op.add(emit(round_clip(product, 0, 255)), product)
 
-    inputs = ((64, 64), "uint8"), ((64, 64), "uint8")
-    text = str(MultiplyBytes(AVX2)(module(twice, *inputs)))
+    text = str(MultiplyBytes(AVX2)(module(twice, *SQUARES)))
     assert "byte_matmul" in text and "round_clip" in text
 
 
@@ -149,3 +179,18 @@ def test_types_and_shapes_are_checked():
     zero = relax.Var("zero", relax.TensorType((), "int8"))
     with pytest.raises(OpError, match="other operands are"):
         byte_matmul(left, right, **axes, zeros=(zero, None))
+
+
+@pytest.mark.parametrize(
+    ("attrs", "reason"),
+    [
+        ({"out_dtype": "int32", "scale": 0.5}, "sums in int32 are scaled or rounded"),
+        ({"out_dtype": "uint8"}, "uint8 without bounds"),
+        ({"out_dtype": "int8", "low": 0.0, "high": 9.0, "rescale": 2.0}, "int8, rescaled"),
+    ],
+)
+def test_ends_that_no_kernel_has(attrs, reason):
+    left, right = (relax.Var(name, relax.TensorType((4, 4), "uint8")) for name in ("x", "y"))
+    call = byte_matmul(left, right, left_axes=[0, 1], right_axes=[0, 1])
+    with pytest.raises(OpError, match=reason):
+        relax.BlockBuilder().normalize(changed(call, **attrs))
