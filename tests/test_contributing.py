@@ -21,6 +21,9 @@ FACES = {
 }
 """Files that import what a name means when it is asked for."""
 
+MOST_MODULES = 16
+"""Modules that a folder may have beside its ``__init__``."""
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 STEP = re.compile(r"`([\w.]+)`\s+in\s+\[[\w.]+\]\(([\w/.]+)\)")
@@ -48,11 +51,11 @@ def test_walks_are_found() -> None:
 
 @cache
 def constants_and_calls() -> list[tuple[Path, ast.Constant | ast.Call]]:
-    """Constants and calls of all modules, with their files."""
+    """Constants and calls of all modules and of what generates the pages, with their files."""
     return [
         (path, node)
-        for family in FAMILIES
-        for path in (ROOT / family).rglob("*.py")
+        for family in (*FAMILIES, "docs/generate.py")
+        for path in ([ROOT / family] if family.endswith(".py") else (ROOT / family).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant | ast.Call)
     ]
@@ -68,6 +71,14 @@ def test_names_of_attributes_stand_in_one_file() -> None:
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert not wrong, "take these from schedules.attributes:\n" + "\n".join(wrong)
+
+
+def test_folders_are_small() -> None:
+    """A reader sees a folder at a glance."""
+    folders = {path.parent for family in FAMILIES for path in (ROOT / family).rglob("__init__.py")}
+    sizes = {folder: len(list(folder.glob("*.py"))) - 1 for folder in folders}
+    assert len(sizes) > 50
+    assert not {folder: size for folder, size in sizes.items() if size > MOST_MODULES}
 
 
 def test_only_faces_import_our_modules_by_a_string() -> None:
