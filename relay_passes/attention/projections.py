@@ -22,7 +22,7 @@ class Projection:
     Parameters
     ----------
     product : relax.Call
-        Of a variable and a constant matrix.
+        Product of a variable and a constant matrix.
     steps : tuple[relax.Call, ...]
         What follows: ``astype``, or ``add`` of a constant vector.
     """

@@ -65,7 +65,7 @@ def widen_weight(
     axis : int
         0 or 1.
     bits : int
-        Of the integers, which lie between ``-2 ** (bits - 1)`` and ``2 ** (bits - 1) - 1``.
+        Bits of the integers, which lie between ``-2 ** (bits - 1)`` and ``2 ** (bits - 1) - 1``.
     by_bytes : bool
         Whether what is multiplied by the matrix may be rounded to 8 bits.
     out_dtype : str

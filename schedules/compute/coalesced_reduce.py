@@ -72,7 +72,7 @@ def column_sums(data: te.Tensor, axes: tuple[int, ...], rows: int) -> te.Tensor:
     Parameters
     ----------
     data : te.Tensor
-        Of known extents; floats of 16 or 32 bits.
+        Data of known extents; floats of 16 or 32 bits.
     axes : tuple[int, ...]
         Axes that number the ``M`` rows; the others number the ``N`` columns.
     rows : int

@@ -220,7 +220,7 @@ def distribute(
     sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
     # Ranks along each of several loops; by default the grid that sends the fewest bytes.
     grid: Sequence[int] | None = None,
-    # Of some inputs, how many indices of its distributed dimension each part owns; by default those
+    # How many indices of the distributed dimension of some inputs each part owns; by default those
     # around what it reads. For one loop only.
     owned: Mapping[str, Sequence[int]] | None = None,
     # Explicit transfers (:func:`send_recv`): of inputs, before the inferred exchange, which does

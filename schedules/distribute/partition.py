@@ -83,7 +83,7 @@ def sized(
     # ``extents``, ``names``: of the loops.
     extents: Sequence[int],
     names: Sequence[str],
-    sizes: Sequence[int] | Sequence[Sequence[int]],  # Of the parts of one loop, or of each loop.
+    sizes: Sequence[int] | Sequence[Sequence[int]],  # Sizes of the parts, of a loop or of all.
     ranks: int | None,  # What the number of parts must be.
 ) -> Partition:
     """Parts of loops of given sizes.

@@ -86,7 +86,7 @@ class Record:
         Parameters
         ----------
         key : Key
-            Of the workload on its target.
+            Key of the workload on its target.
         space : Space
             The template.
         knobs : dataclass

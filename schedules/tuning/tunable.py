@@ -39,7 +39,7 @@ def sample_knobs(
     Parameters
     ----------
     sch : Schedule
-        Of the function without a schedule.
+        Schedule of the function that has none yet.
     template : Template
         The template.
     workload : str

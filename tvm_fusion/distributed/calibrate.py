@@ -67,8 +67,8 @@ class PairExchange:
     def __init__(
         self,
         world: World,  # All ranks, which make it together.
-        shape: ParcelShape,  # Of what each sends.
-        number: int = 0,  # Of the exchange.
+        shape: ParcelShape,  # What each rank sends.
+        number: int = 0,  # Number of the exchange.
     ) -> None:
         self._world = world
         length = shape.segment // 4

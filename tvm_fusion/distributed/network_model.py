@@ -85,7 +85,7 @@ class RankModel:
     Attributes
     ----------
     inputs, outputs : tuple[TensorSpec, ...]
-        Of the whole model.
+        Inputs and outputs of the whole model.
     """
 
     def __init__(

@@ -74,11 +74,11 @@ class StateKernel:
         # The reduction; ``variance`` takes the means, of the accumulators' type and with reduced
         # extents of 1, as a second input.
         operator: str,
-        shape: tuple[int, ...],  # Of the part; no extent is 0.
-        dtype: str,  # Of the part.
+        shape: tuple[int, ...],  # Shape of the part; no extent is 0.
+        dtype: str,  # Element type of the part.
         axes: tuple[int, ...],  # Reduced axes, ascending.
         target: str,
-        threads: int,  # Of the kernel.
+        threads: int,  # Threads of the kernel.
     ) -> None:
         specs = [TensorSpec("part", shape, dtype)]
         if operator == "variance":

@@ -167,7 +167,7 @@ def _does_nothing(node: onnx.NodeProto, facts: GraphFacts) -> bool:
 def _takes_all(node: onnx.NodeProto, facts: GraphFacts) -> bool:
     """Whether a Slice goes from 0 to the largest integer by steps of 1.
 
-    Of an open size TVM's converter would write another formula, which is not known to be the same.
+    For an open size TVM's converter writes another formula, which is not known to be the same.
     """
     starts, ends = (facts.constant(name) for name in node.input[1:3])
     step_name = node.input[4] if len(node.input) > 4 else ""

@@ -157,7 +157,7 @@ def lower(program: ExportedProgram, choices: Choices) -> Run:
     Parameters
     ----------
     program : torch.export.ExportedProgram
-        Of a module whose inputs and outputs are tensors; it may change its inputs in place.
+        Program of a module whose inputs and outputs are tensors; it may change its inputs.
     choices : Choices
         The user's options.
 

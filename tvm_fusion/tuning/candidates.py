@@ -53,7 +53,7 @@ class Exported(Contest):
     task : mapping
         Its entry in the file of tasks.
     folder : Path
-        Of the libraries.
+        Folder of the libraries.
     kind : str
         ``cuda`` or ``opencl``; ``cpu`` for the host, as if it were a device.
     scratch : Path

@@ -175,7 +175,7 @@ class Contest(ABC):
     name : str
         For messages.
     seed : int
-        Of the order of turns.
+        Seed of the order of turns.
     patience : float
         Seconds after which a candidate counts as hanging.
     """

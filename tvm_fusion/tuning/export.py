@@ -62,7 +62,7 @@ def export_candidates(
     trials : int
         Settings of each kernel beside the default.
     seed : int
-        Of random choices, and of the tensors there.
+        Seed of random choices, and of the tensors there.
     fuse
         As for ``compile``.
 

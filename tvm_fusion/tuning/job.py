@@ -69,7 +69,7 @@ class TaskState:
     calls : int
         Calls in a call of the model.
     share : float
-        Of the predicted time of all kernels; of forms, an equal share of all forms.
+        Share of the predicted time of all kernels; for forms, an equal share of all.
     settings : int
         Size of the space; 0 before it is known.
     status : str
@@ -204,7 +204,7 @@ def tune(
         ``tvm-fusion serve`` has reported to TVM's RPC tracker there. Each tunes a task at a time;
         the tasks of one that dies are done by the others.
     seed : int
-        Of random choices; the same seed and measurements give the same trials.
+        Seed of random choices; the same seed and measurements give the same trials.
     space : str
         ``"default"``, the settings that the cost models compare, or ``"wide"``: fused pairs on CPUs
         also have rows in pieces or shared by the cores, sums in parts, any order of loops and place
@@ -608,7 +608,7 @@ def _second_race(
     Parameters
     ----------
     session : Session
-        Of the first race.
+        Session of the first race.
     measured : mapping
         Logarithms of the times, in units of the default's, by setting.
 

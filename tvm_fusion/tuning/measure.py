@@ -155,7 +155,7 @@ class Session(Contest):
     target : Target
         The machine on which they race.
     seed : int
-        Of the tensors and of the order of turns.
+        Seed of the tensors and of the order of turns.
     host : Host, optional
         Where they race; by default on this machine.
     patience : float

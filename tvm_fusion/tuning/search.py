@@ -50,7 +50,7 @@ class Search:
     groups : sequence of int, optional
         Template of each setting: predictions are compared within one.
     seed : int
-        Of the random choices.
+        Seed of the random choices.
     first : iterable of int
         Settings to try before all others.
     knobs : int

@@ -85,7 +85,7 @@ class Races(ABC, Generic[Racer]):
     Parameters
     ----------
     beacon : memory map
-        Of the size of :data:`BEACON`.
+        Memory of the size of :data:`BEACON`.
     """
 
     tolerance = 0.0
@@ -193,7 +193,7 @@ class Bench(Races[Candidate]):
     threads : int
         Threads of a kernel.
     beacon : memory map
-        Of the size of :data:`BEACON`.
+        Memory of the size of :data:`BEACON`.
     """
 
     states = 2

@@ -79,11 +79,11 @@ _PAUSE = "@llvm.x86.sse2.pause()"
 
 
 def exchange_kernel(
-    number: int,  # Of the exchange.
+    number: int,  # Number of the exchange.
     # Types of its operands but the table, of which it reads the first; may be empty.
     tensors: Sequence[ir.TensorType],
     result: ir.TensorType,  # What it returns; one byte if it writes the first operand, or nothing.
-    shape: Sequence[int],  # Of the table, its last parameter but the result.
+    shape: Sequence[int],  # Shape of the table, its last parameter but the result.
     # Whether the processor has an instruction for those that spin, and streaming stores.
     is_x86: bool,
 ) -> tirx.PrimFunc:

@@ -70,10 +70,10 @@ class Shares:
 
 def plan_shares(
     plan: Distribution,  # Parts of all ranks.
-    devices: Sequence[Sequence[ResolvedDevice]],  # Of each rank.
+    devices: Sequence[Sequence[ResolvedDevice]],  # Devices of each rank.
     split: Split,  # As of :func:`tvm_fusion.distributed.compile`.
     processor: Processor,  # Figures of the CPU.
-    # Of each rank, how many steps on its CPU pass over the memory together.
+    # How many steps on the CPU of each rank pass over the memory together.
     together: Sequence[int],
 ) -> Shares:
     """Split the rows of each rank, and compile what its devices compute.

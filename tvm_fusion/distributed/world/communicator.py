@@ -30,7 +30,7 @@ from .watch import NodeRecord, slot_text
 
 _INSTALL = "{}; install both by: pip install 'tvm-fusion[mpi]', or mpi4py for the cluster's own MPI"
 _KEPT = 16
-"""Of an exchange: TVM gives a program's tensors up to seven places, in turns."""
+"""Prepared forms of an exchange that are kept: TVM gives tensors up to seven places, in turns."""
 
 _SPINS = 1000  # tests before the clock is read
 _KERNEL_SPINS = 20_000  # tests by compiled code, in about a millisecond
@@ -51,7 +51,7 @@ class World:
     comm : mpi4py.MPI.Intracomm
         Its ranks; used by this object alone.
     record : NodeRecord
-        Of this node.
+        Record of this node.
     neighbours : Mapping[int, int]
         Ranks of this node, and their places in the record.
     timeout : float
@@ -190,7 +190,7 @@ class World:
         itemsize : int
             Bytes of an element.
         row : np.ndarray
-            Of zeros, to be filled for the kernel until the end of the session.
+            Zeros, to be filled for the kernel until the end of the session.
         own, held : Region
             What lies in the tensors from which it sends and into which it receives.
         """

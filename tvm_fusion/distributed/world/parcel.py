@@ -200,7 +200,7 @@ class ExchangeTexts:
 
     def __init__(
         self,
-        number: int,  # Of the exchange.
+        number: int,  # Number of the exchange.
         peers: Iterable[int],  # The ranks with which it exchanges.
     ) -> None:
         several = sorted(set(peers))
@@ -431,7 +431,7 @@ class SlotRoute:
 
     def __init__(
         self,
-        number: int,  # Of the exchange.
+        number: int,  # Number of the exchange.
         messages: Sequence[SlotMessage],  # One for each peer, those sent first.
         itemsize: int,  # Bytes of an element.
     ) -> None:
@@ -442,7 +442,7 @@ class SlotRoute:
 
     def fill(
         self,
-        row: np.ndarray,  # Of zeros.
+        row: np.ndarray,  # All zeros.
         # ``own``, ``held``: what lies in the tensors from which it sends and into which it
         # receives; the same if they are one.
         own: Region,

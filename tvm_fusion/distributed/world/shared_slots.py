@@ -19,7 +19,7 @@ import numpy as np
 from schedules.distribute.rows.exchange_table import SLOT_HEADER, SLOT_SIZE, SLOT_TAKEN
 
 MOST_BYTES = 1024 * 1024
-"""Of a parcel that goes through a slot; less where many ranks share the memory."""
+"""Bytes of a parcel that goes through a slot; fewer where many ranks share the memory."""
 
 _LEAST_ROOM = 1024  # bytes
 _LEAST_MOST = 256 * 1024  # of a parcel, however many ranks there are
@@ -41,7 +41,7 @@ class Slot:
     data : np.ndarray
         Bytes of the message; the sender's while the slot is empty, else the receiver's.
     address : int
-        Of the header.
+        Address of the header.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class NodeSlots:
     most : int
         Bytes of the longest parcel that goes through a slot, except in turns.
     most_in_turn : int
-        Of one in turn.
+        Bytes of the longest parcel that goes in turn.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def timed(ranks: MeasuredRanks, call: Callable[[], object], seconds: float = _SE
 
 
 def renewed_seconds(
-    ranks: MeasuredRanks,  # Of the exchange.
+    ranks: MeasuredRanks,  # Ranks that take part in the exchange.
     # Lets those begin at the same time that exchange something; a barrier of many does not.
     meet: Callable[[], object],
     renew: Callable[[], object],  # Writes what this rank sends.

@@ -54,7 +54,7 @@ def steps_at_once(
     node : onnx.NodeProto
         The Scan.
     facts : GraphFacts
-        Of the model.
+        Facts of the model.
     """
     if any(any(attribute(node, name, [])) for name in _ORDERS):
         return None

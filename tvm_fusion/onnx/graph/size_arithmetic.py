@@ -49,7 +49,7 @@ def translate_sizes(
     Parameters
     ----------
     builder : relax.BlockBuilder
-        Of the function that the node is part of.
+        Builder of the function that the node is part of.
     op : str
         The node's operator.
     inputs : sequence

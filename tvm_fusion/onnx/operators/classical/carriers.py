@@ -44,7 +44,7 @@ def carry(
     x : str
         Its first input, [rows, features].
     columns : int
-        Of its result, [rows, columns].
+        Columns of its result, [rows, columns].
     tables : mapping, optional
         Constants that are its other inputs.
     kind : int

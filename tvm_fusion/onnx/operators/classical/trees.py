@@ -72,7 +72,7 @@ def read_nodes(parts: Expansion, what: str, outputs: int) -> Nodes | str:
     Parameters
     ----------
     parts : Expansion
-        Of the node.
+        Expansion of the node.
     what : str
         ``"target"`` or ``"class"``, with which the names of attributes of leaves begin.
     outputs : int
