@@ -161,21 +161,10 @@ def fold_rescaling(graph: Graph, call: relax.Call) -> Value:
     The sum of a mask and rounded scores is so one with their product.
     """
     for data, added in (call.args, reversed(call.args)):
-        rescaled, low, factor = data, 0.0, 1.0
-        if (match := scaled(_only(graph, rescaled, "relax.multiply"))) is not None:
-            rescaled, factor = match[0], uniform(match[1]) or 0.0
-        if (match := shifted(_only(graph, rescaled, "relax.add"))) is not None:
-            rescaled, low = match[0], uniform(match[1]) or 0.0
-        cast = _only(graph, rescaled, "relax.astype")
-        product = _only(graph, rescaled if cast is None else cast.args[0], NAME)
-        if product is None or bool(product.attrs["is_added_to"]):
-            continue
-        is_rounded = "low" in product.attrs.keys()
-        kind = "uint8" if is_rounded else "float32"
-        stands_for = low == (float(product.attrs["low"]) if is_rounded else 0.0)
-        if str(product.attrs["out_dtype"]) != kind or not stands_for or not factor:
-            continue
-        if (cast is None) == is_rounded or not _broadcasts(added, call):
+        match = scaled(_only(graph, data, "relax.multiply"))
+        source, factor = (data, 1.0) if match is None else (match[0], uniform(match[1]) or 0.0)
+        product = _rounded_product(graph, source)
+        if product is None or not factor or not _broadcasts(added, call):
             continue
         whole = [1] * (call.ty.ndim - added.ty.ndim) + [*added.ty.shape.values]
         if added.ty.ndim < call.ty.ndim:
@@ -183,6 +172,32 @@ def fold_rescaling(graph: Graph, call: relax.Call) -> Value:
         attrs = {"rescale": factor, "is_added_to": True, "out_dtype": "float32"}
         return changed(product, [added], **attrs)
     return None
+
+
+def fold_multiple(graph: Graph, call: relax.Call) -> Value:
+    """Multiply rounded numbers by a constant in the product, whose result then has floats."""
+    match = scaled(call)
+    product = None if match is None else _rounded_product(graph, match[0])
+    factor = None if match is None else uniform(match[1])
+    if product is None or not factor or "low" not in product.attrs.keys():
+        return None
+    return changed(product, rescale=factor, out_dtype="float32")
+
+
+def _rounded_product(graph: Graph, expr: relax.Expr) -> Value:
+    """A product that nothing else reads, whose floats, or the numbers of whose bytes, are given."""
+    low = 0.0
+    if (match := shifted(_only(graph, expr, "relax.add"))) is not None:
+        expr, low = match[0], uniform(match[1]) or 0.0
+    cast = _only(graph, expr, "relax.astype")
+    product = _only(graph, expr if cast is None else cast.args[0], NAME)
+    if product is None or bool(product.attrs["is_added_to"]):
+        return None
+    is_rounded = "low" in product.attrs.keys()
+    kind = "uint8" if is_rounded else "float32"
+    stands_for = low == (float(product.attrs["low"]) if is_rounded else 0.0)
+    is_alike = str(product.attrs["out_dtype"]) == kind and (cast is not None) == is_rounded
+    return product if is_alike and stands_for else None
 
 
 def _broadcasts(added: relax.Expr, call: relax.Call) -> bool:

@@ -32,6 +32,7 @@ from .activation_products import (
     QUANTIZE,
     TURN,
     ActivationProducts,
+    fold_multiple,
     fold_order,
     fold_rescaling,
     fold_rounding,
@@ -133,6 +134,7 @@ class MultiplyBytes:
             if not on_gpu:
                 graph.sweep({QUANTIZED_CONV2D.name: [fold_byte_rounding]})
                 graph.sweep({"relax.add": [fold_rescaling]})
+                graph.sweep({"relax.multiply": [fold_multiple]})
                 graph.sweep({TURN: [fold_order]})
             if changed:
                 result.update_func(name, relax.analysis.remove_all_unused(graph.to_function()))

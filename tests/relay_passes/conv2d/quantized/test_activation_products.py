@@ -45,8 +45,8 @@ def scores(emit, query, key, mask):
     left = emit(relax.op.permute_dims(emit(relax.op.multiply(rounded, number(0.25))), [0, 2, 1, 3]))
     right = emit(relax.op.permute_dims(numbers_of(emit, key, -3, 0.5), [0, 2, 3, 1]))
     quotient = emit(relax.op.divide(emit(relax.op.matmul(left, right)), number(2)))
-    rounded = emit(round_clip(quotient, -100, 155))
-    return relax.op.add(emit(relax.op.multiply(rounded, number(0.75))), mask)
+    rounded = relax.op.multiply(emit(round_clip(quotient, -100, 155)), number(0.75))
+    return rounded if mask is None else relax.op.add(emit(rounded), mask)
 
 
 def test_scores_of_an_attention():
@@ -66,6 +66,24 @@ def test_scores_of_an_attention():
 
     tvm.ir.assert_structural_equal(after, module(expected, *inputs))
     tvm.ir.assert_structural_equal(MultiplyBytes(AVX2)(after), after)
+
+
+def test_scores_without_a_mask():
+    """Rounded scores are multiplied by their scale in the product, too."""
+    inputs = (HEADS, "float32"), (HEADS, "uint8")
+
+    def given(emit, query, key):
+        return scores(emit, query, key, None)
+
+    def expected(emit, query, key):
+        rounded = round_clip(emit(relax.op.divide(query, number(0.25))), -128, 127, "uint8")
+        axes = {"left_axes": [0, 2, 1, 3], "right_axes": [0, 2, 3, 1]}
+        call = byte_matmul(emit(rounded), key, **axes, offsets=(-128, -3), scale=0.0625)
+        more = {"low": -100.0, "high": 155.0, "rescale": 0.75}
+        return relax.Call(call.op, call.args, dict(call.attrs.items()) | more)
+
+    after = MultiplyBytes(AVX2)(module(given, *inputs))
+    tvm.ir.assert_structural_equal(after, module(expected, *inputs))
 
 
 def weighted(emit, weights, values, left_zero, right_zero, factor):
