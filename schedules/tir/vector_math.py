@@ -133,7 +133,10 @@ def is_expensive(tree: ir.Expr | tirx.Stmt) -> bool:
 
 
 def _exp(x: ir.Expr) -> ir.Expr:
-    """2**n * e**r with x = n*ln(2) + r."""
+    """2**n * e**r with x = n*ln(2) + r; 0 below the logarithm of half the least number.
+
+    Products that underflow take Intel's CPUs a hundred cycles, as those of masked scores would.
+    """
 
     def with_exponent(clamped: ir.Expr, bounded: ir.Expr) -> ir.Expr:
         rounded = tirx.floor(bounded * f32(_LOG2E) + f32(0.5))
@@ -148,14 +151,15 @@ def _exp(x: ir.Expr) -> ir.Expr:
     def clamp(value: ir.Expr) -> ir.Expr:
         # The comparisons are false for NaN: `low` keeps it for the polynomial, and the exponent
         # is taken from `bounded`, where NaN has become a number.
-        low = select(value < f32(-104), f32(-104), value)
-        return bind(
+        low = select(value < f32(-104), f32(0), value)
+        found = bind(
             low,
             lambda v: bind(
                 select(v > f32(89), f32(89), v),
                 lambda c: with_exponent(c, select(c > f32(-104), c, f32(-104))),
             ),
         )
+        return select(value < f32(-104), f32(0), found)
 
     return bind(x, clamp)
 

@@ -241,7 +241,7 @@ class RowChainTemplate(Template[RowChain, RowChainKnobs, CPUInfo]):
     """Vectors and threads of :class:`Softmax`."""
 
     name = "cpu.row_chain"
-    version = 1
+    version = 2
     knobs = RowChainKnobs
 
     def read_workload(self, text: str) -> RowChain:

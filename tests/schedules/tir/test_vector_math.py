@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
 import math
+import platform
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from cpu.rule_cases import AVX2, Array, assembly, function, run, tensor
+from cpu.rule_cases import AVX2, HOST, Array, assembly, compiled, function, run, tensor
 from tvm import ir, s_tir, te, tirx
 from tvm.script import tirx as T
 
 from schedules.tir.vector_math import vectorize_math
+
+UNDERFLOW = 8 if platform.machine() in ("aarch64", "arm64") else 16
+"""The flag of products that underflow."""
 
 SPECIAL = [
     0.0,
@@ -87,6 +93,24 @@ def test_within_units_in_the_last_place_of_float64(op, reference, positive, unit
     assert np.max(error / np.spacing(np.abs(expected[normal]))) <= units
     np.testing.assert_array_equal(found[~np.isfinite(expected)], expected[~np.isfinite(expected)])
     np.testing.assert_allclose(found[~normal], expected[~normal], atol=1.2e-38)
+
+
+def test_exponentials_that_are_zero_do_not_underflow():
+    """A product that underflows is a hundred cycles on Intel's CPUs; masked scores are such."""
+    x = np.array([-104.01, -1e4, -3.4e38, -np.inf] * 16, "float32")
+    kernel = compiled(apply(te.exp, len(x)), HOST)["main"]
+    math_library = ctypes.CDLL(ctypes.util.find_library("m"))
+
+    def underflows(numbers: Array) -> bool:
+        given, found = (tvm.runtime.tensor(each) for each in (numbers, np.ones_like(numbers)))
+        math_library.feclearexcept(UNDERFLOW)
+        kernel(given, found)
+        flag = math_library.fetestexcept(UNDERFLOW)
+        np.testing.assert_allclose(found.numpy(), np.exp(numbers), rtol=1e-6, atol=1e-44)
+        return bool(flag)
+
+    assert not underflows(x)
+    assert underflows(np.full(len(x), -100, "float32"))
 
 
 @pytest.mark.quick_cases(1)
