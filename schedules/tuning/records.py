@@ -2,11 +2,12 @@
 """Records of tuned kernels: JSON lines, one winner each.
 
 A line names its template with the template's version, the workload, the knobs, the CPU (LLVM's name
-for it, bits of a vector, threads), the machine, the version of TVM, the times of the default and of
-the winner in seconds, the trials that it took, and the date. A record of a form
-(:mod:`schedules.cpu.conv2d.forms`) also has the time of each form. Only template, version, workload
-and CPU decide whether a record counts, and then only if its knobs are in the workload's space: a
-record of a stranger can choose a slow kernel at worst, and nothing in it is executed.
+for it, or a target with what a system hides of it; bits of a vector, threads), the machine, the
+version of TVM, the times of the default and of the winner in seconds, the trials that it took, and
+the date. A record of a form (:mod:`schedules.cpu.conv2d.forms`) also has the time of each form.
+Only template, version, workload and CPU decide whether a record counts, and then only if its knobs
+are in the workload's space: a record of a stranger can choose a slow kernel at worst, and nothing
+in it is executed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Key(NamedTuple):
 
     workload: str  # JSON with sorted keys.
     cpu: str
-    """LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
-    device."""
+    """LLVM's name of the CPU or a target, the architecture of a CUDA device, or ``opencl:`` and the
+    name of a device."""
     vector_bits: int
     threads: int
     """``vector_bits`` and ``threads``: width of its vectors, and threads of a kernel; of a GPU, of
@@ -52,8 +53,8 @@ class Record:
     knobs: Mapping[str, Any]
     """``workload`` and ``knobs``: both as JSON."""
     cpu: str
-    """LLVM's name of the CPU, the architecture of a CUDA device, or ``opencl:`` and the name of a
-    device."""
+    """LLVM's name of the CPU or a target, the architecture of a CUDA device, or ``opencl:`` and the
+    name of a device."""
     vector_bits: int
     threads: int
     """``vector_bits`` and ``threads``: width of its vectors, and threads of a kernel; of a GPU, of

@@ -43,8 +43,7 @@ from ..codegen.linker import SharedLinker
 from ..compiler.launches import launches
 from ..compiler.targets import is_gpu, resolve
 from ..errors import DistributedError, InvalidInputError, OpError, TargetError
-from ..machine.host import host_cpu
-from ..prediction.machines import NATIVE, calibrated, find_machine
+from ..prediction.machines import NATIVE, calibrated, find_machine, native_name
 from .accelerator.device import Device, ResolvedDevice, open_driver, resolve_devices
 from .accelerator.device_run import DeviceRun
 from .accelerator.measure_split import measured_split
@@ -498,7 +497,7 @@ def _check_outputs(plan: Distribution) -> None:
 def default_processor(target: Target) -> Processor:
     """Figures of this CPU as ``tvm-fusion calibrate`` has measured them, else estimates."""
     cpu = CPUInfo.from_target(target)
-    if cpu.family != host_cpu() or not calibrated():
+    if cpu.name != native_name() or not calibrated():
         return estimated_processor(target)
     machine = find_machine(NATIVE, cpu.num_cores)
     return Processor(machine.peak_flops("float32"), machine["bandwidth.memory"])
@@ -514,7 +513,7 @@ def estimated_processor(target: Target) -> Processor:
     lanes = cpu.lanes("float32")
     return Processor(
         2 * lanes * cpu.fma_per_cycle * cpu.num_cores * _CLOCK,
-        cpu.costs.bytes_per_cycle[-1] * cpu.num_cores * _CLOCK,
+        cpu.costs.bytes_per_cycle[-1] * min(cpu.num_cores, cpu.costs.memory_cores) * _CLOCK,
         cpu.costs.weight_bytes_per_cycle * min(cpu.num_cores, cpu.costs.weight_cores) * _CLOCK,
         note="" if known == cpu.family else estimate_note(cpu.family, known),
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from schedules.cost.machine import Figure, Machine, estimate_note, load_machine
 from schedules.cpu.core.machine import CPUInfo, MeasuredCPU
 from schedules.cpu.core.machine_costs import measured_family
 
-from ..compiler.targets import arch_of_cpu, resolve, triple_for
+from ..compiler.targets import arch_of_cpu, resolve
 from ..errors import PredictionError
-from ..machine.host import cpu_name, host_cpu
+from ..machine.host import cpu_name
 from ..paths import user_cache
 from ..runtime.thread_pool import choose_threads
 
@@ -33,14 +34,23 @@ def calibrations() -> Path:
 
 def calibration_path(threads: int) -> Path:
     """File in which ``calibrate`` leaves the figures of this CPU with so many threads."""
-    return calibrations() / f"{host_cpu()}-{threads}.json"
+    return calibrations() / f"{_file_name()}-{threads}.json"
 
 
 def calibrated() -> list[Path]:
     """Such files of this CPU, not those of one whose name goes on, such as ``skylake-avx512``."""
-    cpu = host_cpu()
+    cpu = _file_name()
     files = calibrations().glob(f"{cpu}-*.json")
     return [path for path in files if path.stem.removeprefix(f"{cpu}-").isdecimal()]
+
+
+def native_name() -> str:
+    """Name of this CPU as a machine: that of its family, or a target if a system hides features."""
+    return CPUInfo.from_target(resolve(NATIVE)).name
+
+
+def _file_name() -> str:
+    return re.sub(r"[^\w.-]+", "_", native_name())
 
 
 def find_machine(
@@ -97,14 +107,16 @@ def _similar(cpu: CPUInfo, title: str) -> Machine:
     """A CPU by the data of its family, else by those of the most similar one."""
     known = load_machine(measured_family(cpu.family, cpu.vector_bits))
     machine = _with_threads(known, cpu.num_cores)
-    return machine if known.name == cpu.family else _estimated(cpu, machine, title)
+    return machine if known.name == cpu.name else _estimated(cpu, machine, title)
 
 
 def _estimated(cpu: CPUInfo, known: Machine, title: str) -> Machine:
     """A CPU by the figures of another one with as many threads, but for its caches."""
+    kept = {f"peak_flops.{dtype}" for dtype in cpu.tiles}
     figures = {
         name: Figure(figure.value, f"estimated, of {known.name}: {figure.origin}")
         for name, figure in known.figures.items()
+        if name in kept or not name.startswith("peak_flops.")
     }
     flops = 2 * cpu.lanes("float32") * cpu.fma_per_cycle * cpu.num_cores * known["clock"]
     own = {
@@ -115,7 +127,7 @@ def _estimated(cpu: CPUInfo, known: Machine, title: str) -> Machine:
     }
     figures |= {name: Figure(float(value), origin) for name, (value, origin) in own.items()}
     title = f"{title}, estimated from {known.title}"
-    return Machine(cpu.family, "cpu", title, figures, estimate_note(cpu.family, known.name))
+    return Machine(cpu.name, "cpu", title, figures, estimate_note(cpu.name, known.name))
 
 
 def _with_threads(machine: Machine, threads: int) -> Machine:
@@ -139,13 +151,8 @@ def cpu_target(machine: Machine) -> Target:
 
     Raises ``TargetError`` if LLVM knows no CPU of this name.
     """
-    threads = int(machine["multiprocessors"])
-    if machine.name == host_cpu():
-        return resolve(NATIVE, cores=threads)
-    config = {"kind": "llvm", "mcpu": machine.name, "num-cores": threads}
-    if (arch := arch_of_cpu(machine.name)) is not None:
-        config["mtriple"] = triple_for(arch)
-    return resolve(config)
+    here = machine.name == native_name()
+    return resolve(NATIVE if here else machine.name, cores=int(machine["multiprocessors"]))
 
 
 def gpu_target(machine: Machine) -> Target:

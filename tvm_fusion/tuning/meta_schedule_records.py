@@ -181,7 +181,7 @@ def parse_measurement(line: bytes) -> Record:
         version=template.version,
         workload=workload,
         knobs=knobs,
-        cpu=machine.family,
+        cpu=machine.name,
         vector_bits=machine.vector_bits,
         threads=machine.num_cores,
         default_seconds=mean,

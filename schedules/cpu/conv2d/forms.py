@@ -166,7 +166,7 @@ def recorded_form(
 
 def form_key(workload: Conv2DKernel, cpu: CPUInfo) -> Key:
     """Key of the record of a workload's form."""
-    return Key(to_json(workload), cpu.family, cpu.vector_bits, cpu.num_cores)
+    return Key(to_json(workload), cpu.name, cpu.vector_bits, cpu.num_cores)
 
 
 def pair_workload(pair: FusedConv2DWorkload) -> Conv2DKernel:

@@ -35,6 +35,11 @@ TILE_BITS = 512
 """Bits of a row of a tile register."""
 TILE_PRODUCTS = {"uint8": "amx-int8", "bfloat16": "amx-bf16"}
 """Features of CPUs whose tile registers multiply a type."""
+_PRODUCTS = {
+    *("amx-bf16", "amx-int8", "amx-tile", "avx512bf16", "avx512vnni", "avxvnni"),
+    *("bf16", "dotprod", "i8mm"),
+}
+"""Features whose instructions multiply other types than float32."""
 _SIZE_SUFFIXES = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 
@@ -77,6 +82,9 @@ class CPUInfo:
     half_dots : str
         Instruction that multiplies pairs of bfloat16: ``"vdpbf16ps"``, for vectors of 512 bits;
         ``"bfdot"`` of AArch64; or none.
+    unlike : tuple[str, ...]
+        Features of such products that it lacks, or has besides those of its family, as in
+        ``mattr``: a system may hide some. Empty where the kernels are those of the family.
     """
 
     vector_bits: int
@@ -94,9 +102,21 @@ class CPUInfo:
     tiles: tuple[str, ...] = ()
     emulates_tiles: bool = False
     half_dots: str = ""
+    unlike: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiles", tuple(self.tiles))  # of JSON, a list
+        for name in ("tiles", "unlike"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # of JSON, a list
+
+    @property
+    def name(self) -> str:
+        """LLVM's name of the CPU, or the target that names what it lacks: of records and figures.
+
+        Those of one CPU do not count for another of the family that multiplies otherwise.
+        """
+        if not self.unlike:
+            return self.family
+        return f"llvm -mcpu={self.family} -mattr={','.join(self.unlike)}"
 
     @cached_property
     def costs(self) -> MachineCosts:
@@ -231,10 +251,11 @@ class MeasuredCPU(CPUInfo):
         TargetError
             If the target is for another CPU.
         """
-        if machine.kind != "cpu" or machine.name != info.family:
+        if machine.kind != "cpu" or machine.name != info.name:
             raise TargetError(
-                f"the machine is {machine.name!r}, and the target for {info.family or 'any CPU'!r}:"
-                " name a machine of the target's family, or a target with its mcpu"
+                f"the machine is {machine.name!r}, and the target for {info.name or 'any CPU'!r}:"
+                " name a machine of the target's family with its features, or a target with its"
+                " mcpu"
             )
         family, cores = costs_of(info.family, info.vector_bits), info.num_cores
         l1d, l2, l3 = _caches_of(machine)
@@ -261,6 +282,7 @@ class MeasuredCPU(CPUInfo):
             tiles=info.tiles,
             emulates_tiles=info.emulates_tiles,
             half_dots=info.half_dots,
+            unlike=info.unlike,
             memory_bytes_per_cycle=one,
             memory_cores=all_cores / one,
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
@@ -270,9 +292,7 @@ class MeasuredCPU(CPUInfo):
 @lru_cache(maxsize=64)
 def _from_text(text: str) -> CPUInfo:
     target = Target(text)
-    features = set(map(str, codegen.llvm_get_cpu_features(target)))
-    if not _is_aarch64(target):
-        features -= {"dotprod", "i8mm", "bf16"}  # of ARM with 32 bits, which has other intrinsics
+    features = _features(target)
     bits, registers, fma = _vector_unit(features, _is_aarch64(target))
     l1d, l2, l3 = _caches(target)
     family = str(target.attrs.get("mcpu", ""))
@@ -284,7 +304,27 @@ def _from_text(text: str) -> CPUInfo:
         converts_halves="f16c" in features or _is_aarch64(target),
         tiles=_tiles(features, bits),
         half_dots=_half_dots(features, bits),
+        unlike=_unlike(target, features, bits),
     )
+
+
+def _features(target: Target) -> set[str]:
+    features = set(map(str, codegen.llvm_get_cpu_features(target)))
+    if not _is_aarch64(target):
+        features -= {"dotprod", "i8mm", "bf16"}  # of ARM with 32 bits, which has other intrinsics
+    return features
+
+
+def _unlike(target: Target, features: set[str], bits: int) -> tuple[str, ...]:
+    """Features of products that differ from those of the family, with vectors as wide."""
+    if "mcpu" not in target.attrs or "mattr" not in target.attrs:
+        return ()
+    family = _features(Target({k: v for k, v in target.export().items() if k != "mattr"}))
+    read = (_tiles, _byte_dots, _half_dots)
+    if all(found(features, bits) == found(family, bits) for found in read):
+        return ()
+    more, less = _PRODUCTS & features - family, _PRODUCTS & family - features
+    return *(f"+{name}" for name in sorted(more)), *(f"-{name}" for name in sorted(less))
 
 
 def _tiles(features: set[str], bits: int) -> tuple[str, ...]:

@@ -33,4 +33,4 @@ class TunableCPURule(TunableRule, CPURule):
     def key(self, workload: Any, machine: CPUInfo) -> Key:
         """Return what a record of a workload must have."""
         text = self.workload_json(workload)
-        return Key(text, machine.family, machine.vector_bits, machine.num_cores)
+        return Key(text, machine.name, machine.vector_bits, machine.num_cores)

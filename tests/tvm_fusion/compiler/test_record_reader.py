@@ -43,7 +43,7 @@ def record(**changes: object) -> Record:
         version=CONV2D.version,
         workload=json.loads(to_json(CASE.kernel)),
         knobs=vars(OTHER),
-        cpu=MACHINE.family,
+        cpu=MACHINE.name,
         vector_bits=MACHINE.vector_bits,
         threads=MACHINE.num_cores,
         default_seconds=2e-4,
@@ -96,6 +96,7 @@ def test_a_record_chooses_the_knobs(tmp_path: Path) -> None:
     "changes",
     [
         {"cpu": "another"},
+        {"cpu": replace(MACHINE, unlike=("-avx512vnni",)).name},
         {"vector_bits": MACHINE.vector_bits * 2},
         {"threads": MACHINE.num_cores + 1},
         {"template": "cpu.fused_conv2d"},

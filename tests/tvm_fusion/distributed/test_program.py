@@ -42,7 +42,7 @@ from tvm_fusion.distributed.program import default_processor
 from tvm_fusion.distributed.world.local_world import LocalWorld, run_ranks
 from tvm_fusion.errors import DistributedError, InvalidInputError, OpError, TargetError
 from tvm_fusion.machine.host import host_cpu
-from tvm_fusion.prediction.machines import calibration_path
+from tvm_fusion.prediction.machines import calibration_path, native_name
 
 
 @functools.cache
@@ -620,7 +620,7 @@ def test_figures_of_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     figures = {name: Figure(value, "measured") for name, value in measured.items()}
     path = calibration_path(1)
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(Machine(host_cpu(), "cpu", "this CPU", figures).to_json()))
+    path.write_text(json.dumps(Machine(native_name(), "cpu", "this CPU", figures).to_json()))
     assert compile(blur(), 2).processor == Processor(3e10, 7e9)
     other = resolve("znver2" if host_cpu() != "znver2" else "znver3", 1)
     assert default_processor(other) == estimated_processor(other)

@@ -24,7 +24,7 @@ from schedules.cpu.core.machine import CPUInfo, described
 from tvm_fusion.cli import command_line as cli
 from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidInputError, TargetError, TuningError
-from tvm_fusion.machine.host import host_cpu
+from tvm_fusion.prediction.machines import native_name
 from tvm_fusion.tuning import job, remote
 from tvm_fusion.tuning.remote import RemotePool, Tracker
 
@@ -176,7 +176,7 @@ def test_work_of_a_server_that_dies_is_done_by_the_other(
     assert all("ratio" in trial for trial in trials)
     records = lines(tmp_path / "records.jsonl")
     assert len(records) == 2
-    assert {(one["cpu"], one["threads"]) for one in records} == {(host_cpu(), THREADS)}
+    assert {(one["cpu"], one["threads"]) for one in records} == {(native_name(), THREADS)}
     compiled = tvm_fusion.compile(model, threads=THREADS, records=tmp_path, **options)
     assert len(compiled.records) == 2
 

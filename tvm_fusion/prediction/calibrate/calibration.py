@@ -35,9 +35,9 @@ from schedules.cpu.core.machine import CPUInfo
 
 from ...bench.machine_limits import MachineLimits, measure_limits
 from ...errors import PredictionError
-from ...machine.host import cpu_name, host_cpu
+from ...machine.host import cpu_name
 from ...paths import written_aside
-from ..machines import cpu_target
+from ..machines import cpu_target, native_name
 from .cases import Case, cases
 from .library_cases import LibraryCase, library_cases
 from .timing import KernelTimer, Timed
@@ -199,7 +199,7 @@ def missing(output: Path) -> int:
 
 def measured_limits(threads: int) -> Machine:
     """Measure the peak, bandwidths and clock of this CPU."""
-    bare = Machine(host_cpu(), "cpu", cpu_name(), {"multiprocessors": Figure(threads, "given")})
+    bare = Machine(native_name(), "cpu", cpu_name(), {"multiprocessors": Figure(threads, "given")})
     target = cpu_target(bare)
     rounds = [measure_limits(target, threads)]
     best, settled = rounds[0], 0
@@ -318,10 +318,10 @@ def _read(output: Path, threads: int) -> tuple[Machine | None, list[dict[str, An
         raise PredictionError(
             f"{output} is not a calibration file ({error}): name another one"
         ) from None
-    if (machine.name, int(machine["multiprocessors"])) != (host_cpu(), threads):
+    if (machine.name, int(machine["multiprocessors"])) != (native_name(), threads):
         raise PredictionError(
             f"{output} is of {machine.name} with {machine['multiprocessors']:g} threads, and this "
-            f"is {host_cpu()} with {threads}: name another file"
+            f"is {native_name()} with {threads}: name another file"
         )
     figures = {
         name: figure

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,28 @@ def test_equal_targets_give_the_same_object():
 def test_tiles_come_from_the_features(cpu, features, tiles):
     target = Target({"kind": "llvm", "mtriple": X86, "mcpu": cpu, "mattr": features})
     assert set(CPUInfo.from_target(target).tiles) == tiles
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "name"),
+    [
+        ("emeraldrapids", [], "emeraldrapids"),
+        (
+            "emeraldrapids",
+            ["-amx-tile", "-amx-int8", "-amx-bf16", "-avx512bf16", "-avx512fp16"],
+            "llvm -mcpu=emeraldrapids -mattr=-amx-bf16,-amx-int8,-amx-tile,-avx512bf16",
+        ),
+        ("znver4", ["-avx512bf16"], "llvm -mcpu=znver4 -mattr=-avx512bf16"),
+        ("znver4", ["-avx512f"], "znver4"),  # the width of the vectors tells them apart
+        ("znver4", ["-avx512ifma"], "znver4"),
+        ("x86-64-v3", ["+avxvnni"], "llvm -mcpu=x86-64-v3 -mattr=+avxvnni"),
+    ],
+)
+def test_a_cpu_without_instructions_of_its_family_has_another_name(cpu, features, name):
+    options = {"kind": "llvm", "mtriple": X86, "mcpu": cpu, "num-cores": 2}
+    found = CPUInfo.from_target(Target(options | {"mattr": features} if features else options))
+    assert found.name == name and found.family == cpu
+    assert CPUInfo(**json.loads(json.dumps(asdict(found)))) == found
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from schedules.cost.kernel_call import KernelCall
 from schedules.cost.machine import load_machine
 from tvm_fusion.bench.machine_limits import CacheLevel, MachineLimits
 from tvm_fusion.errors import PredictionError
-from tvm_fusion.machine.host import host_cpu
 from tvm_fusion.prediction.calibrate import calibration
 from tvm_fusion.prediction.calibrate.calibration import calibrate
 from tvm_fusion.prediction.calibrate.cases import Case, cases
 from tvm_fusion.prediction.calibrate.library_cases import LibraryCase
 from tvm_fusion.prediction.collectives import Collectives, Curve, collectives_of
+from tvm_fusion.prediction.machines import native_name
 
 FAMILY = load_machine("znver4")
 FIGURES = {name: one for name, one in FAMILY.figures.items() if name != "bandwidth.exchange"}
-LIMITS = replace(FAMILY, name=host_cpu(), figures=FIGURES)
+LIMITS = replace(FAMILY, name=native_name(), figures=FIGURES)
 TODO = [Case(f"case {number}", lambda: None) for number in range(4)]
 
 

@@ -13,13 +13,15 @@ from small_onnx import dense_model, small_model
 import tvm_fusion
 from examples.transformers import bert_base
 from examples.wide_and_deep import wide_and_deep
+from schedules.cost.decisions import deciding_for
 from schedules.cost.machine import Figure, load_machine, machine_from_json
 from schedules.cpu.core.machine import CPUInfo
 from tvm_fusion.cli.output import json_text
 from tvm_fusion.compiler.explain import explain_kernels
 from tvm_fusion.compiler.targets import resolve
 from tvm_fusion.errors import InvalidModelError, PredictionError, TargetError
-from tvm_fusion.prediction.machines import cpu_target, find_machine
+from tvm_fusion.prediction import machines
+from tvm_fusion.prediction.machines import calibration_path, cpu_target, find_machine
 from tvm_fusion.prediction.model.predict_model import SESSIONS
 
 
@@ -280,6 +282,34 @@ def test_types_and_tiles_of_a_cpu():
     machine = find_machine("sapphirerapids", 2)
     assert machine.peak_flops("uint8") > 1.9 * machine.peak_flops("bfloat16")
     assert machine.peak_flops("bfloat16") > 15 * machine.peak_flops("float32")
+
+
+HIDDEN = "llvm -mcpu=emeraldrapids -mattr=-amx-bf16,-amx-int8,-amx-tile,-avx512bf16"
+
+
+def test_a_cpu_whose_tiles_are_hidden_is_another_machine(tmp_path, monkeypatch):
+    """Peaks of tiles, and what was calibrated with them, are not those of one without; nor back."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = {name: resolve(name, 2) for name in ("emeraldrapids", HIDDEN)}
+    files = {}
+    for name, other in (("emeraldrapids", HIDDEN), (HIDDEN, "emeraldrapids")):
+        monkeypatch.setattr(
+            machines, "resolve", lambda target, cores=None, name=name: own.get(target, own[name])
+        )
+        native = find_machine("native", 2)
+        assert native.name == name and cpu_target(native) == own[name]
+        has_tiles = name == "emeraldrapids"
+        assert (native.peak_flops("bfloat16") > 2 * native.peak_flops("float32")) == has_tiles
+        assert (native.peak_flops("uint8") > 2 * native.peak_flops("float32")) == has_tiles
+        assert bool(native.note) != has_tiles
+        assert bool(CPUInfo.from_target(cpu_target(find_machine("emeraldrapids", 2))).tiles)
+        assert calibration_path(2) not in files
+        files[path := calibration_path(2)] = native
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(changed(native, clock=1e9 + len(files)).to_json()))
+        assert find_machine("native", 2)["clock"] == 1e9 + len(files)
+        with deciding_for(native), pytest.raises(TargetError, match="family with its features"):
+            CPUInfo.from_target(own[other])
 
 
 def test_attention_in_tile_registers_has_cycles():
