@@ -87,8 +87,9 @@ class MachineCosts:
     direct_efficiency : float
         Share of the peak that a direct convolution reaches with weights and data in L1.
     half_products : float
-        Products of pairs of bfloat16 (vdpbf16ps), counted in multiply-adds of float32 that take as
-        long; half as many on Intel's CPUs, so that they are of no use there.
+        Products of bfloat16 in the time of a multiply-add of float32, if pairs are multiplied
+        (vdpbf16ps). It was measured on Intel's CPUs, where half as many make it of no use. On AMD's
+        it is published: one instruction takes as long as the other.
     """
 
     fma_bits_per_cycle: int = 512
@@ -137,6 +138,11 @@ class MachineCosts:
 ZEN_3 = MachineCosts()
 # Vectors of 512 bits pass the units, and to and from the L1, in two halves.
 # A chain of taps is hidden: each of its multiply-adds takes two cycles.
+# ``half_products`` of Zen 4 and 5 are those of vfpbench (github.com/hiroog/vfpbench, ``log``), not
+# ours: vdpbf16ps of 512 bits starts 5.05e9 times a second on a Ryzen 7 7840HS, vfmaddps 5.08e9; on
+# a Ryzen AI Max+ 395, a Zen 5, 9.3e9 and 10.1e9 in twelve chains, as its latency is longer. LLVM's
+# scheduling model of Zen 4 has 3 cycles for it at any width, and 2 for vpdpbusd, which the same log
+# refutes. ``winograd_rounding`` is an estimate from counted instructions.
 ZEN_4 = MachineCosts(
     fma_bits_per_cycle=512,
     depthwise_tap=0.36,
