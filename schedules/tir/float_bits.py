@@ -90,6 +90,7 @@ _MOST_REPEATED = 3
 
 def keep_nan(
     func: tirx.PrimFunc,  # A function, scheduled or not.
+    scope: str = "global",  # Of buffers for values that are written twice.
 ) -> tirx.PrimFunc:
     """Make float minima and maxima of a constant and anything, or of two loads, propagate NaN.
 
@@ -106,7 +107,7 @@ def keep_nan(
         return store if same else tirx.BufferStore(store.buffer, value, store.indices)
 
     done = tvm_ffi.structural_map(func, (tirx.BufferStore, rewrite))
-    return done if done.same_as(func) else share_values(done, _renewed)
+    return done if done.same_as(func) else share_values(done, _renewed, scope)
 
 
 def _is_float(expr: ir.Expr) -> bool:

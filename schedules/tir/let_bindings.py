@@ -23,6 +23,7 @@ def share_values(
     # From a stored value to a new one with pure lets, each of its own variable; to the same object
     # where there is nothing to do.
     rewrite: Rewrite,
+    scope: str = "global",  # Of the buffers: "local" in kernels of GPUs.
 ) -> tirx.PrimFunc:
     """Rewrite what a function stores, each let becoming a store before it.
 
@@ -43,7 +44,7 @@ def share_values(
     def in_vector(loop: tirx.For) -> tirx.Stmt:
         if loop.kind != tirx.ForKind.VECTORIZED:
             return loop
-        shared = _Shared(rewrite, loop.loop_var - loop.min, loop.extent)
+        shared = _Shared(rewrite, loop.loop_var - loop.min, loop.extent, scope)
         body = tvm_ffi.structural_map(loop.body, (tirx.BufferStore, shared.store))
         if not shared.buffers:
             return loop if body.same_as(loop.body) else _with_body(loop, body)
@@ -55,7 +56,7 @@ def share_values(
     def alone(store: tirx.BufferStore) -> tirx.Stmt:
         if store not in outside:
             return store
-        shared = _Shared(rewrite, tirx.IntImm("int32", 0), tirx.IntImm("int32", 1))
+        shared = _Shared(rewrite, tirx.IntImm("int32", 0), tirx.IntImm("int32", 1), scope)
         return shared.allocate(shared.store(store))
 
     vectors = tvm_ffi.structural_map(func, (tirx.For, in_vector))
@@ -78,8 +79,8 @@ def _stores_outside_vectors(func: tirx.PrimFunc) -> set[tirx.BufferStore]:
 class _Shared:
     """The buffers of one vectorised loop, or of one store outside of any."""
 
-    def __init__(self, rewrite: Rewrite, lane: ir.Expr, lanes: ir.Expr) -> None:
-        self._rewrite = rewrite
+    def __init__(self, rewrite: Rewrite, lane: ir.Expr, lanes: ir.Expr, scope: str) -> None:
+        self._rewrite, self._scope = rewrite, scope
         self._lane, self._lanes = lane, lanes
         self.buffers: list[ir.Var] = []
 
@@ -108,7 +109,8 @@ class _Shared:
         """A new buffer for a variable, and the place of this lane's value in it."""
         lanes = int(var.ty.dtype.lanes)
         element = str(var.ty.dtype).removesuffix(f"x{lanes}")
-        buffer = tirx.decl_buffer((self._lanes * lanes,), element, var.name, layout=None)
+        shape, scope = (self._lanes * lanes,), self._scope
+        buffer = tirx.decl_buffer(shape, element, var.name, scope=scope, layout=None)
         self.buffers.append(buffer)
         # A buffer of vectors would conflict with one of scalars when TVM shares their memory.
         return buffer, self._lane if lanes == 1 else tirx.Ramp(self._lane * lanes, 1, lanes)

@@ -93,7 +93,7 @@ class TunableGPURule(TunableRule, GPURule):
 
 
 def _finished(kernel: tirx.PrimFunc, gpu: GPUInfo, rule: str) -> s_tir.Schedule:
-    kernel = keep_nan(kernel.without_attr(attributes.CONSTANTS))  # rules alone read it
+    kernel = keep_nan(kernel.without_attr(attributes.CONSTANTS), "local")  # rules alone read it
     if not gpu.has_bfloat16:
         kernel = convert_by_bits(kernel)
     named = kernel if attributes.RULE in kernel.attrs else kernel.with_attr(attributes.RULE, rule)

@@ -49,6 +49,11 @@ CASES: dict[str, Case] = {
         np.where,
         [((5, 9), "bool"), ((5, 9), F32), ((5, 9), F32)],
     ),
+    "clip_of_clips": (
+        lambda x: op.clip(op.negative(op.clip(op.negative(op.clip(x, -2, 2)), -1, 2)), -1.5, 1),
+        lambda x: np.clip(x, -1.5, 1),
+        [((3, 40), F32)],
+    ),
     "concat_channels": (
         lambda x, y: op.concat([op.abs(x), y], 1),
         lambda x, y: np.concatenate([np.abs(x), y], 1),
