@@ -30,6 +30,7 @@ from tvm_fusion.codegen.host_code import (
     Step,
     opencl_texts,
 )
+from tvm_fusion.compiler.build_kernels import GPU_LOWERING
 
 # Guard and poison: NaN in every float type, -1 or the largest value in the others.
 POISON = np.array([0xFF], np.uint8)
@@ -102,7 +103,7 @@ def compile_opencl(
     split = AfterSplit()
     target = tvm.target.Target(target or {"kind": "opencl"}, PLAIN)  # the host's code never runs
     with tvm.transform.PassContext(instruments=[split]):
-        built = tirx.build(mod, target=target)
+        built = tirx.build(mod, target, GPU_LOWERING)
     hosts, kernels = split.functions()
     if not kernels:
         raise OpError("the function launches no kernel: bind its loops to blockIdx, threadIdx")

@@ -13,18 +13,22 @@ that each group of kernels is built on a thread of its own.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import tvm
 import tvm_ffi
-from tvm import DataType, relax, s_tir, tirx
+from tvm import DataType, ir, relax, s_tir, tirx
 from tvm.ir.transform import Pass, PassContext
 from tvm.target import Target
 from tvm.tirx import compilation_pipeline
 
 from schedules.errors import reason
+from schedules.tir.expression_walk import op_name, variables
 
 from ..errors import CompilationError
 from ..machine.host import physical_cores
@@ -149,6 +153,126 @@ def _as_comparison(cast: tirx.Cast) -> tirx.Expr:
     if not _is_float(value) or not str(cast.ty.dtype).startswith("bool"):
         return cast
     return _inverse(tirx.EQ(value, _const(0, value)))
+
+
+_QUOTIENT, _FMA = "__fdiv_rn", {"cuda": "__fmaf_rn", "opencl": "fma"}
+_TO_WHOLE = ("tirx.round", "tirx.nearbyint")
+
+
+@tvm.transform.module_pass(opt_level=0, name="RoundAlike")
+class RoundAlike:
+    """Let GPUs round numbers to whole ones as CPUs do.
+
+    ::
+
+        round(a / b)                round(__fdiv_rn(a, b))       CUDA; other quotients err by 2 ulp
+        float32(integer) * a + b    fma(float32(integer), a, b)
+
+    ONNX defines the first. LLVM makes the second, where the CPU can; a compiler of GPUs may or may
+    not, and what is near a half becomes another whole number. It runs before loops are vectors.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: PassContext) -> tvm.IRModule:
+        """Return the module with calls of the devices' functions."""
+        functions = {var: _rounded_alike(func) for var, func in mod.functions_items()}
+        return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _rounded_alike(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    kind = _kind(func)
+    if kind not in _FMA:
+        return func
+    func = tvm_ffi.structural_map(func, (tirx.Add, lambda total: _as_fma(total, _FMA[kind])))
+    rounded: list[ir.Call] = []
+    tvm_ffi.structural_walk(
+        func.body, (ir.Call, lambda call: rounded.append(call) if _to_whole(call) else None)
+    )
+    if kind != "cuda" or not rounded:
+        return func
+    bound = set().union(*map(variables, rounded))
+    rules = [
+        (ir.Call, lambda call: _with_exact_quotients(call) if _to_whole(call) else call),
+        (tirx.Bind, lambda bind: _with_exact_quotients(bind) if bind.var in bound else bind),
+    ]
+    return tvm_ffi.structural_map(func, rules)
+
+
+def _kind(func: tirx.PrimFunc) -> str:
+    target = func.attrs.get("target") if func.attrs else None
+    return "" if target is None else str(target.kind.name)
+
+
+def _as_fma(total: tirx.Add, name: str) -> tirx.Expr:
+    if str(total.ty.dtype) != "float32":
+        return total
+    products = [each for each in (total.a, total.b) if isinstance(each, tirx.Mul)]
+    if not any(map(_scales_integer, products)):
+        return total
+    product, other = products[0], total.b if products[0].same_as(total.a) else total.a
+    return tirx.call_pure_extern("float32", name, product.a, product.b, other)
+
+
+def _scales_integer(product: tirx.Mul) -> bool:
+    factors = [each for each in (product.a, product.b) if isinstance(each, tirx.Cast)]
+    return any("int" in str(factor.value.ty.dtype) for factor in factors)
+
+
+def _to_whole(call: ir.Call) -> bool:
+    return op_name(call) in _TO_WHOLE and str(call.ty.dtype) == "float32"
+
+
+def _with_exact_quotients(tree: ir.Call | tirx.Bind) -> Any:
+    return tvm_ffi.structural_map(tree, (tirx.Div, _exact_quotient))
+
+
+def _exact_quotient(quotient: tirx.Div) -> tirx.Expr:
+    if str(quotient.ty.dtype) != "float32":
+        return quotient
+    return tirx.call_pure_extern("float32", _QUOTIENT, quotient.a, quotient.b)
+
+
+@tvm.transform.module_pass(opt_level=0, name="ExactLiterals")
+class ExactLiterals:
+    """Write constants of GPU kernels as their bits where TVM's text would round them.
+
+    TVM writes floats with seven digits for OpenCL, and float64 with fifteen behind the point for
+    CUDA: 3.2300844 as 3.230084, and 1e-20 as 0. It is the last pass of device functions.
+
+    ::
+
+        a * 3.2300844    a * as_float(1078898100)                         OpenCL
+        a * 1e-20        a * __longlong_as_double(4307583784117748259)    CUDA
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _: PassContext) -> tvm.IRModule:
+        """Return the module with calls in place of such constants."""
+        functions = {var: _with_exact_literals(func) for var, func in mod.functions_items()}
+        return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def _with_exact_literals(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    kind = _kind(func)
+
+    def in_bits(number: tirx.FloatImm) -> tirx.Expr:
+        dtype = str(number.ty.dtype)
+        name = _FROM_BITS.get((kind, dtype))
+        if name is None or not math.isfinite(number.value):
+            return number
+        text = f"{number.value:.6e}" if kind == "opencl" else f"{number.value:.15f}"
+        value, written = np.array([number.value, float(text)]).astype(dtype)
+        if value == written:
+            return number
+        bits = f"int{8 * value.itemsize}"
+        return tirx.call_pure_extern(dtype, name, tirx.const(int(value.view(bits)), bits))
+
+    return tvm_ffi.structural_map(func, (tirx.FloatImm, in_bits))
+
+
+_FROM_BITS = {
+    ("opencl", "float32"): "as_float",
+    ("opencl", "float64"): "as_double",
+    ("cuda", "float64"): "__longlong_as_double",
+}
 
 
 @tvm.transform.module_pass(opt_level=0, name="BroadcastBits")
@@ -304,7 +428,7 @@ class LowerGPUKernels:
 
     def transform_module(self, mod: tvm.IRModule, ctx: PassContext) -> tvm.IRModule:
         """Return the lowered module."""
-        mod = tvm.transform.Sequential([ExactFloats()])(mod)
+        mod = tvm.transform.Sequential([ExactFloats(), RoundAlike()])(mod)
         lower, *_ = s_tir.pipeline.default_s_tir_pipeline()
         written = {var: func for var, func in mod.functions_items() if _is_written(func)}
         if ctx.instruments or not written:
@@ -326,8 +450,12 @@ def _is_written(func: tvm.ir.BaseFunc) -> bool:
 
 def _finalized(lower: Callable[[], Pass]) -> Callable[[], tuple[Pass, object, object]]:
     """Passes of a module, and those of host and device functions after that."""
-    passes = s_tir.pipeline
-    return lambda: (lower(), passes.finalize_host_passes, passes.finalize_device_passes)
+    host = s_tir.pipeline.finalize_host_passes
+    return lambda: (lower(), host, _finalize_device_passes)
+
+
+def _finalize_device_passes() -> Pass:
+    return tvm.transform.Sequential([s_tir.pipeline.finalize_device_passes(), ExactLiterals()])
 
 
 compilation_pipeline.PIPELINE_MAP[CPU_LOWERING] = _finalized(LowerKernels)

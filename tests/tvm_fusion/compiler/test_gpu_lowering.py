@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowering of GPU kernels: which of their buffers are compacted."""
+"""Lowering of GPU kernels: which of their buffers are compacted, and which numbers they keep."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import tvm
 from tvm import s_tir, te, tirx
 from tvm.ir.transform import PassContext
 from tvm.script import tirx as T
+from tvm.target import Target
 
+from tvm_fusion.codegen.nvrtc import compile_cuda
 from tvm_fusion.compiler.build_kernels import GPU_LOWERING
 from tvm_fusion.compiler.targets import resolve
 
@@ -47,10 +50,30 @@ def scheduled() -> tirx.PrimFunc:
     return sch.mod["main"].with_attr("global_symbol", "scheduled")
 
 
+@T.prim_func(s_tir=True)
+def rounding(
+    data: T.Buffer((32,), "float32"),
+    sums: T.Buffer((32,), "int32"),
+    wide: T.Buffer((32,), "float64"),
+):
+    T.func_attr({"global_symbol": "rounding", "tirx.noalias": True})
+    with T.launch_thread("blockIdx.x", 1):
+        i = T.launch_thread("threadIdx.x", 32)
+        bound: T.let[T.float32] = data[i] / T.float32(3)
+        data[i] = T.round(bound) + T.round(data[i] / data[0]) + data[i] / T.float32(5)
+        data[i] = T.Cast("float32", sums[i]) * T.float32(3.2300844192504883) + data[i]
+        data[i] = data[i] * T.float32(0.1) + data[0]
+        wide[i] = wide[i] * T.float64(1e-20) + T.float64(0.5)
+
+
 def cuda_text(pipeline: str, *functions: tirx.PrimFunc, **context: Any) -> str:
+    return device_text(TARGET, pipeline, *functions, **context)
+
+
+def device_text(target: Target, pipeline: str, *functions: tirx.PrimFunc, **context: Any) -> str:
     mod = tvm.IRModule({str(func.attrs["global_symbol"]): func for func in functions})
     with PassContext(**context):
-        return str(tvm.tirx.build(mod, TARGET, pipeline).imports[0].inspect_source())
+        return str(tvm.tirx.build(mod, target, pipeline).imports[0].inspect_source())
 
 
 def test_a_written_kernel_keeps_its_buffers() -> None:
@@ -86,3 +109,23 @@ def test_instruments_see_the_whole_module() -> None:
 
     cuda_text(GPU_LOWERING, written, scheduled(), instruments=[Sizes()])
     assert seen == [2]
+
+
+def test_numbers_that_are_rounded_to_whole_ones_are_those_of_cpus() -> None:
+    text = cuda_text(GPU_LOWERING, rounding)
+    assert text.count("nearbyintf(__fdiv_rn(") + text.count("= __fdiv_rn(") == 2
+    assert text.count("__fdiv_rn(") == 2 and text.count(" / ") == 1, "others are approximate"
+    assert text.count("__fmaf_rn(((float)sums_ptr[") == text.count("__fmaf_rn(") == 1
+    compile_cuda(text, "sm_80")
+    text = device_text(resolve("opencl"), GPU_LOWERING, rounding)
+    assert text.count("fma((convert_float(sums_ptr[") == text.count("fma(") == 1
+    assert text.count(" / ") == 3
+
+
+def test_constants_keep_all_their_digits() -> None:
+    text = device_text(resolve("opencl"), GPU_LOWERING, rounding)
+    assert f"as_float({np.float32(3.2300844192504883).view('int32')})" in text
+    assert text.count("as_float") == 1 and "1.000000e-01f" in text
+    text = cuda_text(GPU_LOWERING, rounding)
+    assert f"__longlong_as_double((int64_t){np.float64(1e-20).view('int64')})" in text
+    assert text.count("__longlong_as_double") == 1
