@@ -149,17 +149,13 @@ def _exp(x: ir.Expr) -> ir.Expr:
         )
 
     def clamp(value: ir.Expr) -> ir.Expr:
-        # The comparisons are false for NaN: `low` keeps it for the polynomial, and the exponent
-        # is taken from `bounded`, where NaN has become a number.
-        low = select(value < f32(-104), f32(0), value)
+        # The comparisons are false for NaN: it reaches the polynomial, but not the exponent. What
+        # the polynomial makes of numbers without an exponent is not read.
         found = bind(
-            low,
-            lambda v: bind(
-                select(v > f32(89), f32(89), v),
-                lambda c: with_exponent(c, select(c > f32(-104), c, f32(-104))),
-            ),
+            select(value > f32(89), f32(89), value),
+            lambda c: with_exponent(c, select(c > f32(-104), c, f32(0))),
         )
-        return select(value < f32(-104), f32(0), found)
+        return select(value <= f32(-104), f32(0), found)
 
     return bind(x, clamp)
 
