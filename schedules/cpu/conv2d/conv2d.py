@@ -52,7 +52,13 @@ from ..core.micro_kernel import (
 )
 from ..core.rule import TunableCPURule
 from ..core.tiles import Run, Span, chunk, split_evenly
-from ..cost.conv2d_knobs import Conv2DKnobs, conv2d_space, in_conv2d_space, in_vectors
+from ..cost.conv2d_knobs import (
+    Conv2DKnobs,
+    conv2d_space,
+    in_conv2d_space,
+    in_vectors,
+    multiplies_words,
+)
 from ..cost.cost_model import default_conv2d_knobs, estimate
 from .register_tile_nest import (
     BlockRuns,
@@ -320,12 +326,6 @@ def _row_of_images(image: FeatureMap, count: int) -> FeatureMap:
     """Images of one pixel as the pixels of one row."""
     step = int(image.buffer.shape[0]) // count
     return replace(image, pixel_stride=step, row_stride=count * step, width=count)
-
-
-def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
-    """Return whether an instruction multiplies the kernel's pairs of bfloat16, and faster."""
-    in_pairs = kernel.has_words and not kernel.is_quantized
-    return in_pairs and cpu.multiplies_pairs and kernel.lanes == cpu.lanes("float32")
 
 
 def by_vectors(ops: LayerOperands, lanes: int) -> LayerOperands:

@@ -153,9 +153,21 @@ def _reduction_parts(kernel: Conv2DKernel, blocks: int) -> tuple[int, ...]:
     )
 
 
+def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether an instruction multiplies the kernel's pairs of bfloat16, and faster."""
+    in_pairs = kernel.has_words and not kernel.is_quantized
+    return in_pairs and cpu.multiplies_pairs and kernel.lanes == cpu.lanes("float32")
+
+
 def in_vectors(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKernel:
-    """The convolution as the nest computes it: that of words, or in blocks of single vectors."""
+    """The convolution as the nest computes it: that of words, or in blocks of single vectors.
+
+    Pairs of bfloat16 that no instruction multiplies become floats: data in a copy, weights in each
+    step of a tile.
+    """
     (layer,), lanes = kernel.layers, cpu.lanes(kernel.sums or kernel.dtype)
+    if kernel.has_words and not kernel.is_quantized and not multiplies_words(kernel, cpu):
+        return replace(kernel.in_words(), layers=kernel.layers, weight_dtype=kernel.dtype)
     width = 0 if kernel.has_words or kernel.lanes == 1 else layer.group_lanes(kernel.lanes)
     if not width or kernel.lanes % lanes or layer.group_lanes(lanes) != width:
         return kernel.in_words()

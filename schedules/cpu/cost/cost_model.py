@@ -21,8 +21,9 @@ other is writing, up to the end of a page; the layer has too little arithmetic t
 The data of a pair's depthwise layer one streams through the L2 and evicts the intermediate: the
 fuller the L2, the more goes to the L3 and comes back, and nothing hides that.
 
-A kernel that packs NCHW data or unpacks its output pays for transposes by the byte. Lower-case
-names here are fields of :class:`.MachineCosts`.
+A kernel that packs NCHW data or unpacks its output pays for transposes by the byte. One that
+multiplies bfloat16 as floats pays ``half_vector`` for each vector of data that it widens in a copy,
+and of sums that it rounds. Lower-case names here are fields of :class:`.MachineCosts`.
 
 The default knobs are the cheapest of :func:`.conv2d_knobs.conv2d_space` or
 :func:`.fused_conv2d_knobs.fused_conv2d_space`.
@@ -399,7 +400,12 @@ def _single(kernel: Conv2DKernel, knobs: Conv2DKnobs, cpu: CPUInfo) -> Estimate:
     if layer.group_lanes(lanes) and knobs.unit_chunks > 1:
         lines = min(share * out_w * lanes * item, PAGE_BYTES) / CACHE_LINE_BYTES
         edges = cpu.costs.edge * lines * len(vectors)
-    return _finish(kernel, pieces, _cost(parts, cpu), edges, 0.0, cpu)
+    layouts = 0.0
+    if kernel.weight_dtype == "bfloat16":
+        moved = sum(part.number * part.nest.data_bytes for part in parts) / (lanes * item)
+        moved += share * (knobs.pixels if flat else out_w) * sum(vectors)
+        layouts = moved * cpu.costs.half_vector
+    return _finish(kernel, pieces, _cost(parts, cpu), edges, layouts, cpu)
 
 
 def _fused(kernel: Conv2DKernel, knobs: FusedConv2DKnobs, cpu: CPUInfo) -> Estimate:

@@ -11,6 +11,7 @@ from tvm.target import Target
 from schedules.workload.conv2d import Conv2DKernel
 
 from ...core.machine import CPUInfo
+from ...cost.conv2d_knobs import multiplies_words
 from ...cost.winograd_knobs import (
     WinogradKnobs,
     WinogradShape,
@@ -19,7 +20,7 @@ from ...cost.winograd_knobs import (
     winograd_cycles,
     winograd_space,
 )
-from ..conv2d import PackedRule, PackedTemplate, multiplies_words, packed_kernel
+from ..conv2d import PackedRule, PackedTemplate, packed_kernel
 from .winograd_nest import winograd_template
 
 __all__ = ["WinogradConv2D", "WinogradKnobs", "default_knobs", "winograd_template"]
