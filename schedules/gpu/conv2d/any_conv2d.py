@@ -125,8 +125,8 @@ def _window_sizes(workload: Conv2DKernel) -> WindowSizes:
     layer, images = workload.layers[0], workload.batch
     height, width = workload.height, workload.width
     assert images and height and width, "it has no symbolic extents"
-    size = layer.output_size(height, width)
-    return WindowSizes.of_layer(layer, images, size, MATRIX_TYPES[workload.dtype].chunk)
+    chunk = MATRIX_TYPES[workload.dtype].chunk
+    return WindowSizes.of_layer(layer, images, (height, width), chunk)
 
 
 def _tile_of(workload: Conv2DKernel, knobs: WindowKnobs, gpu: GPUInfo) -> WindowTile:

@@ -241,7 +241,7 @@ def separate_product_cycles(pair: FusedConv2DWorkload, gpu: GPUInfo) -> float:
     """
     mid, (data, out) = pair.mid_bytes(), _ends(pair)
     moved = data + mid, mid + out * (2 if pair.residual else 1)
-    sizes = pair.mid_size, pair.out_size
+    sizes = (pair.height, pair.width), pair.mid_size
     kernels = (
         _layer_cycles(layer, pair.batch, size, each, pair.dtype, gpu)
         for layer, size, each in zip((pair.layer1, pair.layer2), sizes, moved, strict=True)
@@ -259,8 +259,11 @@ def _ends(pair: FusedConv2DWorkload) -> tuple[int, int]:
 def _layer_cycles(
     layer: ConvLayer, images: int, size: tuple[int, int], moved: int, dtype: str, gpu: GPUInfo
 ) -> float:
-    """Predicted cycles of one layer's kernel, which moves some bytes and its weights."""
-    pixels = images * math.prod(size)
+    """Predicted cycles of one layer's kernel on images of a size.
+
+    It moves some bytes and its weights.
+    """
+    pixels = images * math.prod(layer.output_size(*size))
     transfer = _transfer(moved + layer.weight_elements() * ITEM_BYTES[dtype], gpu)
     if layer.is_depthwise:
         each = _ALONE + _depthwise_instructions(layer, ITEM_BYTES[dtype])

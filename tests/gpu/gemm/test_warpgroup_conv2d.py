@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
 from conv2d.test_quantized_pair import (
     ADDITION,
     BYTES,
@@ -22,6 +23,7 @@ from conv2d.test_tensor_core_conv2d import (
     BLOCK,
     convolve,
     forms,
+    layer_function,
     scheduled,
     wide_packed_conv2d,
 )
@@ -35,12 +37,14 @@ from warpgroup_emulation import check_protocol, emulate_warpgroups
 from relay_passes.layout.packed.weight_packing import pack_array
 from schedules import attributes
 from schedules.gpu import AnyConv2D
+from schedules.gpu.conv2d.any_conv2d import WARPGROUPS
 from schedules.gpu.core import machine
 from schedules.gpu.gemm.matmul import warpgroup_conv2d
 from schedules.gpu.gemm.matmul.matmul import Matmul
 from schedules.gpu.gemm.matmul.matmul_pattern import MatmulFunction, read_matmul
 from schedules.gpu.gemm.matmul.warpgroup_conv2d import WindowSizes
 from schedules.gpu.gemm.matmul.window_boxes import WindowProduct
+from schedules.tuning.tunable_rule import tunable_rule_of
 from schedules.workload.conv2d import Activation, ConvLayer
 from tvm_fusion.codegen.nvrtc import compile_cuda
 
@@ -304,6 +308,31 @@ def test_boxes_fill_the_rows_of_a_tile() -> None:
             assert np.prod(box) <= most and (box[-1] == 14 or longer > most)
 
 
+ONES = {
+    "one_row": (ConvLayer(256, 256, (1, 3), padding=(0, 1, 0, 1)), (8, 1, 4096)),
+    "one_column": (ConvLayer(256, 256, (3, 1), padding=(1, 0, 1, 0)), (8, 4096, 1)),
+    "one_column_of_two": (layer_of(64, 256, strides=(1, 2)), (8, 4096, 2)),
+    "one_row_padded": (layer_of(64, 256, (3, 3), 1), (1, 1, 4096)),
+    "one_pixel": (layer_of(64, 256, (7, 7)), (4096, 7, 7)),
+}
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_axes_of_one_element_have_no_boxes(name: str) -> None:
+    """The default setting's kernel is the one that is chosen without a template."""
+    layer, (batch, height, width) = ONES[name]
+    func = layer_function(layer, (batch, height, width), "float16", False, True)
+    rule, workload = tunable_rule_of(func, HOPPER, (AnyConv2D(),)) or (None, None)
+    assert rule is not None
+    gpu = rule.machine(HOPPER)
+    knobs = WARPGROUPS.default(workload, gpu)
+    assert knobs in [*WARPGROUPS.settings(workload, gpu)]
+    written = WARPGROUPS.write(func, workload, knobs, HOPPER).mod["main"]
+    chosen = AnyConv2D().apply(func, HOPPER, False).mod["main"]
+    assert chosen.attrs[attributes.RULE] == RULE
+    tvm.ir.assert_structural_equal(written.body, chosen.body)
+
+
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_sizes_of_a_layer_are_those_of_its_product(
@@ -318,4 +347,4 @@ def test_sizes_of_a_layer_are_those_of_its_product(
     monkeypatch.setattr(warpgroup_conv2d, "choose_window_tile", note)
     layer, (batch, height, width) = CASES[name]
     scheduled(layer, (batch, height, width), "float16", HOPPER, is_packed=True)
-    assert found == [WindowSizes.of_layer(layer, batch, layer.output_size(height, width))]
+    assert found == [WindowSizes.of_layer(layer, batch, (height, width))]

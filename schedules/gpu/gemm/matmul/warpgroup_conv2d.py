@@ -32,7 +32,7 @@ from .tensor_core_matmul import Locate
 from .tensor_core_tile import ELEMENTS, choose_tensor_tile, rounded_position
 from .warpgroup_matmul import Grid, product_kernel
 from .warpgroup_tile import WarpgroupTile, single_cycles
-from .window_boxes import BLOCKS, LONGEST_BOX, LONGEST_RUN, BlockedTensor, WindowProduct
+from .window_boxes import BLOCKS, BlockedAxes, BlockedTensor, WindowProduct
 
 _MATRIX = 8 * CHUNK  # bytes of one
 SHAPES = tuple(itertools.product((256, 128, 64), (1, 2), (2, 1)))
@@ -160,7 +160,7 @@ class WindowSizes:
         images = constant(first) or max(1, assumed_size(first) // prod(known))
         return cls(
             (images, *known),
-            tuple(windows.data.longest),
+            windows.data.longest,
             prod(windows.taps),
             windows.blocks,
             assumed_size(columns),
@@ -171,16 +171,11 @@ class WindowSizes:
     def of_layer(
         cls, layer: ConvLayer, images: int, size: tuple[int, int], lanes: int = ELEMENTS
     ) -> WindowSizes:
-        """Sizes of a dense layer with an output of some size and some channels in a block."""
-        (down, across), taps = layer.strides, prod(layer.kernel)
-        is_plain = taps == down == across == 1 and not any(layer.padding)
-        is_joined = across == 1
-        last = (LONGEST_RUN if is_joined else LONGEST_BOX) // across
-        rows = (images, prod(size)) if is_plain else (images, *size)
-        longest = (LONGEST_BOX, LONGEST_BOX // down)[: len(rows) - 1]
+        """Sizes of a dense layer on images of a size, and with some channels in a block."""
+        data = BlockedAxes.of_layer(layer, images, size, lanes)
         blocks = -(-layer.in_channels // lanes)
-        longest, first = (*longest, last), int(images == 1)  # one image is no axis
-        return cls(rows[first:], longest[first:], taps, blocks, layer.out_channels, is_joined)
+        taps = prod(layer.kernel)
+        return cls(data.rows, data.longest, taps, blocks, layer.out_channels, data.is_joined)
 
 
 @functools.lru_cache(maxsize=256)
@@ -225,10 +220,10 @@ def choose_window_tile(
 
 def _boxes(longest: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
     """Boxes of at most so many pixels that cannot be longer along their last axis."""
-    first, *others = longest
-    if not others:
-        yield (min(first, most),)
+    if len(longest) < 2:
+        yield tuple(min(extent, most) for extent in longest)
         return
+    first, *others = longest
     for length in range(1, min(first, most) + 1):
         for box in _boxes(others, most // length):
             yield (length, *box)

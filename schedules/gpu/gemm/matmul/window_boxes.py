@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tvm import ir, sym, tirx
 
 from schedules.tir.expression_walk import substitute
 from schedules.tir.extents import Extent, constant, extent_of, size_of
 from schedules.tir.index_math import i64, ravel
+from schedules.workload.conv2d import ConvLayer
 
 from ...core.tensor_core import CHUNK, MATRIX_TYPES
 from ...core.warpgroup import LINE, BulkSource
@@ -33,6 +35,7 @@ _LONGEST_STEP = 8
 _MOST_AXES = 5
 
 _Linear = tuple[list[int], int]
+_Axes = TypeVar("_Axes", bound="BlockedAxes")
 
 
 @dataclass(frozen=True)
@@ -71,29 +74,46 @@ class BoxAxis:
 
 
 @dataclass(frozen=True)
-class BlockedTensor:
-    """A factor of a product in blocks of channels of 16 bytes.
+class BlockedAxes:
+    """The axes of a factor of a product in blocks of channels of 16 bytes.
 
     Parameters
     ----------
-    buffer : tirx.Buffer
-        The tensor.
     axes : tuple[BoxAxis, ...]
-        Its axes but those of the channels of a block, as a box lies in shared memory, that of
-        neighbours first.
-    block : int
-        Number of the reduced axis of blocks of channels, behind those of taps.
+        Axes of the tensor but those of the channels of a block, as a box lies in shared memory,
+        that of neighbours first.
     rows : tuple[Extent, ...]
         Extents of the axes of which the product's rows, or columns, are the product.
     lanes : int
         Elements that lie beside each other for each place along the axes.
     """
 
-    buffer: tirx.Buffer
     axes: tuple[BoxAxis, ...]
-    block: int
     rows: tuple[Extent, ...]
     lanes: int
+
+    @classmethod
+    def of_layer(
+        cls, layer: ConvLayer, images: int, size: tuple[int, int], lanes: int
+    ) -> BlockedAxes:
+        """Those of the data of a dense layer, as its product has them, for an image of a size."""
+        blocks, (height, width) = -(-layer.in_channels // lanes), size
+        strides = blocks * height * width * lanes, width * lanes, lanes
+        forms = (1, 1, 0), *zip(layer.strides, layer.kernel, layer.padding[:2], strict=True)
+        counts = images, *layer.output_size(*size)
+        axes: list[BoxAxis] = []
+        rows: list[int] = []
+        for number, (step, taps, padding) in enumerate(forms):
+            # No place depends on an index that is always 0.
+            row = len(rows) if counts[number] > 1 else None
+            tap = number if taps > 1 else None
+            extent = (images, *size)[number]
+            if extent > 1 or row is not None or tap is not None:
+                axes.append(BoxAxis(extent, strides[number], row, tap, step, 1, -padding))
+            if row is not None:
+                rows.append(counts[number])
+        blocks_axis = BoxAxis(blocks, height * width * lanes, None, 0, 0, 1, 0)
+        return cls((*axes[::-1], blocks_axis), tuple(rows), lanes).merged()
 
     @property
     def is_joined(self) -> bool:
@@ -102,7 +122,7 @@ class BlockedTensor:
         return first.row is not None and first.step == 1 and constant(first.stride) == self.lanes
 
     @property
-    def longest(self) -> list[int]:
+    def longest(self) -> tuple[int, ...]:
         """For each axis of the rows, the longest box."""
         found = [1] * len(self.rows)
         for axis in self.axes:
@@ -110,7 +130,40 @@ class BlockedTensor:
                 found[axis.row] = LONGEST_BOX // axis.step
         if self.is_joined and self.axes[0].row is not None:
             found[self.axes[0].row] = LONGEST_RUN
-        return found
+        return tuple(found)
+
+    def merged(self: _Axes) -> _Axes:
+        """The same with neighbouring axes of rows as one where all of a tensor's rows are taken."""
+        if len(self.axes) < 2 or not (self.axes[0].is_plain and self.axes[1].is_plain):
+            return self
+        first, second, *others = self.axes
+        last = len(self.rows) - 1
+        down, across = constant(second.extent), constant(first.extent)
+        if down is None or across is None or self.rows[-2:] != (down, across):
+            return self
+        if (second.row, first.row) != (last - 1, last):
+            return self
+        if extent_of(second.stride) != across * int(constant(first.stride) or 0):
+            return self
+        size = down * across
+        one = replace(first, extent=size, row=second.row)
+        return replace(self, axes=(one, *others), rows=(*self.rows[:-2], size))
+
+
+@dataclass(frozen=True)
+class BlockedTensor(BlockedAxes):
+    """A factor of a product in blocks of channels of 16 bytes.
+
+    Parameters
+    ----------
+    buffer : tirx.Buffer
+        The tensor.
+    block : int
+        Number of the reduced axis of blocks of channels, behind those of taps.
+    """
+
+    buffer: tirx.Buffer
+    block: int
 
     @property
     def words(self) -> int:
@@ -147,23 +200,6 @@ class BlockedTensor:
         if self.is_joined:
             return [places[0] * i64(self.words), *places[1:]]
         return [i64(0), *places]
-
-    def merged(self) -> BlockedTensor:
-        """The same with neighbouring axes of rows as one where all of a tensor's rows are taken."""
-        if len(self.axes) < 2 or not (self.axes[0].is_plain and self.axes[1].is_plain):
-            return self
-        first, second, *others = self.axes
-        last = len(self.rows) - 1
-        down, across = constant(second.extent), constant(first.extent)
-        if down is None or across is None or self.rows[-2:] != (down, across):
-            return self
-        if (second.row, first.row) != (last - 1, last):
-            return self
-        if extent_of(second.stride) != across * int(constant(first.stride) or 0):
-            return self
-        size = down * across
-        one = replace(first, extent=size, row=second.row)
-        return replace(self, axes=(one, *others), rows=(*self.rows[:-2], size))
 
 
 @dataclass(frozen=True)
@@ -239,7 +275,7 @@ def _read_blocked(operand: Operand, lanes: int) -> BlockedTensor | None:
     # do so along the depth.
     by_depth = lanes == 2 and kind.transposes
     order = [*blocks, *kept] if by_depth else [*kept, *blocks]
-    return BlockedTensor(buffer, tuple(order), depth - 2, operand.row_parts, kind.chunk**lanes)
+    return BlockedTensor(tuple(order), operand.row_parts, kind.chunk**lanes, buffer, depth - 2)
 
 
 def _depth_parts(operand: Operand, chunk: int) -> list[Extent]:
