@@ -409,3 +409,10 @@ def test_machine_code_on_tensor_cores(kind: tuple[tuple[int, ...], str], arch: s
     assert count(names, "BAR") == 2  # one for the queries
     [loop] = loops(code)
     assert count(loop, "BAR") == 1 and len(loop) <= MOST_INSTRUCTIONS * count(loop, "HMMA")
+    # Sixteen queries take 64 products a tile of keys; a lane has half as many scores as keys.
+    sixteens, depth = count(loop, "HMMA") // 64, shape[-1]
+    keys = 64 if depth == 64 else 32
+    assert count(loop, "MUFU") == count(loop, "MUFU.EX2") == sixteens * (keys // 2 + 2)
+    # Of 512 bytes each are loaded keys and values, but no queries; no score is rounded.
+    assert count(loop, "LDSM") == 2 * 2 * keys * depth // 512
+    assert count(loop, "F2FP") == sixteens * keys // 4 and not count(loop, "HADD2")
