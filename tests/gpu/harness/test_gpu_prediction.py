@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -198,3 +199,18 @@ def test_what_is_stored_takes_no_further_turn() -> None:
     beside = predict_streaming(KERNEL, bytes_ + 4, machine(), bytes_)
     assert beside.seconds == pytest.approx(alone.seconds, rel=1e-5)
     assert predict_streaming(KERNEL, bytes_ + 4, machine()).seconds > 1.001 * alone.seconds
+
+
+@pytest.mark.slow
+def test_goals() -> None:
+    """Each has a prediction on both machines; sums reach theirs, and no share is above all."""
+    goals, *machines, _ = predict_gpu.goals_table(predict_gpu.GOAL_MACHINES).columns
+    assert len(machines) == 2
+    for each in machines:
+        told = dict(zip(map(str, goals.cells), map(str, each.cells), strict=True))
+        assert len(told) == len(predict_gpu.GOALS)
+        shares = {goal: re.findall(r"(\d+)%", text) for goal, text in told.items()}
+        assert all(0 < int(share) <= 100 for found in shares.values() for share in found), told
+        for size, least in (("64", 92), ("16", 80)):
+            [share] = next(shares[goal] for goal in told if f"of {size} MiB" in goal)
+            assert int(share) >= least
