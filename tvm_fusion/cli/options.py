@@ -108,16 +108,16 @@ class Shape(click.ParamType):
 
 
 class Targets(click.ParamType):
-    """A target, or several names of CPUs, separated by commas."""
+    """A target, or several, separated by commas."""
 
     name = "TARGET[,...]"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str | list[str]:
-        """Split names; a target with options, which may hold commas itself, stays whole."""
+        """Split targets, of which the first is a name; commas of ``-mattr`` separate features."""
         if not isinstance(value, str):
             return value
-        names = [name.strip() for name in value.split(",")]
-        if len(names) == 1 or any(re.search(r"[\s{]", name) for name in names):
+        names = [name.strip() for name in re.split(r",(?![+-])", value)]
+        if len(names) == 1 or re.search(r"[\s{]", names[0]):
             return value
         if not all(names):
             self.fail(f"{value!r} is not like x86-64-v3,x86-64-v4", param, ctx)

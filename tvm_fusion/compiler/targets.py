@@ -226,8 +226,8 @@ def unknown_name(what: str, name: str, known: Iterable[str], example: str = "") 
     return TargetError(f"unknown {what} {name!r}{hint}")
 
 
-_SEVERAL = re.compile(r"[^\s{,]+(,[^\s{,]+)+")
-"""Names separated by commas."""
+_SEVERAL = re.compile(r"[^\s{,]+\s*,\s*[^\s,]")
+"""Beginning of a list that begins with a name."""
 _COMMON_HOST = "x86-64-v3"
 
 
@@ -363,7 +363,7 @@ def _read_config(target: Any) -> dict[str, Any]:
         if "tag" in target and "kind" not in target:
             return _from_target(_make(dict(target), target))
         return {str(key): _plain(value) for key, value in target.items()}
-    if isinstance(target, list | tuple) or _SEVERAL.fullmatch(str(target).strip()):
+    if isinstance(target, list | tuple) or _SEVERAL.match(str(target).strip()):
         raise TargetError(
             f"expected one target, got {target!r:.80}: tvm_fusion.compile and the commands compile "
             "and explain take several"

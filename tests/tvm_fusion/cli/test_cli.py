@@ -445,6 +445,11 @@ def test_bench_races_a_compiled_model(run: Run, model_path: Path, library: Path)
         (None, ["explain", "{model}", "--shape", "other=1,2"], "other"),
         (None, ["explain", "{model}", "--target", "cuda -arch=sm_52"], "sm_52 is too old"),
         (None, ["explain", "{model}", "--target", "opencl", "--resources"], "known for 'cuda'"),
+        (
+            None,
+            ["compile", "{model}", "--target", "native,cuda -arch=sm_90"],
+            "several targets in one file are CPUs, and 'cuda' is a GPU: compile for it alone",
+        ),
         (None, ["compile", "{model}", "--target", "cuda -arch=sm_91"], "did you mean sm_90"),
         (
             None,

@@ -153,6 +153,7 @@ OTHER_KIND = "is not supported: this version compiles for CPUs, CUDA and OpenCL"
         ({"tag": "no/such/tag"}, "is not valid: .*Unknown target tag"),
         (None, "a target is a str, a mapping or a tvm.target.Target; got NoneType"),
         ("x86-64-v3,x86-64-v4", "expected one target, got 'x86-64-v3,x86-64-v4'.*explain take"),
+        ("native,cuda -arch=sm_90", "expected one target, got 'native,cuda -arch=sm_90'"),
         (["x86-64-v3"], r"expected one target, got \['x86-64-v3'\]"),
         (3, "got int"),
     ],
