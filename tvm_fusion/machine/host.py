@@ -15,7 +15,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -237,6 +237,22 @@ def arch_of_triple(triple: Any) -> str:
             f"{' and '.join(CROSS_TRIPLES)}, for example {CROSS_TRIPLES['aarch64']!r}"
         )
     return arch
+
+
+def cpu_title(options: Mapping[str, Any]) -> str:
+    """LLVM's name of a target's CPU, and the features in which the target differs from it.
+
+    ``options``: those of an LLVM target, ``mcpu`` and maybe ``mattr``.
+    """
+    signs = {
+        feature[1:]: feature[:1] for feature in options.get("mattr", ())
+    }  # the last one counts
+    changes = [
+        f"{word} {', '.join(names)}"
+        for sign, word in (("+", "with"), ("-", "without"))
+        if (names := [name for name in signs if signs[name] == sign])
+    ]
+    return f"{options['mcpu']} {' and '.join(changes)}".rstrip()
 
 
 PACKAGES = ("apache-tvm", "onnx", "numpy", "onnxruntime", "openvino", "torch", "torchvision")

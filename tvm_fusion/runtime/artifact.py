@@ -56,6 +56,7 @@ from ..machine.host import (
     TILE_FEATURES,
     arch_of_triple,
     check_host,
+    cpu_title,
     flagged_features,
     host_arch,
     host_cpu,
@@ -131,6 +132,11 @@ class Description:
         return _host(json.loads(self.target))["mcpu"]
 
     @property
+    def title(self) -> str:
+        """:attr:`cpu`, and the features in which the code differs from it."""
+        return cpu_title(_host(json.loads(self.target)))
+
+    @property
     def triple(self) -> str:
         """LLVM's triple of the system that the code is for."""
         return _host(json.loads(self.target))["mtriple"]
@@ -161,7 +167,7 @@ class Description:
                 if about.runs_with(there):
                     rest = (other for other in self.all if other is not about)
                     return replace(about, others=tuple(replace(one, others=()) for one in rest))
-        lacks = "; ".join(f"{about.cpu} needs {about.missing()}" for about in self.all)
+        lacks = "; ".join(f"{about.title} needs {about.missing()}" for about in self.all)
         raise TargetError(
             f"this CPU ({host_cpu()}) can run none of the targets that the model is compiled for: "
             f"{lacks}; compile it again with another target, such as 'native'"
@@ -411,7 +417,8 @@ def _parse(data: Any, room: int) -> Description:
     host = _typed(_host(options), dict)
     if host.get("kind") != "llvm":
         raise ValueError(f"the target is of the kind {options.get('kind')!r}")
-    _typed(host["mcpu"], str)
+    for item in (host["mcpu"], *_typed(host.get("mattr", []), list)):
+        _typed(item, str)
     arch = arch_of_triple(_typed(host["mtriple"], str))
     if data["arch"] != arch:
         raise ValueError(f"the target is for {arch}, and 'arch' is {data['arch']!r}")

@@ -45,8 +45,11 @@ class DescribedModel:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """CPUs that the model is compiled for, as LLVM names them; it runs the code of one."""
-        return tuple(about.cpu for about in self._about.all)
+        """CPUs that the model is compiled for; it runs the code of one.
+
+        LLVM's names, and the features in which the code differs from LLVM's models of them.
+        """
+        return tuple(about.title for about in self._about.all)
 
     @property
     def needs(self) -> DeviceNeeds | None:

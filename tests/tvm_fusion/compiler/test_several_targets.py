@@ -32,6 +32,9 @@ TARGETS = ["sapphirerapids", "x86-64", "neoverse-n1", "x86-64-v4"]
 NET = GraphBuilder("several", (1, 3, 13, 9), 2)
 MODEL = NET.model({"y": (NET.conv(NET.conv(NET.input, 32, 3), 64, 1), [1, 64, 13, 9])})
 
+SMALL_NET = GraphBuilder("small", (2, 3), 5)
+SMALL = SMALL_NET.model({"y": (SMALL_NET.op("Exp", SMALL_NET.input), [2, 3])})
+
 
 @pytest.fixture(scope="module")
 def model() -> CompiledModel:
@@ -65,10 +68,8 @@ def test_the_numbers_are_right_before_and_after_saving(model: CompiledModel, sav
 def test_loads_of_a_file_share_the_code_and_write_no_other_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    net = GraphBuilder("small", (2, 3), 5)
-    small = net.model({"y": (net.op("Exp", net.input), [2, 3])})
     saved, again = tmp_path / "model.so", tmp_path / "again.so"
-    tvm_fusion.compile(small, ["x86-64", "x86-64-v2"], threads=1).save(saved)
+    tvm_fusion.compile(SMALL, ["x86-64", "x86-64-v2"], threads=1).save(saved)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     x = np.random.default_rng(4).standard_normal((2, 3), dtype=np.float32)
     before = memory_files()
@@ -135,6 +136,25 @@ def test_a_machine_that_has_none_of_them_is_told_all(
     model = tvm_fusion.compile(MODEL, ["neoverse-n1", "x86-64-v4"], threads=1)
     with pytest.raises(TargetError, match="none of the targets"):
         model(np.zeros((1, 3, 13, 9), np.float32))
+
+
+def test_targets_of_one_name_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = "llvm -mcpu=znver4 -mtriple=x86_64-linux-gnu -mattr=-avx512bf16,+avxvnni,-avx512vnni"
+    title = "znver4 with avxvnni and without avx512bf16, avx512vnni"
+    path, saved = tmp_path / "net.onnx", str(tmp_path / "net.so")
+    path.write_bytes(SMALL.SerializeToString())
+    model = tvm_fusion.compile(SMALL, ["znver4", changed], threads=1)
+    assert set(model.targets) == {"znver4", title}
+    assert main(["compile", str(path), "-o", saved, "--target", f"znver4,{changed}"]) == 0
+    assert f" for {title}; znver4, " in capsys.readouterr().out
+    assert main(["inspect", saved]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"{title}, x86_64-linux-gnu" in shown and f"{title}: avx, " in shown
+    be(monkeypatch, ["sse"], ["sse"])
+    with pytest.raises(TargetError, match=f"{title} needs .*; znver4 needs .*avx512bf16"):
+        describe_artifact(saved).for_this_machine()
 
 
 def test_equal_weights_of_targets_lie_in_the_file_once(saved: Path) -> None:

@@ -482,6 +482,10 @@ def put(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
         put("target", '{"kind": "llvm"}'),
         put("target", '["llvm"]'),
         put("target", '{"kind": "cuda", "mcpu": "znver3", "mtriple": "x86_64-linux-gnu"}'),
+        put(
+            "target",
+            '{"kind": "llvm", "mcpu": "znver3", "mtriple": "x86_64-linux-gnu", "mattr": [3]}',
+        ),
         put("target", '{"kind": "llvm", "mcpu": 3, "mtriple": "x86_64-linux-gnu"}'),
         put("arch", OTHER),
         put("features", "avx2"),

@@ -120,7 +120,7 @@ def compile_command(
     if ranks is not None:
         result["ranks"], device = ranks, f" for {ranks} ranks"
     if len(compiled.targets) > 1:
-        device = f" for {', '.join(compiled.targets)}"
+        device = f" for {'; '.join(compiled.targets)}"
     tuned = f"{len(compiled.records)} tuned kernels, " if compiled.records else ""
     text = (
         f"{output}: {size / 1e6:.1f} MB{device}, {fused} of {len(compiled.fused)} pairs fused, "
@@ -182,7 +182,7 @@ def _table(model: Path, about: Description, size: int, weights: int) -> Table:
     rows: dict[str, Any] = {
         "inputs": "\n".join(map(str, about.inputs)),
         "outputs": "\n".join(map(str, about.outputs)),
-        "CPU": "\n".join(f"{one.cpu}, {one.triple}" for one in about.all),
+        "CPU": "\n".join(f"{one.title}, {one.triple}" for one in about.all),
         "CPU features": "\n".join(_features(one, len(about.all) > 1) for one in about.all),
         "GPU": about.device or "none",
         "size": f"{size / 1e6:.1f} MB, {weights / 1e6:.1f} MB of it weights",
@@ -199,7 +199,7 @@ def _table(model: Path, about: Description, size: int, weights: int) -> Table:
 
 
 def _features(about: Description, is_named: bool) -> str:
-    return (f"{about.cpu}: " if is_named else "") + (
+    return (f"{about.title}: " if is_named else "") + (
         ", ".join(about.features) or "none beyond the architecture's"
     )
 
