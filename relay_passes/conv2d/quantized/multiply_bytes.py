@@ -14,6 +14,7 @@ from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.gpu.core.machine import KINDS, GPUInfo
+from schedules.gpu.core.tensor_core import CHUNK
 from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 
 from ...core.constants import constant, numbers, tensor_constant
@@ -82,15 +83,15 @@ class MultiplyBytes:
         )
 
     For CPUs that multiply bytes (VNNI, dot products of AArch64, or AVX2 in 16 bits), and GPUs whose
-    tensor cores do, the latter for convolutions only. Products with constant matrices are those of
-    pixels; depthwise convolutions read bytes, and multiply floats; an image of up to four
-    channels is rounded in its convolution; the sum of a product and of other bytes, each with its
-    scale, is rounded in the product; maxima are taken of bytes; other readers get floats again.
+    tensor cores do. Products with constant matrices are those of pixels; depthwise convolutions
+    read bytes, and multiply floats; an image of up to four channels is rounded in its convolution;
+    the sum of a product and of other bytes, each with its scale, is rounded in the product; maxima
+    are taken of bytes; other readers get floats again.
     Where zero bytes stand for another number than zero, they are padded explicitly.
     Left alone: tensors whose limits are more than 255 apart, convolutions with groups of other than
     multiples of four channels, or of more outputs than inputs or fewer, weights
     whose output channels are no multiples of integers of 8 bits, and sums that 32 bits may not
-    hold.
+    hold; on GPUs products of two activations, and matrices with up to 16 rows or columns.
 
     Parameters
     ----------
@@ -142,13 +143,13 @@ class MultiplyBytes:
 
 
 class _Rules:
-    """Rules of one function, for all products of a CPU, or a GPU's convolutions.
+    """Rules of one function; no CPU stands for a GPU.
 
     The target multiplies ``word`` channels at once.
     """
 
     def __init__(self, word: int, cpu: CPUInfo | None) -> None:
-        self._only_convolutions, self._word = cpu is None, word
+        self._word = word
         self._activations = None if cpu is None else ActivationProducts(cpu)
         self._roundings: set[relax.Var] = set()  # whose results become bytes
         self._weights: dict[GenericConst, IntegerWeights | None] = {}
@@ -240,11 +241,11 @@ class _Rules:
         if not isinstance(weight, GenericConst):
             return None
         if call.op.name == _MATMUL:
-            if self._only_convolutions:
-                return None
             if str(call.ty.dtype) != "float32" or weight.ty.ndim != 2 or call.args[0].ty.ndim < 2:
                 return None
             channels, outputs = (int(extent) for extent in weight.ty.shape.values)
+            if self._activations is None and min(channels, outputs) <= CHUNK:
+                return None
             layer = ConvLayer(channels, outputs, (1, 1)) if channels and outputs else None
         else:
             layer = read_convolution(relax.VarBinding(graph.current, call))

@@ -49,7 +49,7 @@ class Images(CalibrationDataReader):
 
     def __init__(self, model: onnx.ModelProto) -> None:
         (value,) = model.graph.input
-        shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
+        shape = [d.dim_value or 3 for d in value.type.tensor_type.shape.dim]
         rng = np.random.default_rng(3)
         self._left = [{value.name: rng.standard_normal(shape, np.float32)} for _ in range(2)]
 
@@ -130,6 +130,41 @@ def test_winograds_algorithm_gives_the_same_bits(tmp_path):
     for target, is_taken in ((VNNI, False), (AVX2, True)):
         mod = pipeline.optimize(import_onnx(model).mod, target, Options(winograd="always"))
         assert any('"winograd": 2' in each for each in workloads(mod)) == is_taken
+
+
+@pytest.mark.quick_cases("dynamic-3", "QDQ-rows")
+@pytest.mark.parametrize("rows", [3, "rows"])
+@pytest.mark.parametrize("form", [*QuantFormat, "dynamic"], ids=lambda form: str(form))
+def test_products_with_weights_multiply_bytes_on_tensor_cores(form, rows, tmp_path, monkeypatch):
+    """By emulation, also of matrices whose rows end within a block of channels."""
+    rng, node = np.random.default_rng(0), onnx.helper.make_node
+    shapes = {"w": (40, 24), "b": (24,)}
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
+        for name, shape in shapes.items()
+    ]
+    nodes = [node("MatMul", ["x", "w"], ["m"]), node("Add", ["m", "b"], ["y"])]
+    ends = [("x", [2, rows, 40]), ("y", [2, rows, 24])]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in ends]
+    graph = onnx.helper.make_graph(nodes, "product", ends[:1], ends[1:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    x = rng.standard_normal((2, 3, 40), np.float32)
+    if form == "dynamic":
+        onnx.save(model, tmp_path / "m")
+        quantize_dynamic(tmp_path / "m", tmp_path / "q", weight_type=QuantType.QInt8)
+        model = onnx.load(tmp_path / "q")
+    else:
+        model = quantized(model, tmp_path, form, QuantType.QUInt8)
+    emulate_tensor_cores(monkeypatch)
+    target = resolve("opencl")
+    shapes = {"rows": "rows"} if rows == "rows" else None
+    mod = pipeline.optimize(import_onnx(model, shapes).mod, target, Options())
+    assert [from_json(text).dtype for text in workloads(mod)] == ["uint8"]
+    (found,) = RelaxOnOpenCL(mod, target)(x)
+    same = tvm_fusion.compile(model, threads=1, records="none", shapes=shapes)(x)
+    np.testing.assert_array_equal(found, same)
+    np.testing.assert_allclose(found, run_onnx(model, {"x": x})[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [0.027708437, 3.2300844, 1 / 3])

@@ -83,7 +83,7 @@ def check_numbers(run_module, *steps: Step, shape=(1, 4, 6, 6), spread=300.0) ->
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_gpus_with_tensor_cores_multiply_in_convolutions():
+def test_gpus_with_tensor_cores_multiply_bytes():
     steps = [rounded(), convolved(padding=1)]
     before = module(*steps)
     mixed = module(*steps, rounded(), convolved(DEPTHWISE, groups=8))
