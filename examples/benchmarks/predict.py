@@ -23,13 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.prediction import choices, intervals, joint, whole_models  # noqa: E402
@@ -188,7 +184,10 @@ def joint_report(found: dict[str, Any]) -> None:
 
 def distance_plot(found: dict[str, Any], path: Path) -> None:
     """Error of the joint models against the distance from what they were taught."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5))
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, split in zip(axes, ("sizes", "machines"), strict=True):
         for name, report in found.items():
             near, error = np.array(report["error_by_distance"][split]).T
@@ -199,7 +198,6 @@ def distance_plot(found: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     with written_aside(path) as aside:
         figure.savefig(aside, format="png", dpi=100)
-    pyplot.close(figure)
 
 
 def harness_growth(model: str) -> float:
@@ -340,7 +338,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Errors of kernels by machine, and predicted beside measured times of whole models."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5))
+    left, right = figure.subplots(1, 2)
     names = ["gemm", "conv2d", "softmax", "layer_norm", "elementwise"]
     rows = [row for row in found["kernels"] if row["dtype"] == "float32"]
     machines = sorted({row["machine"] for row in rows})
@@ -371,7 +372,6 @@ def plot(found: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     with written_aside(path) as aside:
         figure.savefig(aside, format="png", dpi=100)
-    pyplot.close(figure)
 
 
 def report(found: dict[str, Any]) -> None:

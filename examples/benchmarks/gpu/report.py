@@ -11,17 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from rich.table import Table
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from examples.benchmarks.reduction_cases import Case  # noqa: E402
-from tvm_fusion.cli.output import json_text  # noqa: E402
+from examples.benchmarks.reduction_cases import Case
+from tvm_fusion.cli.output import json_text
 from tvm_fusion.paths import written_aside
 
-from .protocol import Summary, Verdict  # noqa: E402
+from .protocol import Summary, Verdict
 
 FORMS = ("all", "x", "y")
 
@@ -147,7 +143,10 @@ def save(path: Path, record: Mapping[str, Any]) -> None:
 
 def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> None:
     """Plot percent of ``limit`` over size, a panel a form; lines join medians of powers of two."""
-    figure, panels = pyplot.subplots(1, len(FORMS), figsize=(16, 5), dpi=110, sharey=True)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 5), dpi=110)
+    panels = figure.subplots(1, len(FORMS), sharey=True)
     engines = list(dict.fromkeys(v.engine for result in results for v in result.verdicts))
     colours = {engine: f"C{number}" for number, engine in enumerate(engines)}
     for form, axes in zip(FORMS, panels, strict=True):
@@ -169,7 +168,6 @@ def draw(results: Sequence[Result], limit: float, title: str, path: Path) -> Non
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as aside:
         figure.savefig(aside, format="png")
-    pyplot.close(figure)
 
 
 def draw_bars(results: Sequence[Result], title: str, path: Path) -> None:
@@ -193,7 +191,10 @@ def _draw_panels(
     path: Path,
 ) -> None:
     """A panel for each time of the verdicts: a group of bars a name, a colour an engine."""
-    figure, rows = pyplot.subplots(len(panels), 1, figsize=(16, 9), dpi=110, sharex=True)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 9), dpi=110)
+    rows = figure.subplots(len(panels), 1, sharex=True)
     engines = list(dict.fromkeys(v.engine for verdicts in bars.values() for v in verdicts))
     width = 0.8 / max(1, len(engines))
     for axes, (field, label) in zip(rows, panels, strict=True):
@@ -215,7 +216,6 @@ def _draw_panels(
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as aside:
         figure.savefig(aside, format="png")
-    pyplot.close(figure)
 
 
 def percents(

@@ -104,7 +104,7 @@ def test_too_little_space_for_many_cores():
     assert decision.reason.endswith("of the first layer would be recomputed")
     enough = decide(separable(14, 512, 512, batch=64), cpu(cores=64))
     assert enough.gain > decision.gain
-    assert enough.reason.endswith("too little traffic between the layers to save")
+    assert "recomputed" not in enough.reason
 
 
 def test_rows_that_do_not_divide_evenly():

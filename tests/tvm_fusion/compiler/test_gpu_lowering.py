@@ -118,7 +118,7 @@ def test_numbers_that_are_rounded_to_whole_ones_are_those_of_cpus() -> None:
     assert text.count("__fmaf_rn(((float)sums_ptr[") == text.count("__fmaf_rn(") == 1
     compile_cuda(text, "sm_80")
     text = device_text(resolve("opencl"), GPU_LOWERING, rounding)
-    assert text.count("fma((convert_float(sums_ptr[") == text.count("fma(") == 1
+    assert text.count("fma((convert_float(sums_ptr[") == 1  # others may be, too
     assert text.count(" / ") == 3
 
 

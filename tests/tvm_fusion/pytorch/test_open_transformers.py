@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,11 @@ import tvm_fusion
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("onnxscript", reason="PyTorch's exporter to ONNX is not installed")
-pytest.importorskip("transformers", reason="it is not installed", exc_type=ImportError)
+
+# Its import takes half a second of every process that collects tests.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
 
 from torch.export import Dim, ExportedProgram  # noqa: E402
 
