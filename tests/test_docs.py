@@ -128,7 +128,8 @@ def test_commands_exist(page: Path, folder: Path) -> None:
     """Their arguments are understood, too; what one writes, later ones may read."""
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     group = command_line.cli
-    for program, *arguments in filter(None, commands(page.read_text())):
+    text = re.sub(r"\\\n *", "", page.read_text())  # lines that go on
+    for program, *arguments in filter(None, commands(text)):
         if program == "tvm-fusion":
             with group.make_context("tvm-fusion", list(arguments)) as context:
                 name, command, rest = group.resolve_command(context, arguments)

@@ -100,7 +100,7 @@ class ChooseWinograd:
 def can_choose(call: relax.Call, kernel: Conv2DKernel, target: Target) -> bool:
     """Return whether a call of ``relax.tvm_fusion.conv2d`` could be computed by the algorithm."""
     has_form = kernel.data_layout == kernel.out_layout != "NCHW" and kernel.weight_dtype is None
-    has_type = kernel.out_dtype is None or kernel.sums is not None
+    has_type = kernel.sums is not None or kernel.dtype == "float32" and kernel.out_dtype is None
     if not isinstance(call.args[1], GenericConst) or not (has_form and has_type):
         return False
     if target.kind.name != "llvm" or kernel.height is None or kernel.width is None:

@@ -257,7 +257,8 @@ def _pairs(block: relax.DataflowBlock, dtype: str) -> Iterator[_Pair]:
         second = by_convolution.get(readers[0].var)
         if second is None or (second.out_dtype is not None and not is_bytes):
             continue
-        if second.data.same_as(first.output):
+        adds_it = second.residual is not None and second.residual.same_as(first.output)
+        if second.data.same_as(first.output) and not adds_it:
             yield _Pair(first, second, first.data not in bound, _leaves(second.output, users))
 
 

@@ -168,7 +168,10 @@ def _infer_type(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.
 
 def _legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     target = Target.current(allow_none=True) or Target("llvm")
-    kernel = byte_matmul_kernel(product_of(call), CPUInfo.from_target(target))
+    product, cpu = product_of(call), CPUInfo.from_target(target)
+    if reason := product.misfit(cpu):
+        raise OpError(f"{NAME}: {reason}")
+    kernel = byte_matmul_kernel(product, cpu)
     return relax.call_tir(builder.add_func(kernel, "byte_matmul"), list(call.args), call.ty)
 
 

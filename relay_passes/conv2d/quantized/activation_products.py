@@ -17,7 +17,7 @@ from schedules.tir.extents import constant, extent_of
 from ...core.constants import array_of, numbers, scaled, shifted, tensor_constant, uniform
 from ...core.expressions import Value, op_name, permutation
 from ...core.graph import Graph
-from ...op.byte_matmul import BYTES, NAME, byte_matmul, changed
+from ...op.byte_matmul import BYTES, NAME, byte_matmul, changed, product_of
 from ...op.elementwise import bounds_of, in_bytes
 from .byte_tensors import ByteTensor, bytes_of, rounding_of
 
@@ -53,7 +53,8 @@ class ActivationProducts:
         rank = max(len(factor.shape) for factor in factors)
         left, right = factors
         product = ByteProduct(left, right, ByteResult(tuple(range(rank))))
-        if str(call.ty.dtype) in _FLOATS and not product.misfit() and self._gains(product):
+        is_fit = str(call.ty.dtype) in _FLOATS and not product.misfit(self._cpu)
+        if is_fit and self._gains(product):
             self._taken.add(graph.current)
             return found
         return []
@@ -119,7 +120,7 @@ def fold_scale(graph: Graph, call: relax.Call) -> Value:
             call.args[1] if call.args[0] is data or call.args[0].same_as(data) else call.args[0]
         )
         number = uniform(numbers(operand))
-        if number is None or operand.ty.ndim > call.ty.ndim:
+        if number is None or operand.ty.ndim > data.ty.ndim:
             return None
         operation = np.divide if op_name(call) == "relax.divide" else np.multiply
         scale = _joined(operation, float(product.attrs["scale"]), number)
@@ -164,7 +165,7 @@ def fold_rescaling(graph: Graph, call: relax.Call) -> Value:
         match = scaled(_only(graph, data, "relax.multiply"))
         source, factor = (data, 1.0) if match is None else (match[0], uniform(match[1]) or 0.0)
         product = _rounded_product(graph, source)
-        if product is None or not factor or not _broadcasts(added, call):
+        if product is None or not factor or not _broadcasts(added, call, product):
             continue
         whole = [1] * (call.ty.ndim - added.ty.ndim) + [*added.ty.shape.values]
         if added.ty.ndim < call.ty.ndim:
@@ -200,10 +201,19 @@ def _rounded_product(graph: Graph, expr: relax.Expr) -> Value:
     return product if is_alike and stands_for else None
 
 
-def _broadcasts(added: relax.Expr, call: relax.Call) -> bool:
-    """Return whether a tensor has one element, or as many as the sum, along each of its axes."""
-    known = isinstance(added.ty.shape, relax.ShapeExpr) and str(added.ty.dtype) == "float32"
-    if not known or isinstance(added, GenericConst) and added.ty.ndim == 0:
+def _broadcasts(added: relax.Expr, call: relax.Call, product: relax.Call) -> bool:
+    """Return whether a tensor has one element, or as many as the product, along each of its axes.
+
+    The product's axes are in order, and the sum has no other ones.
+    """
+    shapes = added.ty.shape, call.ty.shape
+    known = all(isinstance(shape, relax.ShapeExpr) for shape in shapes)
+    if not known or str(added.ty.dtype) != "float32":
+        return False
+    sums = product_of(product)
+    is_whole = tuple(map(constant, call.ty.shape.values)) == sums.extents
+    in_order = sums.result.axes == tuple(range(len(sums.extents)))
+    if not (is_whole and in_order) or isinstance(added, GenericConst) and added.ty.ndim == 0:
         return False
     extents = [constant(extent) for extent in added.ty.shape.values]
     sizes = [constant(extent) for extent in call.ty.shape.values][
@@ -271,7 +281,8 @@ def _axes_in_memory(graph: Graph, expr: relax.Expr) -> tuple[int, ...]:
     """Order of the axes of a factor in memory, past element-wise steps in front of it."""
     order = [*range(expr.ty.ndim)]
     value = graph.definition(expr)
-    while op_name(value) in (TURN, "relax.multiply", "relax.divide", "relax.add", "relax.subtract"):
+    steps = (TURN, "relax.multiply", "relax.divide", "relax.add", "relax.subtract")
+    while op_name(value) in steps and value.ty.ndim == expr.ty.ndim:
         if op_name(value) == TURN:
             inner = permutation(value)
             order = [inner[axis] for axis in order]

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from ...core.machine import CPUInfo
+from ...core.machine import WORDS, CPUInfo
 from ...core.micro_kernel import LANES_OF_128_BITS
 
 STEPS = 4
@@ -23,6 +24,7 @@ _ACROSS, _GATHERED, _ALONG, _RESULT, _SCATTERED = 4.0, 10.0, 2.0, 6.0, 8.0
 _BLOCKS = 2.0  # products of a usmmla by those of a usdot; on Neoverse N2 both start as often
 _EFFICIENCY = 0.8  # share of the peak that products in registers reach
 _LARGEST_SUM = 2**31 - 1
+_LARGEST_SHORT = 2**15 - 1
 _BYTE = 255
 
 
@@ -64,7 +66,7 @@ class ByteFactor:
     def largest(self) -> int:
         """Largest magnitude of an element."""
         low = self.offset - (128 if self.dtype == "int8" else 0)
-        return _BYTE if self.has_zero else max(abs(low), abs(low + _BYTE))
+        return abs(self.offset) + _BYTE if self.has_zero else max(abs(low), abs(low + _BYTE))
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,19 @@ class ByteProduct:
         """Products of a sum."""
         return self.left.extents[-1]
 
-    def misfit(self) -> str | None:
-        """Reason why no kernel computes the product; None where one does."""
+    def misfit(self, cpu: CPUInfo | None = None) -> str | None:
+        """Reason why no kernel, or none for a CPU, computes the product; None where one does."""
+        left, right = (each.extents[:-2] for each in (self.left, self.right))
+        if not all(a == b or 1 in (a, b) for a, b in _aligned(left, right)):
+            return f"batches of {left} and {right} cannot be broadcast"
+        added = self.result.added or ()
+        if not all(extent in (1, size) for extent, size in _aligned(added, self.extents)):
+            return f"a tensor of {added} cannot be broadcast to {self.extents}"
+        if cpu is not None and not cpu.word_channels:
+            return f"{cpu.family} multiplies no bytes"
+        widest = max(self.left.largest, self.right.largest)
+        if cpu is not None and cpu.word_channels == WORDS["int16"] and widest > _LARGEST_SHORT:
+            return f"elements reach {widest}; {cpu.family} multiplies up to {_LARGEST_SHORT}"
         largest = self.depth * self.left.largest * self.right.largest
         sizes = [prod(shape) for shape in (self.left.shape, self.right.shape, self.extents)]
         if largest > _LARGEST_SUM:
@@ -187,6 +200,11 @@ class ByteProduct:
         total = rows * vectors * (self.depth / (cpu.fma_per_cycle * _EFFICIENCY) + _RESULT)
         total += (rows + columns) * self.depth / lanes * 2 * _ALONG
         return prod(self.batch) * total / cpu.num_cores
+
+
+def _aligned(first: Sequence[int], second: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Extents of two shapes from the last ones on, as far as the shorter goes."""
+    return zip(reversed(first), reversed(second), strict=False)
 
 
 class Tiles:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tvm
 from tvm import relax
@@ -212,3 +213,56 @@ def test_ends_that_no_kernel_has(attrs, reason):
     call = byte_matmul(left, right, left_axes=[0, 1], right_axes=[0, 1])
     with pytest.raises(OpError, match=reason):
         relax.BlockBuilder().normalize(changed(call, **attrs))
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64), (4, 64, 64), (1, 1, 64)])
+def test_a_tensor_of_more_dimensions_is_added_outside(shape):
+    def rounded(emit, x, y, mask):
+        product = emit(relax.op.matmul(numbers_of(emit, x, 0, 0.5), numbers_of(emit, y, 0, 0.5)))
+        scaled = relax.op.multiply(emit(round_clip(product, 0, 255)), number(0.75))
+        return relax.op.add(emit(scaled), mask)
+
+    after = MultiplyBytes(AVX2)(module(rounded, *SQUARES, (shape, "float32")))
+    assert "byte_matmul" in after.script() and "R.add" in after.script()
+
+
+def test_a_scale_of_more_dimensions_behind_a_transposition():
+    def build(emit, x, y):
+        turned = emit(relax.op.permute_dims(emit(relax.op.astype(x, "float32"))))
+        three = relax.const(np.full((1, 1, 1), 0.5), "float32")
+        left = emit(relax.op.multiply(turned, three))
+        return relax.op.matmul(left, emit(relax.op.astype(y, "float32")))
+
+    MultiplyBytes(AVX2)(module(build, *SQUARES))
+
+
+@pytest.mark.parametrize("offset, is_taken", [(-32000, True), (-40000, False)])
+def test_offsets_of_pairs_fit_16_bits(offset, is_taken):
+    def build(emit, x, y):
+        return relax.op.matmul(numbers_of(emit, x, offset, 1), numbers_of(emit, y, 0, 1))
+
+    after = MultiplyBytes(AVX2)(module(build, *SQUARES))
+    assert ("byte_matmul" in after.script()) == is_taken
+
+
+def plain_product(_, x: relax.Expr, y: relax.Expr) -> relax.Expr:
+    return byte_matmul(x, y, left_axes=range(x.ty.ndim), right_axes=range(y.ty.ndim))
+
+
+@pytest.mark.parametrize(
+    "left, right, message",
+    [
+        ((2, 4, 8), (3, 8, 4), "batches of"),
+        ((4, 70000), (70000, 4), "sums reach"),
+    ],
+)
+def test_products_that_no_kernel_computes(left, right, message):
+    with pytest.raises(OpError, match=message):
+        module(plain_product, (left, "uint8"), (right, "uint8"))
+
+
+def test_a_cpu_without_products_of_bytes():
+    target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "nehalem"})
+    mod = module(plain_product, *SQUARES)
+    with target, pytest.raises(OpError, match="nehalem multiplies no bytes"):
+        relax.transform.LegalizeOps()(mod)
