@@ -14,7 +14,9 @@ import onnx
 from rich.table import Table
 
 from ..compiler.compile import compile as compile_model
+from ..compiler.options import chosen_precision
 from ..compiler.registry import ONNX, front_end_of
+from ..compiler.targets import resolve
 from ..errors import InvalidInputError
 from ..onnx.model.graph_edits import is_default_domain
 from ..onnx.model.loader import check_external_data, load_all_external_data, parse_model, read_model
@@ -120,12 +122,15 @@ def compare(
         If nothing is compared, sizes of inputs are not known, the model has no input of a name, or
         layers are asked for of a program of PyTorch.
     """
+    if precision == "auto":
+        precision = chosen_precision(precision, resolve(options.get("target", "native")))
     asked = {"weights": weights, "precision": precision, "fast_math": fast_math}
     plain = {"weights": None, "precision": "fp32", "fast_math": False}
     asked = {name: value for name, value in asked.items() if value != plain[name]}
     if not asked:
         raise InvalidInputError(
-            "compare() got nothing to compare: pass weights='int8', precision='bf16' or the like"
+            "compare() got nothing to compare: pass weights='int8', precision='bf16' or the like; "
+            "precision='auto' is fp32 where bf16 is no faster"
         )
     outputs = _errors(model, {}, options, asked, inputs, runs)
     inner: tuple[TensorErrors, ...] = ()

@@ -127,11 +127,12 @@ def chosen_precision(precision: str, target: Target) -> str:
     itself; for ``"auto"`` ``"bf16"`` on CPUs that multiply bfloat16 faster than float32, else
     ``"fp32"``. Raises TargetError if there is no such precision, or the target does not have it.
     """
+    on_gpu = is_gpu(target)
+    expected = GPU_PRECISIONS if on_gpu else CPU_PRECISIONS
     if precision not in PRECISIONS:
         raise TargetError(
-            f"precision is {precision!r}; expected {' or '.join(map(repr, PRECISIONS))}"
+            f"precision is {precision!r}; expected {' or '.join(map(repr, expected))}"
         )
-    on_gpu = is_gpu(target)
     if on_gpu and precision == "bf16":
         raise TargetError(
             "precision='bf16' is for CPUs: tensor cores compute models of float32 in float16; "
@@ -160,6 +161,6 @@ def faster_precision(precision: str, target: Target) -> str | None:
         return None
     unit = "AMX" if "bfloat16" in CPUInfo.from_target(target).tiles else "AVX512-BF16"
     return (
-        f"precision='bf16' is faster on this CPU ({unit}); "
-        "its errors: tvm-fusion compare --precision bf16"
+        f"precision='bf16' is faster on {target.attrs['mcpu']} ({unit}); "
+        "its errors: tvm-fusion compare MODEL --precision bf16"
     )

@@ -21,7 +21,7 @@ from .contest import Outcome
 from .database import require_extra
 from .measure import Host, Session
 from .search import Search
-from .tasks import Task, extract_tasks, import_model
+from .tasks import NOTHING_TO_TUNE, Task, extract_tasks, import_model
 
 
 class _Folder(Host):
@@ -91,10 +91,7 @@ def export_candidates(
     mod = import_model(model, shapes)
     tasks = extract_tasks(mod, resolved, None, pipeline.Options(fuse)) if mod else []
     if not tasks:
-        raise TuningError(
-            "the model has nothing to tune: no convolution, product of matrices or reduction of "
-            "known shape"
-        )
+        raise TuningError(NOTHING_TO_TUNE)
     folder.mkdir(parents=True, exist_ok=True)
     entries = [_exported(task, resolved, folder, n, trials, seed) for n, task in enumerate(tasks)]
     about = {"kind": resolved.kind.name, "tasks": entries}

@@ -45,7 +45,7 @@ from .database import Database, require_extra
 from .forms import FormTask, find_forms, form_record
 from .measure import DeviceHost, Host, LostHost, Pool, Session
 from .search import BATCH, Search
-from .tasks import Task, extract_tasks, import_model, merged, text_of
+from .tasks import NOTHING_TO_TUNE, Task, extract_tasks, import_model, merged, text_of
 
 LEAST_TRIALS = 5 * BATCH
 """Before these the trees promise next to nothing, and are wrong."""
@@ -280,10 +280,7 @@ def _tasks(
     kernels = [kernel for contest in contests for kernel in contest.kernels(target)]
     tasks = merged([*extract_tasks(mod, target, None, options, wide, ranks), *kernels])
     if not tasks:
-        raise TuningError(
-            "the model has nothing to tune: no convolution, product of matrices or reduction "
-            "of known shape"
-        )
+        raise TuningError(NOTHING_TO_TUNE)
     return tasks
 
 

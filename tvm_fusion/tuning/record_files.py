@@ -85,7 +85,7 @@ def fault(record: Record) -> str:
         return f"its workload or CPU cannot be used: {error}"
     except ValueError as error:
         return str(error)
-    return "" if legal else "its knobs are not in the space of its workload on this CPU"
+    return "" if legal else "its knobs are not in the space of its workload on its CPU"
 
 
 def cpu_of(record: Record) -> CPUInfo:

@@ -30,6 +30,11 @@ from .measure import KernelSequence
 
 DTYPES = ("float32", "float16", "float64", "uint8", "int8")
 
+NOTHING_TO_TUNE = (
+    "the model has nothing to tune: no convolution, product of matrices or reduction of known "
+    "shape; products of one row, and of a few rows with narrow weights, have no settings"
+)
+
 Setting = tuple[AnyTemplate, Any]
 
 

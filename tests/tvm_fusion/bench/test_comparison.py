@@ -93,6 +93,11 @@ def test_command(tmp_path: Path) -> None:
     assert "hidden" not in table.stdout
 
 
+def test_auto_precision_that_changes_nothing() -> None:
+    with pytest.raises(InvalidInputError, match="'auto' is fp32 where bf16 is no faster"):
+        tvm_fusion.compare(network(), precision="auto", target="llvm -mcpu=x86-64-v3")
+
+
 @pytest.mark.slow
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="nothing to compare"):

@@ -365,7 +365,7 @@ def test_auto_is_the_faster_one(name: str, auto: str) -> None:
     assert (text is not None) == (auto == "bf16")
     assert faster_precision("bf16", target) is faster_precision("auto", target) is None
     if text:
-        assert "precision='bf16' is faster on this CPU" in text
+        assert f"precision='bf16' is faster on {name}" in text
     assert not CPUInfo.from_target(target).multiplies_pairs or "znver" in name
 
 
@@ -393,7 +393,7 @@ def test_commands_say_when_another_precision_is_faster(tmp_path: Path) -> None:
     shown = CliRunner().invoke(
         cli, ["explain", str(path), "--target", TILES, "--precision", "auto"]
     )
-    assert shown.exit_code == 0 and "is faster on this CPU" not in shown.output
+    assert shown.exit_code == 0 and "is faster on" not in shown.output
 
 
 def stored_in(kind: int) -> onnx.ModelProto:
