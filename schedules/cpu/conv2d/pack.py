@@ -49,19 +49,25 @@ class Pack(CPURule):
 def _template(
     func: tirx.PrimFunc, packing: bool, channels: int, pixels: int, lanes: int, pieces: int
 ) -> s_tir.Schedule:
-    """Distribute groups of ``lanes`` pixels over ``pieces`` cores."""
+    """Distribute blocks of channels, or groups of ``lanes`` pixels, over ``pieces`` cores."""
     builder = KernelBuilder(func)
     groups, full, rest = pixels // lanes, channels // lanes, channels % lanes
     blocks = full + (rest > 0)
-    pieces = min(pieces, groups)
+    # A core then writes whole planes, and neighbouring layers of small images split channels too:
+    # lines that another core has changed are slow to get. Few blocks would leave cores idle.
+    split_blocks = blocks % pieces == 0 or blocks >= 4 * pieces
+    if not split_blocks:
+        pieces = min(pieces, groups)
     with builder.body():
         with T.parallel(0, builder.batch * pieces) as index:
             image, piece = tirx.floordiv(index, pieces), tirx.floormod(index, pieces)
-            first, last = chunk(groups, piece, pieces)
-            start = first * lanes
-            # The piece with the last group also takes the pixels after it.
+            start: Index = 0
             stop: Index = pixels
-            if pieces > 1:
+            first_block, last_block = chunk(blocks, piece, pieces) if split_blocks else (0, blocks)
+            if pieces > 1 and not split_blocks:
+                first, last = chunk(groups, piece, pieces)
+                start = first * lanes
+                # The piece with the last group also takes the pixels after it.
                 end: tirx.Expr = last * lanes
                 stop = tirx.Select(last == groups, tirx.const(pixels, end.ty.dtype), end)
             both = builder.bits(0), builder.bits(1)
@@ -76,8 +82,12 @@ def _template(
                 move_pixels(source, target, stop - start, lanes, used)
 
             if full:
-                with loop(0, full) as block:
+                whole = full if isinstance(last_block, int) else tirx.min(last_block, full)
+                with loop(first_block, whole) as block:
                     move(block, lanes)
-            if rest:
+            if rest and isinstance(last_block, int):
                 move(full, rest)
+            elif rest:
+                with T.If(last_block == blocks), T.Then():
+                    move(full, rest)
     return builder.schedule()

@@ -127,6 +127,10 @@ def test_numbers_of_images_that_cores_share():
     check([Image(2, 13, 37, 41, 8, cores) for cores in (1, 2, 3)])
 
 
+def test_numbers_of_blocks_that_cores_share():
+    check([Image(2, 69, 16, 16, 8), Image(1, 48, 19, 19, 8, 3), Image(1, 45, 20, 20, 8, 3)])
+
+
 def test_one_function_serves_every_batch():
     image = Image(tirx.Var("n", "int64"), 13, 5, 7, 8)
     executable = conv_cases.compile_function(schedule("pack", image), image.target)
