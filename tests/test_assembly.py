@@ -154,6 +154,8 @@ def test_loads_and_stores(text, loads, stores):
         ("vfmadd213ps\t%ymm1, %ymm2, %ymm3", True, False),
         ("vfnmadd231pd\t%ymm1, %ymm2, %ymm3", True, False),
         ("vfmadd231ss\t%xmm1, %xmm2, %xmm3", False, False),
+        ("vpmaddwd\t%ymm1, %ymm2, %ymm3", True, False),
+        ("vpmaddwd\t%xmm1, %xmm2, %xmm3", False, False),
         ("vmaxps\t%ymm1, %ymm2, %ymm3", False, True),
         ("vaddss\t%xmm1, %xmm2, %xmm3", False, False),
         ("fmla\tv1.4s, v2.4s, v3.s[0]", True, False),

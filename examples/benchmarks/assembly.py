@@ -73,6 +73,8 @@ class Instruction:
     @property
     def is_fma(self) -> bool:
         """Return whether it multiplies and adds vectors."""
+        if self.name == "vpmaddwd" and set(self.vectors) == {"x"}:
+            return False  # LLVM multiplies pairs of indices by it
         return bool(_X86_FMA.match(self.name)) or self._computes(_ARM_FMA)
 
     @property
