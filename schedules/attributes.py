@@ -52,7 +52,7 @@ RULE = "tvm_fusion.rule"
 """Name of the rule that scheduled a function; reports and predictions read it."""
 
 FAILED_RULES = "tvm_fusion.failed_rules"
-"""From the names of rules that failed to the reasons, as JSON, for warnings and reports."""
+"""Reasons by the names of rules that failed, as JSON, for warnings and reports."""
 
 TEMPLATE, VERSION, KNOB = "tvm_fusion.template", "tvm_fusion.version", "tvm_fusion.knob."
 """Template of a tunable function, its version, and the prefix of its knobs' names: annotations for
@@ -93,7 +93,8 @@ SCATTERED = "tvm_fusion.scattered"
 of element-wise functions to audits."""
 
 LIFTED_OUTPUTS = "tvm_fusion.lifted_outputs"
-"""For each result of a function whether it is an argument, from ``LiftOutputs`` to the compiler."""
+"""Flags of a function's results that say which are arguments; ``LiftOutputs`` tells the
+compiler."""
 
 # Modules.
 

@@ -79,7 +79,7 @@ _PRINTED = (
     (re.compile(r"T\.int64\((-?\d+)\)"), r"\1"),
     (re.compile(r"R\.shape\((\[[^]]*\])\)"), r"\1"),
 )
-"""What TVM prints in its messages, and what is told instead."""
+"""Texts that TVM prints in its messages, and those that replace them."""
 
 
 def reason(error: BaseException, longest: int = 500) -> str:

@@ -152,7 +152,7 @@ def conv2d(
     Parameters
     ----------
     data, weight, bias : te.Tensor
-        In the layouts of the table in this module's docstring.
+        Tensors in the layouts of the table in this module's docstring.
     residual : te.Tensor | None
         A tensor of the output's shape.
     layer : ConvLayer

@@ -100,7 +100,7 @@ def max_pool(
     kernel, strides, dilation : Sequence[int]
         One number for each of the axes D, H and W that the layout has.
     padding : Sequence[int]
-        Before all of these axes, then after all; never the largest element.
+        Padding before all of these axes, then after all; never the largest element.
     ceil_mode : bool
         Whether the last window may reach over the end.
     layout : str

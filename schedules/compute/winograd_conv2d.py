@@ -39,7 +39,7 @@ def winograd_conv2d(
     Parameters
     ----------
     data, weight, bias : te.Tensor
-        As above; the weight is transformed already, the bias is ``[B(O), x]``.
+        Tensors as above; the weight is transformed already, the bias is ``[B(O), x]``.
     residual : te.Tensor | None
         A tensor of the output's shape.
     layer : ConvLayer
@@ -74,7 +74,7 @@ def _widened(data: te.Tensor) -> te.Tensor:
 def winograd_sums(
     data: te.Tensor, weight: te.Tensor, layer: ConvLayer, size: int, rounds: bool = False
 ) -> te.Tensor:
-    """``AT M A`` of float32, or of numbers of int32 by weights in words.
+    """Products ``AT M A`` of float32, or of numbers of int32 by weights in words.
 
     ``rounds``: ``V`` is rounded to bfloat16.
     """

@@ -42,7 +42,7 @@ CYCLES = "cpu.cycles"
 
 P = 2.0  # arithmetic and traffic of short loops overlap in part
 PLAIN = 0.4  # share of the peak without multiply-adds, and with loads
-FUNCTION_FLOPS = 50.0  # of exp, tanh, erf
+FUNCTION_FLOPS = 50.0  # Flops of exp, tanh, erf.
 DENSE = 0.87  # share of the peak that register tiles of a matrix product reach
 FORK = 1.2e-6  # seconds of waking the threads
 WARM = 0.5  # share of the last-level cache whose contents last from run to run
@@ -174,7 +174,7 @@ def weight_bytes(call: KernelCall) -> float:
 
 
 def terms(call: KernelCall, machine: Machine) -> tuple[float, float, float]:
-    """What the three figures are multiplied by."""
+    """Factors that the three figures are multiplied by."""
     weights = weight_bytes(call)
     level = level_of(held_bytes(call), machine)
     compute = call.flops / machine.peak_flops(call.dtype) if call.flops else 0.0

@@ -148,7 +148,7 @@ def compare(
     Parameters
     ----------
     decision, subject : str
-        As in :class:`Comparison`.
+        Texts as in :class:`Comparison`.
     alternatives : Mapping[str, Sequence[KernelCall]]
         Two or more, by name: kernels that run one after another.
     least_gain : float

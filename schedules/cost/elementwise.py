@@ -159,7 +159,7 @@ def predict_layer_norm(call: KernelCall, machine: Machine) -> Prediction | None:
 
 
 def _predict(kernel: LearnedKernel, call: KernelCall, machine: Machine) -> Prediction | None:
-    """By the learned model; of dtypes without one, by the bytes of the rows."""
+    """Predict by the learned model; of dtypes without one, by the bytes of the rows."""
     found = predict_learned(kernel, call, machine)
     if found is not None or machine.kind != "gpu":
         return found

@@ -43,8 +43,8 @@ LINE = 64
 ROW_RANGES = 64
 """Equal ranges of a table's rows in which lookups are counted."""
 
-_ALL_LAST = 4 << BINS  # with so many mean uses or more, every row is in the last bin
-_SPARSE = 16  # with so many rows a lookup or more, sorting is faster than counting in a table
+_ALL_LAST = 4 << BINS  # So many mean uses put every row into the last bin.
+_SPARSE = 16  # Rows a lookup from which on sorting is faster than counting in a table.
 _TAIL = 12  # standard deviations of a Poisson distribution that are summed up
 
 
@@ -216,7 +216,7 @@ EXCHANGES = 8
 
 _INDEX_BYTES = 8
 _PAGE = 4096
-_BAG_SPREAD = 0.5, 3.0  # of CPUs on which no lookups were measured
+_BAG_SPREAD = 0.5, 3.0  # CPUs on which no lookups were measured.
 _LEAST = 1e-4  # share of bytes below which they do not count
 RANGES = ("bags", "rows", "width", "lookups")
 
@@ -353,8 +353,8 @@ def _predict_bags(
 
 _SECTOR = 32
 _ROWS_PER_BLOCK = 32
-_ACHIEVED = 0.83  # of the data sheet's bandwidth, where no stream was measured
-_SPREAD = 0.8, 1.25  # on uniform lookups; real ones repeat rows and are faster
+_ACHIEVED = 0.83  # Share of the data sheet's bandwidth, where no stream was measured.
+_SPREAD = 0.8, 1.25  # Uniform lookups; real ones repeat rows and are faster.
 
 
 def hit_rate(b: int, e: int, lookups: float, cached: float) -> float:

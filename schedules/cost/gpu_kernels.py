@@ -39,9 +39,9 @@ from .machine import PORT_BYTES, Machine
 
 WARP = 32
 _ISSUED = 4  # warps a cycle of a multiprocessor
-_REGISTERS, _THREADS, _BLOCKS, _SHARED = 65536, 2048, 32, 96 * 1024  # of a multiprocessor
+_REGISTERS, _THREADS, _BLOCKS, _SHARED = 65536, 2048, 32, 96 * 1024  # Limits of a multiprocessor.
 _REGISTER_UNIT = 8  # registers of a thread are allotted in eights
-_TICKET_CYCLES = 1  # between two updates of one address
+_TICKET_CYCLES = 1  # Cycles between two updates of one address.
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StreamingKernel:
     shared_bytes: int
     """``registers`` and ``shared_bytes``: registers of a thread, and shared memory of a block."""
     turn_bytes: int  # Bytes that a thread loads in a turn of its main loop.
-    flight_bytes: int  # Those of them that are under way before the first one is used.
+    flight_bytes: int  # Bytes that are under way before the first one is used.
     turn_instructions: int  # Instructions of a turn.
     start_cycles: float
     head_cycles: float
@@ -81,21 +81,21 @@ class StreamingKernel:
 class StreamingTime:
     """A predicted launch."""
 
-    seconds: float  # From the first instruction to the last one, without the launch.
+    seconds: float  # Time from the first instruction to the last one, without the launch.
     share: float
-    """Of the reachable bandwidth, in which the bytes alone would take ``share * seconds``."""
+    """Share of the reachable bandwidth: the bytes alone would take ``share * seconds``."""
     waves: float  # Blocks by those that run at once.
     flight_bytes: int
     """Bytes under way on a multiprocessor that is full, or has its share of the blocks."""
-    instructions_per_byte: float  # Of a lane in the main loop.
-    finish_seconds: float  # After the last byte of the input has come.
+    instructions_per_byte: float  # Instructions of a lane in the main loop.
+    finish_seconds: float  # Time after the last byte of the input has come.
 
 
 def predict_streaming(
     kernel: StreamingKernel,
     nbytes: float,  # Bytes that it reads and writes.
     machine: Machine,
-    loaded: float | None = None,  # Those of them that its turns load; all of them by default.
+    loaded: float | None = None,  # Bytes that its turns load; all by default.
 ) -> StreamingTime:
     """Predict the time of a kernel that moves ``nbytes`` bytes, each of them once.
 
@@ -141,7 +141,7 @@ LOW, HIGH = 0.6, 2.5
 """Interval of an estimate, in multiples of it: a guess, which measurements will replace."""
 
 _STREAMING = ("bandwidth.memory", "share.read", "latency.memory", "latency.L2", "clock")
-_START_CYCLES = 50.0  # before the first load
+_START_CYCLES = 50.0  # Cycles before the first load.
 
 
 def predict_gpu_kernel(call: KernelCall, machine: Machine) -> Prediction | None:

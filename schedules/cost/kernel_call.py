@@ -73,7 +73,7 @@ class KernelCall:
     """``read_bytes`` and ``written_bytes``: bytes of all operands that are read, and of all
     results, each counted once."""
     name: str = field(default="", compare=False)
-    """What a report calls it: the layer, or the generated function."""
+    """Name in reports: that of the layer, or of the generated function."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", MappingProxyType(dict(self.sizes)))
@@ -101,7 +101,7 @@ class KernelCall:
         return self.read_bytes + self.written_bytes
 
 
-_SHARE = 0.4  # of the roofline, of kernels too short to be seen behind the harness: a typical one
+_SHARE = 0.4  # Typical share of the roofline of kernels too short to be seen behind the harness.
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Limits:
     cache: np.ndarray  # Bytes of L2.
     clock: np.ndarray = field(default_factory=lambda: np.float64(1.0))  # Hz.
     unit: np.ndarray = field(default_factory=lambda: np.float64(0.0))
-    """What multiplies matrices, see :func:`matrix_unit`."""
+    """Unit that multiplies matrices, see :func:`matrix_unit`."""
     floor: np.ndarray = field(default_factory=lambda: np.float64(0.0))
     """Least seconds of a launch that the harness of a kernel's data shows, 0 if not known."""
 
@@ -81,7 +81,7 @@ OTHER_VENDOR = 4.0
 
 
 def matrix_unit(machine: Machine, dtype: str) -> float:
-    """What multiplies matrices: 0 the lanes, 1 to 3 one of ``UNITS``, or ``OTHER_VENDOR``."""
+    """Unit that multiplies matrices: 0 the lanes, 1 to 3 one of ``UNITS``, or ``OTHER_VENDOR``."""
     if "compute_capability" not in machine.figures:
         return OTHER_VENDOR
     return float(UNITS.get(int(machine["compute_capability"]), 0)) if dtype != "float32" else 0.0
@@ -157,7 +157,7 @@ class LearnedKernel:
     """Features, the first ones, by which trees correct the law on machines that they were not
     taught; 0 if they do as on those that they were."""
     harness_share: float = 0.9
-    """Of the harness, which launches longer than it hold, too, beside the law's time."""
+    """Share of the harness that launches longer than it hold, too, beside the law's time."""
     is_inner: bool = False
     """Whether trees correct the law's time alone, rather than that with the harness."""
     far: LearnedKernel | None = None
@@ -266,7 +266,7 @@ def seconds(
     kernel: LearnedKernel,  # How to see the launches.
     model: LearnedModel,
     sizes: Sizes,  # (launches,) each.
-    machine: Limits,  # Of one machine, or (launches,) each.
+    machine: Limits,  # Limits of one machine, or (launches,) each.
     width: int,  # Bytes of an element.
 ):
     """Times, bases and rooflines of many launches.
@@ -286,7 +286,7 @@ def seconds(
 
 @dataclass(frozen=True)
 class Taught:
-    """What a joint model has seen of one type."""
+    """Types and sizes of one dtype that a joint model was taught."""
 
     machines: dict[str, float]
     """Width of the intervals, on a logarithmic scale, by the name of the GPU."""
@@ -300,7 +300,7 @@ class Joint:
     near: LearnedModel
     far: LearnedModel
     """``near`` and ``far``: for machines that it was taught, and for all others."""
-    taught: dict[str, Taught]  # By type.
+    taught: dict[str, Taught]  # Machines and sizes by type.
 
     @property
     def machines(self) -> frozenset[str]:

@@ -65,12 +65,12 @@ class Machine:
     kind: str  # ``cpu`` or ``gpu``.
     title: str  # Full name of the device.
     figures: Mapping[str, Figure]
-    """By name: ``peak_flops.float32`` and of other dtypes (FLOP/s), ``bandwidth.memory``,
+    """Figures by name: ``peak_flops.float32`` and of other dtypes (FLOP/s), ``bandwidth.memory``,
     ``bandwidth.L2``, ``bandwidth.exchange`` (bytes/s, the last of what another core has just
     written), ``capacity.memory``, ``capacity.L2`` (bytes), ``multiprocessors`` (cores of a CPU),
     ``clock`` (Hz), ``launch_floor`` (seconds of an empty kernel), ``latency.memory``,
-    ``latency.L2`` (seconds), ``share.read`` (of the memory's bandwidth that reads reach) and what
-    single models fit."""
+    ``latency.L2`` (seconds), ``share.read`` (of the memory's bandwidth that reads reach) and
+    figures that single models fit."""
     note: str = ""  # What to know about the figures; empty if they are the machine's own.
 
     def __getitem__(self, figure: str) -> float:

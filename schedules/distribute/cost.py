@@ -83,9 +83,9 @@ class Processor:
     node_bandwidth: float | None = None
     """Bytes per second of all ranks of a node together; by default they share nothing."""
     node_ranks: int = 1  # Ranks of a node.
-    busy: int = 1  # Those of them that compute at once: see :meth:`beside`.
+    busy: int = 1  # Number of them that compute at once: see :meth:`beside`.
     note: str = ""
-    """What to know about the figures, which predictions tell; empty if they are its own."""
+    """Remark on the figures, which predictions repeat; empty if they are the device's own."""
 
     def __post_init__(self) -> None:
         """Refuse figures that no processor has."""

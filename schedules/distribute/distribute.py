@@ -48,9 +48,9 @@ class Part:
     rows: Region
     """Iterations of each distributed loop; a loop without any means that it computes nothing."""
     owned: Mapping[str, Region]
-    """For each parameter what the rank is given (inputs) or computes (outputs)."""
+    """Region of each parameter that the rank is given (inputs) or computes (outputs)."""
     windows: Mapping[str, Region]
-    """For each parameter what the rank has memory for: what it owns and what it reads."""
+    """Region of each parameter in the rank's memory: what it owns and what it reads."""
     steps: tuple[Region, ...]
     """Iterations of each step between two exchanges; those of the last are ``rows``."""
 
@@ -139,7 +139,7 @@ class Distribution:
         return len(self.parts[0].steps)
 
     def steps_of(self, rank: int, rows: Region) -> tuple[Region, ...]:
-        """What each step between two exchanges computes, so that the last one has some rows."""
+        """Rows of each step between two exchanges; the last one has some."""
         if rows == self.parts[rank].rows:
             return self.parts[rank].steps
         return rows_of_steps(self.nest, self.takers, rows, self.deep)

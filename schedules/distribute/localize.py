@@ -44,9 +44,9 @@ class LocalShape:
     """All that the function of a part depends on; equal for parts that share it."""
 
     stages: tuple[tuple[tuple[int, int], ...] | None, ...]
-    """For each stage of the nest, the extent of each axis of its output and by how much it begins
-    above the least index that its readers' indices give (more than 0 at a border, where it is
-    clipped); None for a stage that the part does not need."""
+    """Axes of the output of each stage: their extent, and by how much they begin above the least
+    index that the readers' indices give (more than 0 at a border, where it is clipped). None for a
+    stage that the part does not need."""
     windows: tuple[tuple[int, ...], ...]  # Shape of the window of each parameter.
 
 
@@ -316,7 +316,7 @@ def _write_block(
                     for each in stages:
                         local.store(each, local.expression(each.init))
             stored = [local.expression(each.value) for each in stages]
-            if len(stages) > 1:  # of what was there before the first store
+            if len(stages) > 1:  # Every stage reads what was there before the first store.
                 stored = [T.bind(nan_by_bits(value)) for value in stored]
             for each, value in zip(stages, stored, strict=True):
                 local.store(each, value)
@@ -363,7 +363,7 @@ class _Rewriter:
         T.buffer_store(self.buffers[stage.output], value, at)
 
     def _load(self, load: ir.TensorLoad) -> tirx.Expr:
-        if load.source not in self.buffers:  # in a branch that no iteration of the part takes
+        if load.source not in self.buffers:  # No iteration of the part takes this branch.
             return tirx.const(0, str(load.ty.dtype))
         return self.buffers[load.source][tuple(self.indices(load.source, load.indices))]
 

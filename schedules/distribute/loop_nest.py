@@ -36,7 +36,7 @@ class LoopNest:
     stages: tuple[Stage, ...]
     """Its blocks, a stage for each buffer that they compute; a block comes after those that it
     reads."""
-    loops: tuple[tuple[int, ...], ...]  # For each output the distributed loops, as its axes.
+    loops: tuple[tuple[int, ...], ...]  # Distributed loops of each output, as its axes.
 
     @cached_property
     def outputs(self) -> list[tirx.Buffer]:
@@ -99,7 +99,7 @@ class LoopNest:
         return bool(loads(*indices, *divisors))
 
     def output_regions(self, rows: Region) -> dict[tirx.Buffer, list[Region]]:
-        """For each output one region: its elements of a range of each distributed loop."""
+        """Region of each output: its elements of a range of each distributed loop."""
         found: dict[tirx.Buffer, list[Region]] = {}
         for output, axes in zip(self.outputs, self.loops, strict=True):
             region = [(0, extent) for extent in shape_of(output)]

@@ -33,11 +33,11 @@ class Chunk:
 
     rows: Region  # Range of each distributed loop; never empty.
     windows: Mapping[str, Region]
-    """For each parameter what the device has memory for: all that is copied, and one element of
+    """Region of each parameter in the device's memory: all that is copied, and one element of
     inputs that are not read, since a kernel takes no empty array."""
     copied: Mapping[str, Region]
-    """What the rows read of inputs, those left out that they do not read, and the rows themselves
-    of the outputs."""
+    """Regions that are copied: elements of inputs that the rows read, and the rows of the
+    outputs."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class KeptRows:
 class OperationSequence:
     """Chunks of a device's rows, in order."""
 
-    chunks: tuple[Chunk, ...]  # At least one.
+    chunks: tuple[Chunk, ...]  # At least one chunk.
     outputs: tuple[str, ...]  # The parameters that are copied out; the others are copied in.
     resident: tuple[str, ...]
     """Inputs that all chunks read, and all the same, such as weights: copied once."""
     slots: int  # Chunks that the device has memory for.
     kept: KeptRows | None = None
-    """What is copied between steps, if the rows stay on the device; then there is one chunk."""
+    """Copies between steps, if the rows stay on the device; then there is one chunk."""
     in_place: bool = False
     """Whether the device computes in the rank's windows; then there is one chunk, and no copy."""
 

@@ -25,7 +25,7 @@ from .partition import Partition, bounds_of, integers
 from .regions import regions_computed, regions_needed
 
 Cuts: TypeAlias = dict[int, tuple[int, tuple[tuple[int, int], ...]]]
-"""For loops, the dimension of an input that a loop moves, and the dimension's parts."""
+"""Dimension of an input that a loop moves, and the dimension's parts, by loop."""
 
 
 class Owners:
@@ -56,7 +56,7 @@ class Owners:
         return found
 
     def _cuts(self, buffer: tirx.Buffer, given: Sequence[int] | None) -> Cuts:
-        """For each loop that moves a dimension of an input: this dimension and its parts."""
+        """Dimension and parts of an input by the loop that moves the dimension."""
         moved = self.nest.varying.get(buffer, ())
         found: Cuts = {}
         taken: set[int] = set()
@@ -201,7 +201,7 @@ def needed_by_steps(
     wanted = nest.output_regions(steps[-1])
     found: dict[tirx.Buffer, list[Region]] = {}
     for computed in reversed(steps):
-        if nest.may_trap:  # in rows, too, that the next step does not read
+        if nest.may_trap:  # Rows that the next step does not read may trap, too.
             wanted = nest.output_regions(computed)
         step = regions_needed(nest, wanted)
         for buffer, regions in step.items():

@@ -72,11 +72,11 @@ class PartialReduction:
     func: tirx.PrimFunc  # The function.
     exact: Mapping[int, tirx.PrimFunc]  # The same for parts of one extent, for each that there is.
     operator: str
-    """What combines the parts: ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, or
+    """Operator that combines the parts: ``sum``, ``prod``, ``min``, ``max``, ``and``, ``or``, or
     ``selection``."""
     results: int
-    """How many of its outputs, the first ones, are those of the function before. Of a selection all
-    that the block computes are outputs."""
+    """Number of its outputs, the first ones, that are those of the function before. Of a selection
+    all that the block computes are outputs."""
     combine: tirx.PrimFunc | None  # The function that combines the parts of a selection.
     bounds: tuple[int, ...]
     """Part k has the iterations ``[bounds[k], bounds[k + 1])`` of the reduced loop."""
@@ -271,7 +271,7 @@ def _first(part: tirx.Expr, bounds: Sequence[int]) -> tirx.Expr:
         return tirx.floordiv(part * count(extent), count(ranks))
     steps = [end - begin for begin, end in itertools.pairwise(bounds)]
     first, begin = None, 0
-    for size, group in itertools.groupby(steps):  # as many as each of some successive parts
+    for size, group in itertools.groupby(steps):  # Successive parts of equal size.
         end = begin + len(list(group))
         before = tirx.max(part - count(begin), count(0)) if begin else part
         before = tirx.min(before, count(end - begin)) if end < ranks else before
@@ -330,7 +330,7 @@ def combine_parts(
 
 
 def _new(stage: Stage) -> tirx.Expr | None:
-    """What a stage may take in place of what it has; None if that is no single expression."""
+    """Expression that a stage may take in place of its own; None if there is no single one."""
     found: list[tirx.Expr] = []
     for leaf in _choices(stage.value):
         held = isinstance(leaf, ir.TensorLoad) and leaf.source.same_as(stage.output)

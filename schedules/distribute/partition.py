@@ -48,7 +48,7 @@ class Partition:
     """Parts of one loop or more; ranks form a grid with an axis for each loop."""
 
     bounds: tuple[tuple[int, ...], ...]
-    """For each loop the bounds of its parts, from 0 to its extent."""
+    """Bounds of the parts of each loop, from 0 to its extent."""
 
     @property
     def grid(self) -> tuple[int, ...]:

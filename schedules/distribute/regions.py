@@ -25,7 +25,7 @@ from .loop_nest import LoopNest, Read, operands, shape_of
 
 Domain = Mapping[ir.Var, ir.Range]
 
-_MOST_POINTS = 1 << 24  # of an index that is enumerated
+_MOST_POINTS = 1 << 24  # Points of an index that is enumerated.
 
 
 def index_values(
@@ -214,7 +214,7 @@ def _walk(
         here = needed.get(stage.output, [])
         if stage.together:
             here = union([one for output in stage.together for one in needed.get(output, [])])
-        if not here:  # by no block, or by none in this part
+        if not here:  # No block, or none in this part, stores it.
             continue
         needed[stage.output] = computed(stage, here)
         for part in needed[stage.output]:

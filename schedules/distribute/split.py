@@ -120,7 +120,7 @@ class Accelerator:
     latency: float  # Seconds of a copy or a kernel beside its bytes and operations.
     overlaps: bool = True  # Whether copies run beside kernels, and not on the cores that compute.
     cores: Processor | None = None
-    """Where the device is cores of the host, which share its memory: instead of ``rate`` and
+    """Cores of the host, where they are the device and share its memory: instead of ``rate`` and
     ``bandwidth``."""
 
     def stages(self, work: Work, bytes_in: float, bytes_out: float) -> tuple[float, float, float]:
@@ -255,7 +255,7 @@ def split_rows(
         enough = sum(_rows_within(time, extent, middle) for time in seconds) >= extent
         least, most = (least, middle) if enough else (middle, most)
     found = [_rows_within(time, extent, most) for time in seconds]
-    while sum(found) > extent:  # from whoever ends last
+    while sum(found) > extent:  # Rows are taken from whoever ends last.
         ends = [time(rows) for time, rows in zip(seconds, found, strict=True)]
         last = max(range(len(found)), key=lambda number: (ends[number], number))
         found[last] -= min(found[last], max(1, (sum(found) - extent) // 2))
@@ -346,7 +346,7 @@ class _LinearWork:
             _line(counts, pair) for pair in zip(*points, strict=True)
         )
         if repeat:
-            copied = made = float(halo), 0.0  # of any number of rows
+            copied = made = float(halo), 0.0  # They do not depend on the number of rows.
             resident = 0
         return cls(operations, traffic, copied, made, resident)
 

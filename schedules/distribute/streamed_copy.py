@@ -21,8 +21,8 @@ UNIT = 16
 """Bytes of which a piece, and the address to which it goes, are multiples."""
 
 LEAST_BYTES, MOST_BYTES = 16 * 1024, 256 * 1024
-"""Of what is copied so: shorter messages stay in the caches, and longer ones of exchanges between
-which little is computed. Kernels of networks stream these, too.
+"""Bounds of copies that are streamed: shorter messages stay in the caches, and longer ones belong
+to exchanges between which little is computed. Kernels of networks stream these, too.
 
 Measured between two ranks of one node, each of which packs, sends, receives and unpacks, stored
 plainly and streamed, on two cores of a Zen 4 that share a cache, and on two that do not: 32 KB in

@@ -35,7 +35,7 @@ from .exchange import Region, region_size
 from .loop_nest import LoopNest
 from .regions import domain_of, index_values
 
-_MOST_ROWS = 32  # of a block
+_MOST_ROWS = 32  # Rows of a block.
 _LEAST_ROWS = 8
 _UNIT = 4  # rows that kernels of filters compute together
 _MOST_STEPS = 64  # each with ends of its own as arguments
@@ -45,7 +45,7 @@ _Body: TypeAlias = "Callable[[tirx.Stmt, tirx.Expr], None]"
 
 @dataclass(frozen=True)
 class Skew:
-    """How the steps between two exchanges pass over a rank's rows."""
+    """Blocks in which the steps between two exchanges pass over a rank's rows."""
 
     steps: int  # Their number.
     reach: int  # Rows by which each is behind the one before.
@@ -76,7 +76,7 @@ def skew_of(
     [(begin, end)] = rows
     row_bytes = _row_bytes(plan, rank)
     room = cache_bytes // max(1, row_bytes) - reach * (plan.deep + 1)
-    each = (end - begin) // threads  # of a chunk
+    each = (end - begin) // threads  # Rows of a chunk.
     block = min(room, _MOST_ROWS, each) // _UNIT * _UNIT
     fits = block >= _LEAST_ROWS and row_bytes * (end - begin) > cache_bytes
     apart = threads == 1 or each >= 2 * reach * plan.deep

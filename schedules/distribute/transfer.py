@@ -98,7 +98,7 @@ def send_recv(
 class Delivery:
     """Transfers with their numbers, their regions complete."""
 
-    transfers: tuple[Transfer, ...]  # In order.
+    transfers: tuple[Transfer, ...]  # Transfers in order.
 
     def received(self, rank: int, buffer: str) -> list[Region]:
         """Regions of a buffer that a rank receives."""
@@ -116,7 +116,7 @@ def check_transfers(transfers: Any) -> None:
 
 
 def deliver(
-    transfers: Sequence[Transfer],  # In the order in which they happen.
+    transfers: Sequence[Transfer],  # Transfers in the order in which they happen.
     shapes: Mapping[str, tuple[int, ...]],  # Shapes of inputs and outputs.
     owned: Sequence[Mapping[str, Region]],  # What each rank owns of each.
 ) -> Delivery:

@@ -17,7 +17,7 @@ from .transfer import FINISH, Transfer
 
 def with_waits(
     func: tirx.PrimFunc,  # Scheduled function of a part.
-    transfers: Sequence[Transfer],  # Those to wait for, each with a block.
+    transfers: Sequence[Transfer],  # Transfers to wait for, each with a block.
 ) -> tirx.PrimFunc:
     """Wait for transfers before the blocks that they name.
 

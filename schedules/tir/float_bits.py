@@ -90,7 +90,7 @@ _MOST_REPEATED = 3
 
 def keep_nan(
     func: tirx.PrimFunc,  # A function, scheduled or not.
-    scope: str = "global",  # Of buffers for values that are written twice.
+    scope: str = "global",  # Scope of buffers for values that are written twice.
 ) -> tirx.PrimFunc:
     """Make float minima and maxima of a constant and anything, or of two loads, propagate NaN.
 

@@ -66,13 +66,13 @@ def is_multiple(index: tirx.Expr, factor: int, analyzer: Analyzer = _ANALYZER) -
 
 
 def factor_of(var: tirx.Var, expression: tirx.Expr) -> int | None:
-    """By what a linear expression multiplies a variable; None where that is no constant."""
+    """Factor by which a linear expression multiplies a variable; None where it is no constant."""
     found = detect_linear_equation(expression, [var])
     return constant(found[0]) if found else None
 
 
 def factors_of(variables: Sequence[tirx.Var], expression: tirx.Expr) -> list[int | None]:
-    """By what an expression multiplies each variable; None where that is no constant."""
+    """Factors by which an expression multiplies each variable; None where one is no constant."""
     found = detect_linear_equation(expression, list(variables))
     if found:
         factors = [constant(factor) for factor in found[: len(variables)]]

@@ -20,10 +20,10 @@ Rewrite = Callable[[ir.Expr], ir.Expr]
 
 def share_values(
     func: tirx.PrimFunc,  # A scheduled function.
-    # From a stored value to a new one with pure lets, each of its own variable; to the same object
-    # where there is nothing to do.
+    # Function from a stored value to a new one with pure lets, each of its own variable; to the
+    # same object where there is nothing to do.
     rewrite: Rewrite,
-    scope: str = "global",  # Of the buffers: "local" in kernels of GPUs.
+    scope: str = "global",  # Scope of the buffers: "local" in kernels of GPUs.
 ) -> tirx.PrimFunc:
     """Rewrite what a function stores, each let becoming a store before it.
 

@@ -79,7 +79,7 @@ _ERF_BELOW = (
     0.00048603786854073405,
 )
 _ERF_REACH = 3.9
-"""From here on the quotient is above 1, so that what is cut off is 1 exactly."""
+"""Argument from which on the quotient is above 1, so that the clipped quotient is 1 exactly."""
 
 
 def vectorize_math(

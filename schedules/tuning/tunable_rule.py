@@ -37,7 +37,7 @@ class TunableRule(Rule):
     Attributes
     ----------
     template : Template
-        That of all workloads, where there is one.
+        Template of all workloads, where there is one.
     """
 
     template: ClassVar[AnyTemplate]

@@ -177,7 +177,7 @@ class ConvLayer:
     def groups_met(self, lanes: int) -> int:
         """Most groups that an output block of ``lanes`` channels belongs to."""
         width = self.out_channels // self.groups
-        first_lane = width - math.gcd(width, lanes)  # of the block, within its first group
+        first_lane = width - math.gcd(width, lanes)  # Lane of the block, within its first group.
         return min(self.groups, -(-(first_lane + lanes) // width))
 
     def mean_groups_met(self, lanes: int) -> float:
@@ -373,14 +373,14 @@ class Conv2DKernel:
     """Channels whose products one instruction adds up; see :data:`WORDS`. 1 for convolutions of
     bfloat16 with ``sums`` whose weights are not in words, as of depthwise layers."""
     addition: ByteAddition | None = None
-    """What a convolution of bytes does with its residual, which is of ``uint8``."""
+    """Sum of a convolution of bytes and its residual, which is of ``uint8``."""
     limited: bool = False
     """Whether the weights are such that two neighbouring products of bytes fit in 16 bits."""
     sums: str | None = None
     """Element type of sums and biases, if not ``dtype``: ``float32`` of bfloat16."""
     rounding: ByteRounding | None = None
-    """What a convolution of bytes makes these of, if its data is a float32 image in NCHW."""
-    residual_dtype: str | None = None  # That of the residual, if not ``dtype``: that of the sums.
+    """Rounding by which a convolution of bytes makes these of its data, a float32 image in NCHW."""
+    residual_dtype: str | None = None  # Type of the residual, if not ``dtype``: that of the sums.
     weight_dtype: str | None = None
     """``int8`` for weights that are widened to ``dtype`` as they are multiplied, with a scale for
     each output channel after the biases; else None."""

@@ -34,7 +34,7 @@ OPERATORS = (
     "argmin",
     "argmax",
 )
-MAX_SUM_EXP = "max_sum_exp"  # of softmax; used in kernels only, since it has two results
+MAX_SUM_EXP = "max_sum_exp"  # Used by softmax in kernels only, since it has two results.
 FINISHES = ("auto", "one_block", "atomic", "last_block")
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int8", "uint8")

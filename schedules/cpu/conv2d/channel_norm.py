@@ -41,7 +41,7 @@ class ChannelNormWorkload:
     blocks, pixels, lanes : int
         Blocks of channels, pixels of an image, and channels of a block.
     channels : int
-        Without those that are padding.
+        Number of channels without those that are padding.
     """
 
     batch: int | None

@@ -73,7 +73,7 @@ from .register_tile_nest import (
 )
 from .words_of_rows import rounded, widened
 
-_SCALE = 3  # among the parameters of a convolution of bytes
+_SCALE = 3  # Place among the parameters of a convolution of bytes.
 
 
 class PackedTemplate(Template[Conv2DKernel, Knobs, CPUInfo]):

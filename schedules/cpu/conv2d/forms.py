@@ -130,7 +130,7 @@ def recorded_form(
     Parameters
     ----------
     records : Records
-        Those of tuning jobs.
+        Records of tuning jobs.
     workload : Conv2DKernel
         One or two layers, as :func:`pair_workload` or :func:`layer_workload` returns them.
     cpu : CPUInfo

@@ -107,7 +107,7 @@ def rounded(ops: LayerOperands, rows: Span, count: int) -> LayerOperands:
     )
 
     zero = sum(rounding.zero << (32 // ops.word * part) for part in range(ops.word))
-    zero -= zero >> 31 << 32  # as a signed integer
+    zero -= zero >> 31 << 32  # The word is signed.
     zero ^= _SHIFT if ops.shifted else 0
 
     def fill(place: Index, pixels: int) -> None:

@@ -106,7 +106,7 @@ class CPUInfo:
 
     def __post_init__(self) -> None:
         for name in ("tiles", "unlike"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # of JSON, a list
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists only.
 
     @property
     def name(self) -> str:
@@ -311,7 +311,7 @@ def _from_text(text: str) -> CPUInfo:
 def _features(target: Target) -> set[str]:
     features = set(map(str, codegen.llvm_get_cpu_features(target)))
     if not _is_aarch64(target):
-        features -= {"dotprod", "i8mm", "bf16"}  # of ARM with 32 bits, which has other intrinsics
+        features -= {"dotprod", "i8mm", "bf16"}  # ARM with 32 bits has other intrinsics.
     return features
 
 

@@ -27,7 +27,7 @@ class MachineCosts:
     fma_latency : float
         Cycles; in a chain without slack every late load shows, too.
     bytes_per_cycle : tuple[float, float, float, float]
-        From L1, L2, L3 and memory into registers.
+        Bandwidths from L1, L2, L3 and memory into registers.
     memory_cores : float
         Cores that saturate the memory; more share it.
     weight_bytes_per_cycle, weight_cores : float
@@ -74,9 +74,9 @@ class MachineCosts:
     edge : float
         A line that another core is about to write.
     transpose_bytes_per_cycle : float
-        Of transposes in registers within a kernel.
+        Rate of transposes in registers within a kernel.
     layout_bytes_per_cycle : float
-        Of a kernel that changes the layout, each byte counted once.
+        Rate of a kernel that changes the layout, each byte counted once.
     winograd_data, winograd_inverse : tuple[float, float]
         Winograd's transforms of a vector into and out of tiles of 2x2 and of 4x4, a point.
     winograd_rounding : float

@@ -59,7 +59,7 @@ UNROLLED_STEPS = 8
 MOST_UNROLLED = 192
 LANES_OF_128_BITS = 4
 PACKED_LANES = 8  # Only CPUs with AVX2 store bytes in such blocks.
-CURRENT_ROUNDING = 4  # that of the thread, which rounds to even
+CURRENT_ROUNDING = 4  # The thread's mode, which rounds to even.
 BYTES_SINCE_LLVM = 22  # The operands of LLVM's instruction for bytes were vectors of int32 before.
 _ADD = "tvm_fusion_add_"
 _ADDITIONS = "".join(
@@ -502,7 +502,7 @@ def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[
 
 
 def _selected(ops: LayerOperands, block: Index, elements: Sequence[tirx.Expr]) -> tirx.Expr:
-    """In each lane the element of the group of the lane's output channel."""
+    """Select for each lane the element of the group of the lane's output channel."""
     lanes, width = ops.lanes, ops.layer.out_channels // ops.layer.groups
     start = tirx.floormod(block * lanes, width)
     result = T.broadcast(elements[0], lanes)
@@ -762,7 +762,7 @@ def rounded_halves(value: tirx.Expr) -> tirx.Expr:
 def finished_sum(
     value: tirx.Expr, activation: Activation, dtype: str, out_dtype: str | None, dots: bool
 ) -> tirx.Expr:
-    """What is stored of a complete sum; ``dots`` as in :class:`LayerOperands`."""
+    """Value that is stored of a complete sum; ``dots`` as in :class:`LayerOperands`."""
     if dots and out_dtype == "bfloat16" and value.ty.dtype.lanes > LANES_OF_128_BITS:
         return rounded_halves(activate(value, activation, dtype))
     return finished(value, activation, dtype, out_dtype)
@@ -909,7 +909,7 @@ def with_residual(ops: LayerOperands, value: tirx.Expr, at: Index) -> tirx.Expr:
 
 
 def ended(ops: LayerOperands, value: tirx.Expr) -> tirx.Expr:
-    """What is stored of a complete sum."""
+    """Value that is stored of a complete sum."""
     dtype = "float32" if ops.scale is not None else ops.dtype
     return finished_sum(value, ops.ending, dtype, ops.out_dtype, ops.dots)
 

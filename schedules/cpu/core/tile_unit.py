@@ -44,7 +44,7 @@ class TileUnit(ABC):
     Parameters
     ----------
     shapes : Sequence[TileShape]
-        Those of the registers in use, in order.
+        Shapes of the registers in use, in order.
     dtype : str
         Element type of the left factors: ``uint8``, whose right ones are int8, or ``bfloat16``.
     """

@@ -14,7 +14,7 @@ from .register_tile import register_tiles
 
 # With a smaller part of the weights, the start of the loop dominates.
 LEAST_PART_BYTES = 4096
-# For products of pairs on their way to the sums.
+# Registers for products of pairs on their way to the sums.
 PAIR_REGISTERS = 2
 
 

@@ -60,7 +60,7 @@ from .nest_cost import (
 
 CLOCK_HZ = 3.0e9  # scales the estimates; no choice depends on it
 PAGE_BYTES = 4096
-ROUNDED = 1 - 1e-9  # of a lower bound, which is summed up in another order than a cost
+ROUNDED = 1 - 1e-9  # A lower bound is summed up in another order than a cost.
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..core.machine import CPUInfo
 from ..core.tiles import tile_counts
 
 MAX_VECTORS = 4
-MOST_CYCLES = 1.2  # of a tile size to consider, relative to the best
+MOST_CYCLES = 1.2  # Tile sizes up to so many times the best cycles are considered.
 # Most pixels of tiles of one to MAX_VECTORS vectors whose accumulators LLVM 22 keeps in registers,
 # by the number of registers: read from the machine code, which the tests compile and read again.
 MOST_PIXELS = {16: (9, 6, 4, 2), 32: (30, 12, 8, 6)}

@@ -42,12 +42,12 @@ from ..core.tile_unit import TILE_ROWS, TILE_WORDS
 from .conv2d_knobs import shares
 from .cost_model import default_conv2d_knobs, estimate
 
-_MOST_TAPS = 4096  # of a kernel whose sums of 16 channels of bytes an int32 holds
+_MOST_TAPS = 4096  # An int32 holds sums of 16 channels of bytes over so many taps.
 LEAST_ROWS = 9  # a product of fewer takes as long
 SUMS = 4  # tiles of sums that the registers hold beside the factors
 SHAPES = ((1, 4), (2, 2), (1, 3), (1, 2), (2, 1), (1, 1))
 UNROLLED = (1, 4)
-MOST_PIECES = (1, 4, 16, 64)  # of the pixels that a core computes
+MOST_PIECES = (1, 4, 16, 64)  # Pieces of the pixels that a core computes.
 SLOWDOWN = 1.6
 _L1, _L2, _L3 = 128.0, 79.0, 10.0  # bytes a cycle of tiles that are loaded again
 _WEIGHTS, _DATA = 8.8, 22.0  # bytes a cycle of what is loaded for the first time
@@ -109,7 +109,7 @@ class TileGeometry:
     channel_tiles : int
         Tiles of 16 output channels.
     group_tiles : int
-        Those of a group of channels, which read the same.
+        Tiles of a group of channels, which read the same pixels.
     crossing : float
         Share of the rows of tiles of pixels that lie in two cache lines.
     """
@@ -141,7 +141,7 @@ class TileGeometry:
         own = tiles if layer.groups == 1 else layer.out_channels // layer.groups // TILE_WORDS
         steps = blocks * layer.kernel[0] * columns
         pixel = data_lanes(kernel) * ITEM_BYTES[kernel.dtype]
-        step = gcd(layer.strides[1] * pixel, _LINE)  # from the begin of a row to that of another
+        step = gcd(layer.strides[1] * pixel, _LINE)  # Rows begin at multiples of it.
         starts = range(0, _LINE, step)
         crossing = sum(start + words * WORD_BYTES > _LINE for start in starts) / len(starts)
         return cls(lines, width, words, steps, columns, tiles, own, crossing)

@@ -55,9 +55,9 @@ class TilePairKnobs:
         Of the first layer, as in :class:`.TileConv2DKnobs`; of one in vectors the pixels in
         registers, and one each.
     pixels2, pixel_tiles2, channel_tiles2 : int
-        Of the second layer.
+        Knobs of the second layer.
     interleaved : bool
-        As in :class:`.TileConv2DKnobs`, of both layers.
+        Whether tiles of both layers are interleaved, as in :class:`.TileConv2DKnobs`.
     """
 
     height: int

@@ -32,12 +32,12 @@ CHUNK = 1 << 16
 
 
 def check_indices(
-    shape: Sequence[Extent],  # Of the indices; it may be symbolic.
+    shape: Sequence[Extent],  # Shape of the indices; it may be symbolic.
     # Sizes of the indexed dimensions; they may be symbolic. Several belong to the coordinates along
     # the last axis.
     extents: Sequence[Extent],
     dtype: str,  # ``"int32"`` or ``"int64"``.
-    # Of the ``ValueError`` that an index outside of ``-extent`` to ``extent - 1`` raises.
+    # Text of the ``ValueError`` that an index outside of ``-extent`` to ``extent - 1`` raises.
     message: str,
     # Shape of a bool of one element, without which there is no error.
     taken: Sequence[Extent] | None = None,

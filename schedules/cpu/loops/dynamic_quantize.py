@@ -29,7 +29,7 @@ from .selections import Shapes, cpu_kernel, long, own_extents
 
 _FLOAT = "float32"
 _MOST = 255.0
-_VECTORS = 4  # of a step: so many extremes hide the latency of each
+_VECTORS = 4  # Vectors of a step: so many extremes hide the latency of each.
 _WORTH_THREADS = 16384  # elements from which starting threads takes less time than they save
 
 

@@ -27,7 +27,7 @@ _DTYPE = "float32"
 
 def pairwise_coupling(
     rows: Extent,  # Rows of probabilities; it may be symbolic.
-    classes: int,  # At least 2.
+    classes: int,  # Number of classes, at least 2.
 ) -> tirx.PrimFunc:
     """Build the kernel.
 

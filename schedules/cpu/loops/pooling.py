@@ -230,11 +230,11 @@ class PoolingWorkload:
     kinds: str  # ``S`` (an output's axis) or ``R`` (of the window) for each loop.
     extents: tuple[int | None, ...]  # Iterations; None where symbolic.
     strides: tuple[int | None, ...]
-    """Of the data's address, along each loop; None where it is no constant."""
+    """Strides of the data's address along each loop; None where a stride is no constant."""
     slide: int
     vector: int
     """``slide`` and ``vector``: as in :class:`PoolingLoops`."""
-    item_bytes: int  # Of the widest element.
+    item_bytes: int  # Bytes of the widest element.
     is_guarded: bool  # Whether padding begins along the vectors.
     is_large: bool  # Whether there is enough work for threads.
 

@@ -54,7 +54,7 @@ _FREE_REGISTERS = 4
 class ProductTile:
     """Sums that a loop over the state holds in registers."""
 
-    rows: int  # Of the batch.
+    rows: int  # Rows of the batch.
     gates: int  # Vectors of ``LANES`` units in each row.
 
 
@@ -149,7 +149,7 @@ class RecurrentCell:
     the state."""
     activations: tuple[tuple[str, float, float], ...]  # Name, alpha and beta of each, as in ONNX.
     clip: float = 0.0  # Bound of what the activations of gates get; none if 0.
-    reverse: bool = False  # From the last step to the first.
+    reverse: bool = False  # Whether it begins with the last step.
     has_lengths: bool = False
     """Whether sequences have lengths of their own, at most ``steps``; after its end the outputs of
     one are 0."""

@@ -129,9 +129,9 @@ class RowChain:
 
     rows: tuple[int | None, ...]  # Extents of the loops over rows; None where symbolic.
     stages: tuple[tuple[str, int, bool], ...]
-    """For each block its operator, ``map`` if it reduces nothing; the elements of a row that it
-    computes or reduces; and whether each takes an elementary function."""
-    item_bytes: int  # Of the widest element.
+    """Operator of each block, ``map`` if it reduces nothing; the elements of a row that it computes
+    or reduces; and whether each takes an elementary function."""
+    item_bytes: int  # Bytes of the widest element.
     side_by_side: bool = False
     """Whether neighbouring rows are adjacent in memory, not the elements of a row."""
 

@@ -47,10 +47,10 @@ NEUTRAL = {"SUM": 0.0, "MIN": float("inf"), "MAX": float("-inf")}
 class Forest:
     """Sizes of the tables of an ensemble, and types of their elements."""
 
-    nodes: int  # of all trees
+    nodes: int  # Nodes of all trees.
     trees: int
     outputs: int  # values of a leaf
-    steps: int  # of a row through all trees
+    steps: int  # Steps of a row through all trees.
     feature: str
     first: str
     dtype: str
@@ -98,7 +98,7 @@ def trees(
         parts = tirx.ceildiv(rows, share)
         loop = T.parallel if forest.is_worth_threads(rows) else T.serial
         with loop(long(0), parts * long(chunks)) as part:
-            # In a buffer, which becomes registers: their formulas would be copied everywhere.
+            # A buffer becomes registers; formulas would be copied everywhere.
             bounds = T.sblock_alloc_buffer((3,), "int64")
             chunk, start, end = (bounds[place] for place in range(3))
             T.buffer_store(bounds, tirx.floordiv(part, parts), [0])

@@ -54,7 +54,7 @@ class BlockFacts:
     vars: tuple[ir.Var, ...]  # The iteration variables.
     store: Access  # Where the block writes (its first store).
     loads: list[Access] = field(default_factory=list)
-    """What it reads, without the accumulator of a reduction."""
+    """Loads of the block, without the accumulator of a reduction."""
     guards: frozenset[int] = frozenset()
     """Positions of the variables on which a condition depends (padding, concatenation)."""
     itemsize: int = 4  # Bytes of the widest element read or written.

@@ -57,7 +57,7 @@ def follow_or_copy(
     loop: LoopRV,
     tiled: Tiled,
 ) -> tuple[list[SBlockRV], list[SBlockRV]]:
-    """As :func:`follow`, but if none can move, place a copy of the results at ``loop``."""
+    """Call :func:`follow`; if none can move, place a copy of the results at ``loop``."""
     moved, rest = follow(sch, block, consumers, loop, tiled)
     if not moved:
         moved = [sch.cache_write(block, 0, "global")]

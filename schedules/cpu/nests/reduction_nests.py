@@ -40,7 +40,7 @@ from .tails import Overlap, Tails
 
 def copy_of_input(
     sch: s_tir.Schedule,
-    facts: BlockFacts,  # Of the block; its columns are its last spatial variable.
+    facts: BlockFacts,  # Facts of the block; its columns are its last spatial variable.
     index: int,  # Index among the block's reads.
 ) -> SBlockRV:
     """Let a block read a copy of one of its inputs, with the block's columns innermost.

@@ -49,7 +49,7 @@ _ORDERS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 def is_interval(
     block: s_tir.SBlock,  # An injective block.
     row: ir.Var,  # Its iteration variable along the rows.
-    lanes: Sequence[ir.Var],  # Those along a row.
+    lanes: Sequence[ir.Var],  # Variables along a row.
 ) -> bool:
     """Return whether the rows that fulfil all conditions on rows alone are an interval.
 
@@ -69,7 +69,7 @@ def is_interval(
 
 
 def _conditions(body: tirx.Stmt) -> list[ir.Expr]:
-    """What must hold, each by itself, for the first branches of ``if_then_else``."""
+    """Conditions, each by itself, that the first branches of ``if_then_else`` require."""
     branches = filter(is_if_then_else, nodes(body, ir.Call))
     return [condition for branch in branches for condition in conjuncts(branch.args[0])]
 
@@ -156,7 +156,7 @@ def _without_conditions(
 ROWS = 4
 """Rows of a step at least: more would need more streams from memory than are prefetched."""
 
-_WORTHWHILE = 0.8  # of the loads are left; 0.79 of a stencil of 7 points
+_WORTHWHILE = 0.8  # Share of the loads that is left; 0.79 of a stencil of 7 points.
 _FLOATS = ("float32", "float64")
 
 

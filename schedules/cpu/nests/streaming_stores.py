@@ -62,7 +62,7 @@ _LEAST_AHEAD = 2048  # bytes; measured on Zen 4: 1024 and 4096 are up to a tenth
 
 @dataclass(frozen=True)
 class Step:
-    """What a nest computes together."""
+    """Vectors and rows that a nest computes together."""
 
     lane: ir.Var  # The iteration variable of its block along a vector.
     row: ir.Var | None  # The one along its rows; None if there is only one.
@@ -86,7 +86,7 @@ def prefetches(
     fronts: dict[ir.Var, tuple[ir.Expr, ir.TensorLoad]] = {}
     others: set[ir.Var] = set()
     for load in loads(value):
-        if not len(load.indices):  # of a single number
+        if not len(load.indices):  # It loads a single number.
             continue
         dtype = str(load.indices[-1].ty.dtype)
         place = analyzer.simplify(ravel(load.indices, load.source.shape, dtype))
@@ -107,7 +107,7 @@ def prefetches(
 
 
 def _elements_ahead(place: ir.Expr, load: ir.TensorLoad, step: Step) -> int:
-    """How many elements after a load its prefetch is."""
+    """Distance in elements from a load to its prefetch."""
     size = item_bytes(load.source)
     rows = (factor_of(step.row, place) or 0) * step.rows if step.row is not None else 0
     return rows if _LEAST_AHEAD <= rows * size <= step.most_ahead else _LEAST_AHEAD // size

@@ -82,7 +82,7 @@ int {name}(const __global void* from, __private void* to) {{
   return 0;
 }}
 """
-# Of OpenCL, by their bits, which are those of whole bytes.
+# OpenCL's types by their bits, which are those of whole bytes.
 _TYPES = {"8": "uchar", "16": "ushort", "32": "uint", "64": "ulong"}
 
 
@@ -129,10 +129,10 @@ def opencl_planes(name: str) -> str | None:
 class _Period:
     """Loads of a buffer whose elements take turns in memory."""
 
-    load: ir.TensorLoad  # That of the first place.
+    load: ir.TensorLoad  # Load of the first place.
     place: ir.Expr
     planes: ir.Var  # Buffer of the vectors, one after another.
-    name: str  # Of the function that loads them.
+    name: str  # Name of the function that loads them.
 
 
 def _is_candidate(loop: tirx.For) -> bool:
@@ -155,7 +155,7 @@ def _periods(loop: tirx.For) -> list[_Period]:
     of_axes = {axis.var: value for axis, value in zip(block.iter_vars, values, strict=True)}
     by_buffer: dict[ir.Var, list[ir.TensorLoad]] = {}
     for load in loads(block.body.value):
-        if len(load.indices):  # of a single number there are none
+        if len(load.indices):  # A single number has no indices.
             by_buffer.setdefault(load.source, []).append(load)
     analyzer, found = sym.Analyzer(), []
     for buffer, several in by_buffer.items():

@@ -27,7 +27,7 @@ from .vector_loads import IMPORT, opencl_planes
 
 _LENGTHS = (16, 8, 4, 2)
 _PRIVATE_BYTES = 32 * 1024
-"""Of a work-item; it is memory of a thread's stack."""
+"""Private memory of a work-item, which is on a thread's stack."""
 _LLVM_ONLY = ("tirx.call_llvm_intrin", "tirx.call_llvm_pure_intrin", "tirx.call_pure_extern")
 _ROUNDED = "#pragma OPENCL FP_CONTRACT OFF\n"
 """Products and sums are joined where the rules did, so that results have the bits of the CPU."""

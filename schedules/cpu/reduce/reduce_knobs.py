@@ -43,8 +43,7 @@ class ReductionLoops:
     kinds: str  # ``P`` (parallel) or ``R`` (reduced) for each loop, outermost first.
     extents: tuple[int | None, ...]  # Iterations of each loop; None where symbolic.
     strides: tuple[tuple[int | None, ...], ...] = ()
-    """For each load of an element, the stride of its address along each loop; None where it is no
-    constant."""
+    """Stride of each load's address along each loop; None where it is no constant."""
     has_functions: bool = False
     """Whether an element takes an elementary function, such as the exponential."""
     is_stream: bool = False
@@ -163,7 +162,7 @@ _VECTORS = 8
 """Independent states: four cycles of latency at two vectors a cycle."""
 
 _FEW_VECTORS = 4  # where elements or states need more registers
-_MOST_VECTORS = 16  # of a stream, and in the spaces
+_MOST_VECTORS = 16  # Vectors of a stream, and in the spaces.
 _LEAST_LANES = 4  # shorter rows are read by elements
 _ROWS = 8  # streams that the prefetcher follows at once
 _SHORT = 16  # iterations of the innermost reduced loop that are unrolled whole
@@ -171,7 +170,7 @@ _UNROLLED = 64  # vectors of elements
 _UNROLLED_HEAVY = 8
 _STATE_BYTES = 8 * 1024
 _LEAST_CHUNK_BYTES = 16 * 1024  # narrower pieces of rows cost bandwidth
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # of vectors, rows and outputs in the spaces
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # Counts of vectors, rows and outputs in the spaces.
 _TILES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -400,7 +399,7 @@ def _worth_threads(loops: ReductionLoops, cores: int) -> bool:
     sizes = {"activation_bytes": moved, "functions": functions}
     op = "cpu.coalescedreduce"
     threads = KernelCall(op, {**sizes, "parallel": 1}, flops=loops.elements, read_bytes=moved)
-    share = replace(threads, sizes={**sizes, "parallel": 0})  # of a core, if all had one
+    share = replace(threads, sizes={**sizes, "parallel": 0})  # Share of a core, if all had one.
     work = loops.elements * (8 if functions else 1)
     found = compare(
         "split",

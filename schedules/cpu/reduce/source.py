@@ -67,8 +67,8 @@ class ReduceSource:
     state: tuple[tirx.Var, ...]  # Stands in ``result`` for the fields of the complete state.
     flats: tuple[tirx.Buffer, ...]  # Stand-ins of the parameters.
     strides: tuple[dict[tirx.Var, tirx.Expr | None], ...]
-    """By load of ``element``, the stride of its address along each variable; None where that is not
-    linear."""
+    """Strides of the address of each load of ``element`` along each variable; None where the
+    address is not linear."""
     bare: frozenset[tirx.Var]
     """Variables that ``element`` uses elsewhere than in the addresses of its loads."""
 

@@ -145,7 +145,7 @@ class States:
 
 
 def _combine(workload: ReduceWorkload, mine: State, other: State) -> State:
-    """As :func:`schedules.workload.reduce_operator.combine`, in operations that vectors have."""
+    """Combine as :func:`.reduce_operator.combine` does, in operations that vectors have."""
     if workload.operator in ("min", "max"):
         a, b = mine[0], other[0]
         wins = a > b if workload.operator == "max" else a < b  # one instruction, gives b for NaN
@@ -207,7 +207,7 @@ class ReductionNest:
         states: States,  # The array that holds them.
         first: Index,  # The state of lane 0.
         lanes: int,  # Number of lanes; not more than there is room for.
-        indices: Callable[[Index], Indices],  # From a lane to the indices of its element.
+        indices: Callable[[Index], Indices],  # Function from a lane to the indices of its element.
         since: int = 0,  # The first lane that is not masked off.
     ) -> None:
         """Combine a vector of states with a vector of elements."""

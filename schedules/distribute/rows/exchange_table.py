@@ -28,7 +28,7 @@ FIELDS = 11
 SLOT_HEADER = 128  # bytes before the data
 SLOT_TAKEN = 64  # bytes from a slot's count of what was sent to that of what was taken
 SLOT_SIZE = 8
-TEXT_BYTES = 255  # of what a rank writes into its node's record
+TEXT_BYTES = 255  # Length of the text that a rank writes into its node's record.
 
 
 def table_width(ranks: int) -> int:

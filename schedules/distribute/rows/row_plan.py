@@ -81,8 +81,8 @@ class StageOperand:
 
     stage: int  # Its place in the list.
     maps: tuple[RowMap, ...] | None
-    """From the reader to it, one after the other; none of them where it reads the rows that it
-    makes, None where it reads all rows."""
+    """Maps from the reader's rows to the stage's, applied one after the other. Empty where it reads
+    the rows that it makes, None where it reads all rows."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class RowPlacement:
 
     exchanged: tuple[int, ...]  # The stages that are exchanged, ascending.
     computed: tuple[Rows, ...]
-    """For each stage the rows that the ranks compute; of inputs those that they read; of stages in
-    ``by_channels`` blocks of channels, of all rows."""
+    """Rows of each stage that the ranks compute; of inputs, those that they read; of stages in
+    ``by_channels``, blocks of channels of all rows."""
     held: tuple[Rows, ...]
     """The rows that they need, which arrive by messages where they are not computed."""
     by_channels: frozenset[int] = frozenset()
@@ -144,7 +144,7 @@ class RowPlacement:
 
 
 def place(
-    # In an order in which they can be computed; the last is the result.
+    # Stages in an order in which they can be computed; the last is the result.
     stages: Sequence[NetworkStage],
     ranks: int,  # Number of ranks.
     exchanged: Iterable[int],  # Stages, split ones, of which each rank computes an equal share.
@@ -268,7 +268,7 @@ _ANY_HEIGHT = ("mean", "sum", "max", "min", "nn.adaptive_avg_pool2d", "result", 
 
 def heighten(
     stages: Sequence[NetworkStage],
-    factor: int,  # At least 1.
+    factor: int,  # Factor, at least 1.
 ) -> list[NetworkStage]:
     """The network for images of ``factor`` times the height.
 
@@ -367,7 +367,7 @@ class RankPart:
 
     function: str  # Its function; empty if it has nothing to do.
     inputs: tuple[Range | None, ...]
-    """For each input of the model the rows that the function takes; None where it takes none."""
+    """Rows of each input of the model that the function takes; None where it takes none."""
     in_place: tuple[int, ...] = ()
     """Numbers of the exchanges for which its own rows lie in a tensor of all that it needs, where
     it exchanges by kernels."""
@@ -392,11 +392,11 @@ class RowExchange:
         return transfers(own, held, self.by_channels)
 
     def own_region(self, rank: int) -> Region:
-        """What a rank has computed."""
+        """Region that a rank has computed."""
         return self._region(1 if self.by_channels else 2, self.own[rank])
 
     def held_region(self, rank: int) -> Region:
-        """What a rank needs."""
+        """Region that a rank needs."""
         return self._region(2, self.held[rank])
 
     def _region(self, axis: int, indices: Range) -> Region:
@@ -413,8 +413,8 @@ class RankPlan:
     """A network over ranks."""
 
     parts: tuple[RankPart, ...]  # One for each rank.
-    exchanges: tuple[RowExchange, ...]  # In the order in which all ranks make them.
-    segments: tuple[Segment, ...]  # For reports.
+    exchanges: tuple[RowExchange, ...]  # Exchanges in the order in which all ranks make them.
+    segments: tuple[Segment, ...]  # Segments for reports.
     constants: str = ""
     """Digest of the constants in the functions, so that ranks can compare their models."""
     takes_table: bool = False

@@ -40,7 +40,7 @@ from .warpgroup_attention import choose_warpgroup_attention, write_warpgroup_att
 
 _LANES = 128  # products that a multiprocessor adds in a cycle, of float32
 _TENSOR_LANES = 1024  # and of float16 on tensor cores
-_PASSES = 4  # over the scores: product, softmax in and out, product
+_PASSES = 4  # Passes over the scores: product, softmax in and out, product.
 _KERNELS = 3
 _CLEAR = 2  # an estimate must be off by more to mislead
 

@@ -42,7 +42,7 @@ class Logit:
     score: tirx.Var  # Stands for a product of a query and a key, in float32.
     space: IterationSpace
     """Axes: those of the batch, ``m``, ``n``; no stores. Its steps compute what ``value`` reads."""
-    value: tirx.Expr  # In float32.
+    value: tirx.Expr  # Value in float32.
     factor: float  # A positive number.
     ahead: int | None
     """Row ``m`` depends on the keys up to ``m + ahead`` only; None if it may depend on all."""
@@ -160,7 +160,7 @@ def _is_at_most(value: tirx.Expr, most: float) -> bool:
 
 
 def _ahead(logits: IterationSpace, value: tirx.Expr, most: float) -> int | None:
-    """By how much the last key that a row depends on is ahead of the row.
+    """Distance of the last key that a row depends on from the row.
 
     Other keys have no weight, since a key before them has a score of its own. With a mask in memory
     that might be hidden, too.
@@ -195,7 +195,7 @@ class AttentionFunction:
     query: Operand
     key: Operand
     """``query`` and ``key``: over the batch, their own rows, ``k``."""
-    value: Operand  # Over the batch, the columns ``c``, the keys ``n``.
+    value: Operand  # Matrix over the batch, the columns ``c``, the keys ``n``.
     batch: tuple[Extent, ...]  # Extents of the batch axes; heads are one of them.
     m: Extent
     n: Extent

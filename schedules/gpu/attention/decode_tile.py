@@ -18,12 +18,12 @@ from ..pointwise.element_program import Read
 from .attention_pattern import AttentionFunction
 
 MOST_QUERIES = 8
-_MOST_ROWS = 8  # of a block: queries times heads that share keys
+_MOST_ROWS = 8  # Rows of a block: queries times heads that share keys.
 _MOST_SPLITS = 64  # partial results that the second kernel reads for each element
 _LONG = 4096  # keys assumed of a cache of unknown length
 THREADS = 128
 _IN_FLIGHT = 4  # keys of a group of lanes, and their values
-_SUMS = 32  # of a thread, above which half as many keys are in flight
+_SUMS = 32  # Sums of a thread above which half as many keys are in flight.
 _LEAST_VECTOR = 2  # neighbours of a key in memory
 
 

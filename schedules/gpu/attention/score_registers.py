@@ -58,7 +58,7 @@ def store_logits(
     views: Views,
     place: Sequence[tirx.Expr],  # Batch, row and column of the first score.
     scores: tirx.Buffer,  # Registers.
-    at: Sequence[int],  # Those of the scores.
+    at: Sequence[int],  # Indices of the scores.
     keys: int | None,  # Keys of a tile, or None if all of them exist and are visible.
 ) -> None:
     """Replace neighbouring scores by the values of logits; -inf past the last key."""

@@ -39,8 +39,8 @@ from .attention_pattern import AttentionFunction
 from .score_registers import RowSoftmax, fill
 
 _ROWS = ((4, 32), (4, 16), (2, 16), (1, 16))  # warps of a block, queries of a warp
-_MOST_REGISTERS = 232  # of the 255 that a thread may have
-_BYTES = 2  # of an element of a factor
+_MOST_REGISTERS = 232  # Registers of the 255 that a thread may have.
+_BYTES = 2  # Bytes of an element of a factor.
 
 
 @dataclass(frozen=True)

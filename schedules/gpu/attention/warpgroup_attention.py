@@ -45,9 +45,9 @@ from .score_registers import RowSoftmax
 from .tensor_core_attention import TensorAttentionTile
 
 _MOST_STAGES = 4
-_MOST_LENGTH = 128  # of a key or a value, above which a thread would hold too many sums
-_SCORE_CYCLES = 1 / 16  # of a multiprocessor for an exponential, of which there is one a score
-_STEP_CYCLES = 700.0  # that neither warpgroup hides of the other's waits, a guess
+_MOST_LENGTH = 128  # Longer keys or values would give a thread too many sums.
+_SCORE_CYCLES = 1 / 16  # Cycles of a multiprocessor for the exponential of a score.
+_STEP_CYCLES = 700.0  # Cycles that neither warpgroup hides of the other's waits, a guess.
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class WarpgroupAttentionTile:
     columns: int
     """``depth`` and ``columns``: elements of a key and of a value, rounded up to a multiple of
     64."""
-    dtype: str  # Of the factors.
+    dtype: str  # Type of the factors.
     warpgroups: int = 2  # Warpgroups, of 64 queries each.
 
     @property

@@ -47,7 +47,7 @@ from .conv2d import ConvRule, ConvTemplate
 from .tensor_core_pair_pattern import summed_in_float32
 
 THREADS = 128
-_MOST_BOXES, _MOST_FEWER = 3, 3  # of a shape's settings: boxes, and numbers of stages
+_MOST_BOXES, _MOST_FEWER = 3, 3  # Boxes and numbers of stages of a shape's settings.
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class WindowKnobs:
     Parameters
     ----------
     columns, cluster, warpgroups : int
-        As of :class:`.warpgroup_conv2d.WindowTile`.
+        Numbers as in :class:`.warpgroup_conv2d.WindowTile`.
     box : int
         Number of the box of pixels among all that fit, in order of their predicted times.
     stages : int

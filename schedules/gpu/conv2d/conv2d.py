@@ -37,7 +37,7 @@ from ..gemm.thread_block_tile import GemmBlock
 
 ADDING_THREADS = 128
 LEAST_REGISTERS = 104
-"""Of a thread; with as few as a small tile is estimated to need, some of its addresses spill."""
+"""Registers of a thread; with as few as a small tile is estimated to need, some addresses spill."""
 AMPLE_REGISTERS = 136
 """The same of settings that are no default: of those in 128, for four warps a partition, 1 % spill.
 
@@ -197,7 +197,7 @@ def conv2d_template(
     gpu : GPUInfo
         The device.
     registers : int
-        That a thread may use, at least.
+        Registers that a thread may use, at least.
     """
     shape = ConvShape.of(kernel, batch_of(func))
     blocks = _blocks_at_once(tile, max(tile.registers, registers), gpu)

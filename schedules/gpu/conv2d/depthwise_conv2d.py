@@ -43,7 +43,7 @@ class DepthwiseKnobs:
     rows : int
         Outputs of a thread, in a column.
     threads : int
-        Of a block.
+        Threads of a block.
     """
 
     rows: int

@@ -48,10 +48,11 @@ from .fused_tiles import (
 )
 from .tensor_core_pair import tensor_pair_function
 
-MOST_TAPS = 49  # of a depthwise first layer, which is unrolled
+MOST_TAPS = 49  # Taps of a depthwise first layer, which is unrolled.
 MOST_DENSE_REGISTERS = 168
-"""Of a thread of a setting with a dense first layer, estimated. The compiler loads ahead what is
-unrolled, in up to all 255 registers; from 176 on it spills some of 6 of 36 settings drawn."""
+"""Registers of a thread in a setting with a dense first layer, estimated. The compiler loads ahead
+what is unrolled, in up to all 255 registers; from 176 on it spills some of 6 of 36 settings
+drawn."""
 
 
 class FusedTemplate(ConvTemplate[FusedTile]):

@@ -27,8 +27,8 @@ from ..gemm.conv_tiles import (
 from ..gemm.implicit_gemm import ConvShape
 from .depthwise_column import HELD_TAPS
 
-MOST_FIRST_PIXELS = 12  # of a thread in a dense first layer
-MOST_FIRST_COLUMNS = 12  # of a thread in a depthwise one, which are unrolled; 16 may spill
+MOST_FIRST_PIXELS = 12  # Pixels of a thread in a dense first layer.
+MOST_FIRST_COLUMNS = 12  # Columns of a thread in a depthwise one, unrolled; 16 may spill.
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FusedTile:
     blocks : int
         Blocks of four output channels.
     thread_blocks, thread_pixels : int
-        Those of a thread in the second layer.
+        Blocks and pixels of a thread in the second layer.
     quads : int
         Steps of four of the second layer's sums whose weights are in shared memory at once.
     chunk : int
@@ -50,7 +50,7 @@ class FusedTile:
     first_blocks : int
         Blocks of a thread in a dense first layer.
     first_quads : int
-        As ``quads``, for a dense first layer.
+        Quads of a dense first layer.
     rows : int
         Outputs of a thread in a column, in a depthwise first layer.
     """

@@ -77,7 +77,7 @@ class _Terms:
     Parameters
     ----------
     space : IterationSpace
-        Of outputs and their windows.
+        Axes of the outputs and their windows.
     total, next, first : tirx.Var, tirx.Expr, tirx.Expr
         A sum, that with the next term, and what it begins with.
     """
@@ -115,14 +115,14 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """What is stored for each sum.
+    """Store of each sum.
 
     Parameters
     ----------
     space : IterationSpace
-        Of outputs.
+        Axes of the outputs, loads and stores.
     total : tirx.Var
-        Stands for the sum.
+        Variable of the sum.
     """
 
     space: IterationSpace
@@ -130,7 +130,7 @@ class _Epilogue:
 
     @classmethod
     def of(cls, output: Stage, conv: Stage, others: list[Stage]) -> _Epilogue | None:
-        """That of a convolution; None if it does not read each sum just where it is stored."""
+        """Epilogue of a convolution; None if it does not read each sum just where it is stored."""
         program = ElementProgram(others)
         axes = tuple(tirx.Var(f"i{k}", "int64") for k in range(len(output.axes)))
         value = program.element(output.output, axes)

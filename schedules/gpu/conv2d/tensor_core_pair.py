@@ -131,7 +131,7 @@ class _Windows(_Intermediate):
     first, skipped : tirx.Expr
         The block's first pixel, in its image, and the number of the halo's pixels before it.
     arguments : Any
-        Of a factor.
+        Arguments of a factor.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class _Windows(_Intermediate):
             seen = own + self.skipped + down * width + right
             place = T.bind(self.shared.place(seen, chunk))
             exists = tirx.all(y >= 0, y < height, x >= 0, x < width)
-            zeros = self.shared.nbytes + (place & (ZEROS - 1))  # in the same bank
+            zeros = self.shared.nbytes + (place & (ZEROS - 1))  # The zeros lie in the same bank.
             core.load(fragment, 4 * number, T.bind(tirx.Select(exists, place, zeros)), False)
 
 

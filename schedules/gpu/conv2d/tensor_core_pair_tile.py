@@ -29,7 +29,7 @@ from ..gemm.matmul.tensor_core_tile import (
 from ..gemm.matmul.warpgroup_conv2d import WindowSizes, fastest_window_tile
 
 _LEAST_STAGES = 2
-_PRODUCT_BYTES = 2048.0  # of factors that a multiprocessor multiplies in a cycle
+_PRODUCT_BYTES = 2048.0  # Bytes of factors that a multiprocessor multiplies in a cycle.
 _ELEMENT = 5.0  # instructions for each element of a depthwise layer, as compiled for 3x3
 _ALONE = 10.0  # the same, more in a kernel of its own
 _TAP = {2: 4.6, 4: 2.7}  # the same for each tap, by the bytes of an element: halves are converted
@@ -276,7 +276,8 @@ def _layer_cycles(
     resident = _resident(tile.registers * tile.threads, tile.stages * tile.stage_bytes)
     block = _product(layer, tile, tile.rows + tile.columns)
     cycles = _run(block, blocks, resident, transfer, gpu)
-    is_small = min(layer.in_channels, layer.out_channels) <= kind.chunk  # in one block
+    # One block holds the channels.
+    is_small = min(layer.in_channels, layer.out_channels) <= kind.chunk
     if layer.groups > 1 or is_small or not gpu.has_warpgroup_products:
         return cycles
     sizes = WindowSizes.of_layer(layer, images, size, kind.chunk)

@@ -373,7 +373,7 @@ def native_atomic(
     instruction : str
         ``add``, ``min`` or ``max``; others have no instruction.
     dtype : str
-        Of the element.
+        Type of the element.
     """
     if gpu.kind == "opencl":
         if instruction not in ("add", "min", "max") or dtype != "int32":

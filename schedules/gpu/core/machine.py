@@ -32,7 +32,7 @@ _MULTIPROCESSORS = {
 }
 _LANE_BITS = 32
 _BFLOAT16_FROM = 80  # architecture
-_TENSOR_CORES_FROM = 80  # with cp.async, and products of 16x8x16
+_TENSOR_CORES_FROM = 80  # These have cp.async, and products of 16x8x16.
 _CLUSTERS_FROM = 90
 _WARPGROUPS_OF = 90  # later ones multiply otherwise
 _PORTABLE_CLUSTER = 8  # blocks; more of them are for some devices of some architectures only
@@ -125,7 +125,7 @@ class GPUInfo:
                 f"target kind is {kind!r}; the GPU schedules need one of {', '.join(KINDS)}"
             )
         threads = int(target.attrs.get("max_num_threads", 256 if kind == "opencl" else 1024))
-        least = 16384 if kind == "opencl" else 49152  # without asking for more at the launch
+        least = 16384 if kind == "opencl" else 49152  # Bytes that no launch has to ask for.
         shared = int(target.attrs.get("max_shared_memory_per_block", least))
         if kind == "opencl":
             model = str(target.attrs.get("model", ""))

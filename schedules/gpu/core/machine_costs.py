@@ -81,7 +81,7 @@ class MachineCosts:
         Blocks that contend for one address of an atomic update where outputs are more than the
         second figure.
     spared_splits : int
-        Of so many blocks one is given up if the others then have equal shares.
+        Number of blocks of which one is given up if the others then have equal shares.
     short_reduction : int
         Elements of an output, its neighbours beside it, that one thread combines alone.
     full_waves : int

@@ -48,7 +48,7 @@ def store(
     words : tirx.Buffer
         Words with their tags, as int64.
     places : Sequence[tirx.Expr]
-        Those of the value's words.
+        Places of the value's words.
     value : tirx.Expr
         An integer or a float.
     tag : tirx.Expr

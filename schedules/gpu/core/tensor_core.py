@@ -30,9 +30,9 @@ class MatrixType:
     Parameters
     ----------
     dtype : str
-        Of the left factor in memory.
+        Type of the left factor in memory.
     right : str
-        Of the right one; other than ``dtype`` only if both are bytes.
+        Type of the right one; other than ``dtype`` only if both are bytes.
     """
 
     dtype: str
@@ -132,7 +132,7 @@ __forceinline__ __device__ unsigned int tvm_fusion_round_tf32(unsigned int bits)
   return rounded;
 }
 """
-# Without the two instructions by which exp2f has denormal results.
+# exp2f has two more instructions, by which its results may be denormal.
 _EXP2 = """
 __forceinline__ __device__ float tvm_fusion_exp2(float value) {
   float power;
@@ -199,7 +199,7 @@ class TensorCore(RegisterOperations):
     Parameters
     ----------
     kind : MatrixType
-        Of the factors.
+        Type of the factors.
     shared_bytes : int
         Shared memory for them.
     """
@@ -208,7 +208,7 @@ class TensorCore(RegisterOperations):
         self.type = kind
         size = shared_bytes // self.type.itemsize
         self.shared = T.alloc_buffer((size,), kind.dtype, scope="shared")
-        # As a number: TVM would put barriers between accesses of the buffer.
+        # The address is a number: TVM would put barriers between accesses of the buffer.
         self._base = T.bind(T.cuda.cvta_generic_to_shared(self.shared.data))
 
     def of_type(self, kind: MatrixType) -> TensorCore:

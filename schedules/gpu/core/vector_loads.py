@@ -101,11 +101,11 @@ class VectorLoads:
         m, n : tirx.Expr
             Position of lane 0.
         flat : Callable
-            From a parameter to its one-dimensional view, or None if it has none.
+            Function from a parameter to its one-dimensional view, or None if it has none.
         known : list[Register] | None
             Registers loaded at this position before; the new ones are appended.
         narrow : Callable | None
-            From an int64 index into a view to a cheaper one; None leaves the indices to TVM.
+            Function that makes an int64 index into a view cheaper; None leaves the indices to TVM.
 
         Returns
         -------
@@ -151,7 +151,7 @@ class VectorLoads:
         return [value(m, n) for value in self.values]
 
     def _classify(self) -> tuple[list[str], list[tirx.Expr | None]]:
-        """For each read, in order: ``vector``, ``uniform`` or ``each``; and a simpler position.
+        """Kind of each read: ``vector``, ``uniform`` or ``each``; and a simpler position.
 
         That is a function of ``m`` and ``n``, None where the subscripts are as simple.
         """
@@ -223,7 +223,7 @@ def store_lanes(
     Parameters
     ----------
     values : Sequence[tirx.Expr]
-        Of all lanes, of which there are a power of two.
+        Values of all lanes, of which there are a power of two.
     view : tirx.Buffer
         Destination, as one row.
     place : Callable
@@ -233,7 +233,7 @@ def store_lanes(
     along_m : bool
         Whether lanes are neighbours in ``m``, else in ``n``.
     narrow : Callable
-        From an int64 position to a cheaper one.
+        Function that makes an int64 position cheaper.
     """
     m, n = (tirx.Var(name, "int64") for name in ("m", "n"))
     simple = _analyzer_of(m, n).simplify(place(m, n))

@@ -53,7 +53,7 @@ STEP = DEPTH // STEPS
 PATTERN = 8 * LINE
 """Bytes after which the swizzle repeats, to a multiple of which a factor's tile is aligned."""
 
-_SWIZZLE = 3  # of a map: 128 bytes
+_SWIZZLE = 3  # Swizzle of a map: 128 bytes.
 _PROMOTE = 2  # lines of 128 bytes in the second-level cache
 _DESCRIPTOR_SWIZZLE = 1 << 62  # 128 bytes
 _UNIT = 4  # bits of an address that a descriptor leaves out
@@ -142,7 +142,7 @@ class ChunkLayout:
     Parameters
     ----------
     rows, rows_first : int, bool
-        As of :class:`FactorLayout`.
+        Number of rows, and whether they come first, as in :class:`FactorLayout`.
     row_bytes, depth_bytes : int
         Distances of matrices that are neighbours along the rows and along the reduced axis.
     parts : int
@@ -222,7 +222,7 @@ class WarpgroupCore(RegisterOperations):
     Parameters
     ----------
     kind : MatrixType
-        Of the factors.
+        Type of the factors.
     stages, stage_bytes : int
         Stages in shared memory, and bytes of each.
     warpgroups : int
@@ -338,7 +338,7 @@ class WarpgroupCore(RegisterOperations):
         steps : int
             Steps of a tile.
         fetch : Callable
-            From a tile to a function that copies one of its steps.
+            Function that makes of a tile a function that copies one of its steps.
         multiply : Callable
             Adds the products of the stage at a byte to the sums.
         sums : tirx.Buffer

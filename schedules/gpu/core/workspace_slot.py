@@ -90,7 +90,7 @@ class LaunchPlace:
     blocks, tiles : int
         Blocks of a tile, and tiles.
     tile : tirx.Expr
-        That of the block.
+        Tile of the block.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Lanes:
     vector: int  # Lanes, a power of two.
     is_aligned: bool  # Whether all lanes lie along the last axis; else they may run over its end.
     kinds: dict[object, str]
-    """For the variable of each read, and for the number of each store: ``vector`` (one wide
+    """Kind of the variable of each read, and of the number of each store: ``vector`` (one wide
     access), ``uniform`` (the same place for all lanes), or ``each``."""
     varying: frozenset[tirx.Var]  # Variables of steps that differ between lanes.
     contiguous: frozenset[object]
@@ -241,7 +241,7 @@ def _space(outputs: Sequence[Stage], stages: Sequence[Stage]) -> IterationSpace:
 
 
 def best_lanes(
-    space: IterationSpace,  # From :func:`injective_spaces`.
+    space: IterationSpace,  # Space from :func:`injective_spaces`.
     widest: int = COSTS.widest_load,  # Lanes at most.
 ) -> Lanes:
     """The order of loops and the vector that move the least memory.

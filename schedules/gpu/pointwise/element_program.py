@@ -39,7 +39,7 @@ class Value:
     """A value computed from earlier steps."""
 
     var: tirx.Var  # Stands for it.
-    expression: tirx.Expr  # Without reads of memory.
+    expression: tirx.Expr  # It reads no memory.
     guards: tuple[tirx.Expr, ...]  # Conditions under which it may be computed.
     is_partial: bool = False
     """Whether it is a partial result of a reduction, which deserves a register."""

@@ -53,7 +53,7 @@ class PointWriter:
         views: Views,
         places: Sequence[Sequence[tirx.Expr]],  # Subscripts of each lane's point.
         first: tirx.Expr | None = None,  # Number of the first point, if the points are numbered.
-        # From a read to its replacement, such as a read of shared memory; None to keep it.
+        # Function from a read to its replacement, such as a read of shared memory; None to keep it.
         fetch: Fetch | None = None,
     ):
         self.lanes = lanes

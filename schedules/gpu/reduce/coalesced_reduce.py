@@ -154,7 +154,7 @@ def _in_one_stage(workload: GroupWorkload) -> GroupWorkload:
 SISTERS, CHAIN = SistersTemplate(), ChainTemplate()
 
 
-_CLOCK = 1.7e9  # of the cycles that are shown as times; no choice depends on it
+_CLOCK = 1.7e9  # Clock of the cycles that are shown as times; no choice depends on it.
 
 
 class CoalescedReduce(TunableGPURule):

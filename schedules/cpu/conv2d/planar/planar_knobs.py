@@ -71,9 +71,9 @@ _UNITS = {
     512: _Unit(28, {1: 7, 2: 4}, 14, {1: 7, 2: 7}, 6, 4, True, 8.2),
 }
 MOST_CODE_BYTES = 32 * 1024
-"""Of a kernel: every step runs through all of its code, which the L1 instruction cache of most x86
-cores then holds. LLVM and TVM take about two seconds for as much."""
-_MOST_ROWS = 28  # of a step
+"""Bound on the code of a kernel: every step runs through all of it, which the L1 instruction cache
+of most x86 cores then holds. LLVM and TVM take about two seconds for as much."""
+_MOST_ROWS = 28  # Rows of a step.
 _TILE_ROWS = (1, 2, 3, 4, 5, 7)
 _SHORTEST = 8  # lanes of a vector of layer one
 

@@ -301,7 +301,7 @@ class _Piece:
 
     def _channels(self) -> Iterator[tuple[Index, Index]]:
         full, rest = divmod(self.layer1.in_channels, self.block)
-        if rest:  # of both kinds of blocks, the body stands in the code once
+        if rest:  # The body stands in the code once for both kinds of blocks.
             with loop(0, self.layer1.in_channels) as channel:
                 yield tirx.floordiv(channel, self.block), tirx.floormod(channel, self.block)
         else:

@@ -233,7 +233,7 @@ class Ahead:
     Parameters
     ----------
     image : PlanarImage
-        With as many channels as are summed.
+        Image with as many channels as are summed.
     start : Index
         Element of channel 0 from which the lines are counted.
     lines : int

@@ -121,7 +121,7 @@ class _Half:
 
     @classmethod
     def allocate(cls, rows: int, columns: int, lanes: int, dtype: str) -> _Half:
-        """As few buffers of at most ``STACK_BYTES`` as hold all columns."""
+        """Allocate as few buffers of at most ``STACK_BYTES`` as hold all columns."""
         column_bytes = rows * lanes * DataType(dtype).bits // 8
         pieces, first = [], 0
         for width in split_evenly(columns, max(1, STACK_BYTES // column_bytes)):

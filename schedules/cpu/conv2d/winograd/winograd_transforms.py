@@ -35,7 +35,7 @@ def transform_data(size: int, inputs: Sequence[tirx.Expr]) -> list[tirx.Expr]:
 
 
 def transform_inverse(size: int, products: Sequence[tirx.Expr]) -> list[tirx.Expr]:
-    """``AT m``: ``size`` bound vectors from ``size + 2`` products."""
+    """Multiply ``AT m``: ``size`` bound vectors from ``size + 2`` products."""
     matrix = transforms(size).inverse
     pairs = range(1, size + 1, 2)
     folded = {

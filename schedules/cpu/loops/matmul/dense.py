@@ -46,7 +46,7 @@ _STREAMED_ROWS = 4
 _LEAST_ROWS_TO_PACK = 8
 _MOST_COLUMNS = 4
 COLUMNS, DOTS = "columns", "dots"
-_MOST_VECTORS = 8  # of one row
+_MOST_VECTORS = 8  # Vectors of one row.
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class DenseWorkload:
     outer : int
         Products beside each other.
     rows, columns, depth : int
-        Of a product: ``rows x depth`` by ``depth x columns``.
+        Extents of a product: ``rows x depth`` by ``depth x columns``.
     item_bytes : int
-        Of the widest element.
+        Bytes of the widest element.
     grouped : bool
         Whether tiles must divide the rows.
     """

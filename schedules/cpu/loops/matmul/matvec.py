@@ -97,7 +97,7 @@ def split_over_threads(sch: s_tir.Schedule, facts: BlockFacts, parts: int) -> SB
     sch : Schedule
         The schedule.
     facts : BlockFacts
-        Of the reduction; its block will only add up the parts.
+        Facts of the reduction; its block will only add up the parts.
     parts : int
         Their number; a divisor of the axis, after merging.
 

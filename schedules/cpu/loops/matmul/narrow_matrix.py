@@ -28,10 +28,10 @@ _BITS = {"int4": 4, "int8": 8, "bfloat16": 16, "float16": 16}
 GRANULE = 8
 """Rows of a block of scales are a multiple of this many."""
 OFFSET = 8
-"""What is added to integers of 4 bits for products of bytes, which take them without a sign."""
-_VECTORS = 4  # of a tile
-_AHEAD_BYTES = 8192  # between what is read and what is prefetched
-_MOST_PRODUCTS = 32  # of 4 by 8 bits that an int16 holds: 32 * 15 * 127 / 2 pairs
+"""Offset that makes integers of 4 bits unsigned, as products of bytes take them."""
+_VECTORS = 4  # Vectors of a tile.
+_AHEAD_BYTES = 8192  # Distance of prefetches.
+_MOST_PRODUCTS = 32  # Products of 4 by 8 bits that an int16 holds: 32 * 15 * 127 / 2 pairs.
 
 
 @dataclass(frozen=True)

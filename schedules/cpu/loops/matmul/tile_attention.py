@@ -445,7 +445,7 @@ class _Head:
         T.buffer_store(self._totals, self._row[0], [row])
 
     def _addend(self, row: Index, tile: Index, count: int) -> tirx.Expr:
-        """What is added to the scores of a tile, of which ``count`` are keys."""
+        """Addend of the scores of a tile, of which ``count`` are keys."""
         mask, shape = self.kernel.mask, self.shape.mask
         assert mask is not None and shape is not None
         places = [self.image, self.head, row]

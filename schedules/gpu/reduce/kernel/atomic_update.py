@@ -37,7 +37,7 @@ def atomic_update_vector(
     ctx: ReduceContext,
     reduction: Reduction,  # The reduction with the output.
     m: tirx.Expr,  # The first element, a multiple of the number of values.
-    values: list[tirx.Expr],  # Of the accumulators' type; a power of two of them.
+    values: list[tirx.Expr],  # Values of the accumulators' type; a power of two of them.
 ) -> None:
     """Combine neighbouring elements of a reduction's output, from ``m`` on, with ``values``.
 

@@ -63,7 +63,7 @@ def share_lanes(ctx: ReduceContext, workloads: Workloads, states: Buffers) -> No
     lanes = ctx.config.lanes
     width = min(lanes, ctx.gpu.warp_size)
     if width > 1:
-        exchange(workloads, states, width)  # after which all lanes have the same bits
+        exchange(workloads, states, width)  # All lanes have the same bits then.
         if width < lanes:
             _share_warps(ctx, workloads, states, width)
     elif lanes > 1:
@@ -210,7 +210,7 @@ class ClusterExchange:
     def combine(
         self,
         workloads: Workloads,  # The sisters of the stage.
-        states: Buffers,  # Those of the thread. The leaders get the same bits in all blocks.
+        states: Buffers,  # States of the thread. The leaders get the same bits in all blocks.
         condition: tirx.Expr | None = None,  # Condition for a block to get them, if not all do.
     ) -> None:
         """Combine the states of the leaders of all blocks, in the order of their ranks.

@@ -34,7 +34,7 @@ class ReduceContext:
     views: FlatViews  # Parameters and their one-dimensional views.
     stream: tirx.Expr  # Number of the launch's stream, for the finish ``last_block``.
     turn: tirx.Expr | None = None
-    """Which of its outputs a row of threads computes; None if it has one only."""
+    """Number of the output that a row of threads computes; None if it has one only."""
 
     @classmethod
     def open(

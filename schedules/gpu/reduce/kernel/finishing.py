@@ -34,7 +34,7 @@ from .state_buffers import Buffers, States
 # Most words of a thread: for the one output of a tile in one word, and for others, where each
 # thread has addresses of its own.
 _WORDS_OF_ONE, _WORDS_OF_MANY = 16, 8
-_OWN_REGISTERS = 28  # those of a thread that hold no words with their tags
+_OWN_REGISTERS = 28  # Registers of a thread that hold no words with their tags.
 
 
 def one_block(ctx: ReduceContext, stage: ReductionStage, states: Buffers) -> None:
@@ -117,7 +117,7 @@ def last_block(
         meeting.behind()
     partials = _Partials.open(ctx, stage, place)
 
-    # Along a row under a predicate, so that the compiler moves nothing into a branch.
+    # Stores along a row are predicated, so that the compiler moves nothing into a branch.
     with when(ctx.is_leader if ctx.is_y else None):
         for k in range(ctx.results):
             output = ctx.first_output + i64(k) - ctx.tile_start
@@ -204,7 +204,7 @@ class _Partials:
     stage: ReductionStage
     words: tirx.Buffer  # All tagged words of the workspace.
     row: tirx.Expr  # Number of the tile's first block among all blocks of all slots.
-    tag: tirx.Expr  # That of the launch.
+    tag: tirx.Expr  # Tag of the launch.
     place: LaunchPlace  # The slot.
 
     @classmethod

@@ -33,7 +33,7 @@ class SteppedPosition:
 
     def __init__(
         self,
-        extents: list[int],  # Of the digits.
+        extents: list[int],  # Extents of the digits.
         vector: int,  # Elements of a vector in the reduced loop.
     ):
         self._extents = extents
@@ -91,7 +91,7 @@ class SteppedPosition:
 
 _PEELED = 2  # reductions of one pass, beyond which the registers of a turn before the loop spill
 
-PutInto = Callable[[tirx.Expr, int], tirx.Expr]  # from the value of a lane, and its number
+PutInto = Callable[[tirx.Expr, int], tirx.Expr]  # Takes the value of a lane, and its number.
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class LoadedVector:
     stepped: tirx.Expr
     """``n`` and ``stepped``: position of lane 0 in the reduced loop; the same by the digits of a
     :class:`SteppedPosition`, if there is one."""
-    lane: Callable[[int], list[tirx.Expr]]  # From a lane to its values.
+    lane: Callable[[int], list[tirx.Expr]]  # Function from a lane to its values.
     size: int  # Number of lanes.
     narrow: Narrow = lambda index: index
-    """From an int64 index that depends on ``stepped`` to a cheaper one."""
+    """Function that narrows an int64 index which depends on ``stepped``."""
     number: int = 0  # Number of the vector among those that a thread keeps.
 
 

@@ -20,8 +20,8 @@ from schedules.workload.reduce_operator import (
 )
 
 Workloads = Sequence[ReduceWorkload]
-Buffers = Sequence[Sequence[tirx.Buffer]]  # of each reduction, the buffers of its fields
-States = Sequence[State]  # of each reduction
+Buffers = Sequence[Sequence[tirx.Buffer]]  # Buffers of the fields of each reduction.
+States = Sequence[State]  # State of each reduction.
 Index: TypeAlias = "tirx.Expr | int"
 
 

@@ -181,7 +181,7 @@ def kept_words(group: GroupWorkload, config: ReduceConfig, kept: int) -> int:
 
 _THREADS = (32, 64, 128, 256, 512, 1024)
 _UNROLL = (1, 2, 4, 8)
-_OWN_REGISTERS = 32  # of a thread beside those of its elements
+_OWN_REGISTERS = 32  # Registers of a thread beside those of its elements.
 
 
 def chain_settings(

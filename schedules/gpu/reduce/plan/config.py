@@ -82,7 +82,7 @@ class ReduceConfig:
 
 
 def choose_sisters(
-    group: GroupWorkload,  # Of one stage.
+    group: GroupWorkload,  # Group of one stage.
     gpu: GPUInfo,
     # Whether there may be a workspace, without which no block combines the results of others.
     has_workspace: bool = True,
@@ -159,7 +159,8 @@ def blocks_at_once(
     """
     registers = -(-thread_registers(config, workloads, row_inputs, row_outputs) // 8) * 8
     most = COSTS.cluster_blocks if config.cluster > 1 else COSTS.resident_blocks
-    most = max(1, most * THREADS // max(THREADS, config.threads))  # of larger blocks fewer
+    # A multiprocessor holds fewer of larger blocks.
+    most = max(1, most * THREADS // max(THREADS, config.threads))
     return min(most, max(1, COSTS.register_file // (registers * config.threads)))
 
 
@@ -330,7 +331,7 @@ def _splits(
         return 1
     reduced = LARGE if reduced is None else reduced
     count = tiles(config, loops)
-    vectors = reduced // config.stride  # of a thread, over all splits
+    vectors = reduced // config.stride  # Vectors of a thread, over all splits.
     if count >= 2 * gpu.multiprocessors:
         more = -(-COSTS.full_waves * at_once // count)
         is_long = config.rows == 1 and vectors >= 2 * more * config.unroll

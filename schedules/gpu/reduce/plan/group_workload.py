@@ -68,7 +68,7 @@ class StageWorkload:
 class GroupWorkload:
     """A group of reductions, as far as the choice of its configuration depends on it."""
 
-    stages: tuple[StageWorkload, ...]  # As those of :class:`~.group.ReduceGroup`.
+    stages: tuple[StageWorkload, ...]  # Stages of :class:`~.group.ReduceGroup`.
     itemsizes: tuple[int, ...]  # Bytes of an element of every tensor that the stages read.
     row_inputs: tuple[int, ...]
     row_outputs: tuple[int, ...] = ()

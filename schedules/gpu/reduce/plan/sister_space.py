@@ -41,12 +41,12 @@ from .group_workload import GroupWorkload
 _THREADS = (64, 128, 256, 512, 1024)
 _UNROLL = (1, 2, 4, 8)
 _SPLITS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-_MOST_WAVES = 4  # of split reductions: more blocks have no more work to do at once
+_MOST_WAVES = 4  # Waves of split reductions: more blocks have no more work to do at once.
 _MOST_REGISTERS = 160  # estimated, so that the estimate may err by a half
 
 
 def sister_settings(
-    group: GroupWorkload,  # Of one stage and of known extents.
+    group: GroupWorkload,  # Group of one stage and of known extents.
     gpu: GPUInfo,
 ) -> Iterator[ReduceConfig]:
     """Yield the legal configurations of reductions that share one pass over their data.
@@ -228,8 +228,8 @@ def read_terms(
     group: GroupWorkload,
     config: ReduceConfig,
     gpu: GPUInfo,
-    blocks: int,  # Of the grid.
-    registers: int,  # Of a thread.
+    blocks: int,  # Blocks of the grid.
+    registers: int,  # Registers of a thread.
     passes: int,  # How often a row is read, but for the first time from the second-level cache.
 ) -> dict[str, float]:
     """Cycles of reading the rows and of all else that blocks do.
@@ -268,7 +268,7 @@ def read_terms(
 
 _UNROLLED = 4  # turns that the compiler makes one
 _WHOLE_TURNS = 8  # loops of no more have no end test
-_OWN_REGISTERS = 24  # that no load in flight may use
+_OWN_REGISTERS = 24  # Registers that no load in flight may use.
 _SLOT = (100.0, 4.0)  # cycles and round trips of claiming a slot of the workspace, and the ticket
 _WORD_TRIPS = 2.5  # results of others, slot
 _CLUSTER_CYCLES = 1340.0  # two barriers, and reading the memory of other blocks
@@ -277,7 +277,7 @@ _ISSUE = 2.1  # cycles of an instruction of a warp that runs alone
 
 
 def streaming_call(
-    group: GroupWorkload,  # Of one stage and of known extents.
+    group: GroupWorkload,  # Group of one stage and of known extents.
     config: ReduceConfig,
     name: str = "",  # What a report calls it.
 ) -> KernelCall:
@@ -379,10 +379,10 @@ Four of five estimates differ less from those by machine code.
 
 
 def decide_split(
-    group: GroupWorkload,  # Of one stage.
+    group: GroupWorkload,  # Group of one stage.
     default: ReduceConfig,  # The configuration without a machine.
     gpu: GPUInfo,
-    has_workspace: bool = True,  # As for :func:`.config.choose_sisters`.
+    has_workspace: bool = True,  # Flag of :func:`.config.choose_sisters`.
 ) -> ReduceConfig:
     """Choose among the splits of the default's block by the machine in use.
 
