@@ -90,7 +90,7 @@ def architectures() -> str:
 
 
 def operators() -> str:
-    """What becomes of each ONNX operator: its own test cases are imported."""
+    """Outcomes of each ONNX operator: its own test cases are imported."""
     columns = ("operator", "imported", "constant", "rewritten to", "why others are refused")
     return _table(columns, [map(_escape, row) for row in operator_cases.rows()])
 
@@ -349,7 +349,8 @@ def cooperative_splits() -> str:
         for name, result in results.items():
             splits = result["splits"]
             ms = {title: split["typical_ms"] for title, split in splits.items()}
-            sweep = [title for title in splits if "/" in title]  # from the device alone to the CPU
+            # Splits between the device alone and the CPU.
+            sweep = [title for title in splits if "/" in title]
             best = min(sweep, key=lambda title: ms[title])
             alone = ms[sweep[0]], ms[sweep[-1]]
             size = " x ".join(map(str, result["size"]))
@@ -397,7 +398,7 @@ def _mean(results: Iterable[Any], peer: str) -> str:
 
 
 def _settings(stored: dict[str, Any]) -> list[str]:
-    """When and with what each CPU was measured."""
+    """Settings and dates of the measurements of each CPU."""
     lines = []
     for cpu, one in stored.items():
         settings = one["settings"]

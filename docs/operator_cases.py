@@ -97,7 +97,7 @@ def _array(value: Any) -> Any:
 
 @dataclass
 class Operator:
-    """What its cases have shown.
+    """Outcomes of the cases of an operator.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def _needed(case: Case, constant: list[str], kept: int) -> list[str]:
 
 
 def _formal(model: onnx.ModelProto, name: str) -> str:
-    """What ONNX calls an input of the node."""
+    """Name of an input in ONNX's schema of the node."""
     (node,) = model.graph.node
     inputs = onnx.defs.get_schema(node.op_type, model.opset_import[0].version).inputs
     return inputs[min(list(node.input).index(name), len(inputs) - 1)].name

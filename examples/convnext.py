@@ -36,7 +36,7 @@ def convnext_tiny(
     image_size : int
         Height and width in pixels, a multiple of 32 for four stages.
     seed : int
-        Of the weights.
+        Seed of the weights.
     width : int
         Channels of the first stage; each further one has twice as many.
     depths : tuple of int

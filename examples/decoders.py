@@ -88,7 +88,7 @@ def gpt2_step(past: int = 128, seed: int = 0, *, layers: int = 12) -> onnx.Model
     past : int
         Tokens before.
     seed : int
-        Of the weights.
+        Seed of the weights.
     layers : int
         Layers.
 
@@ -126,7 +126,7 @@ def llama_step(past: int = 128, seed: int = 0, *, layers: int = 16) -> onnx.Mode
     past : int
         Tokens before.
     seed : int
-        Of the weights.
+        Seed of the weights.
     layers : int
         Layers.
 

@@ -33,7 +33,7 @@ def inception_v3(
     image_size : int
         Height and width in pixels, at least 75.
     seed : int
-        Of the weights.
+        Seed of the weights.
     unit : int
         Common divisor of all channel counts.
     weights : bool

@@ -44,7 +44,7 @@ def mobilenet_v3_large(
     image_size : int
         Height and width in pixels.
     seed : int
-        Of the weights.
+        Seed of the weights.
     layers : int
         Number of the 15 residual blocks between the first and the last convolution.
     weights : bool

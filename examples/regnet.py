@@ -33,7 +33,7 @@ def regnet_y_400mf(
     image_size : int
         Height and width in pixels.
     seed : int
-        Of the weights.
+        Seed of the weights.
     layers : int
         Number of the 16 residual blocks; larger numbers stand for all.
     weights : bool

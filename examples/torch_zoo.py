@@ -43,9 +43,9 @@ class Sample(NamedTuple):
     Parameters
     ----------
     module : torch.nn.Module
-        In evaluation mode; returns a tensor or a tuple of them.
+        Module in evaluation mode; returns a tensor or a tuple of them.
     inputs : dict of str to torch.Tensor
-        By the names of its parameters.
+        Inputs by the names of its parameters.
     traced : bool
         Whether the older exporter is needed, which traces.
     unordered : bool
@@ -90,7 +90,7 @@ def _timm(name: str, small: str | None = None, pixels: int = 64, **options: Any)
     """A classifier of timm; a small one takes ``options``, by another function if ``small``."""
 
     def build(full: bool) -> Sample:
-        import_torchvision()  # before timm, which imports it, too
+        import_torchvision()  # This comes before timm, which imports it, too.
         from timm import models
 
         module = getattr(models, name if full or small is None else small)(

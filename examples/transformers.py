@@ -36,9 +36,9 @@ class TransformerBuilder(ModelBuilder):
     layers : int
         Layers of the network; determines the scaling of residual branches.
     epsilon : float
-        Of the layer normalisations.
+        Epsilon of the layer normalisations.
     seed : int
-        Of the weights.
+        Seed of the weights.
     weights : bool
         Whether weights are stored; else they are inputs.
 
@@ -143,7 +143,7 @@ def bert_base(
     sequence : int
         Tokens of a sequence, at most 512.
     seed : int
-        Of the weights.
+        Seed of the weights.
     layers, width, heads, vocabulary : int
         Size; by default that of BERT-base, uncased.
     weights : bool

@@ -32,7 +32,7 @@ def unet(
     image_size : int
         Height and width in pixels, a multiple of 16.
     seed : int
-        Of the weights.
+        Seed of the weights.
     width : int
         Channels of the first level; each next one has twice as many.
     classes : int

@@ -29,7 +29,7 @@ def vgg_16(
     image_size : int
         Height and width in pixels, a multiple of 32.
     seed : int
-        Of the weights.
+        Seed of the weights.
     width : int
         Channels of the first stage.
     features : int

@@ -42,7 +42,7 @@ def wide_and_deep(
     batch : int or str
         Rows of data at a time, or the name of a symbolic size.
     seed : int
-        Of the weights.
+        Seed of the weights.
     rows : int
         Most rows of a table: keys of larger categories, and of crossed features, are hashed.
     embedding : int

@@ -139,7 +139,7 @@ class Loop:
     function : str
         Name of the function that holds it.
     instructions : Sequence[Instruction]
-        Those of one iteration in the order of the text, without those of the loops in it.
+        Instructions of one iteration in the order of the text, without those of the loops in it.
     innermost : bool
         Whether it holds no other loop.
     """
@@ -289,7 +289,7 @@ def _loops(blocks: list[_Block]) -> list[tuple[list[Instruction], bool]]:
 
 
 def _dominators(before: list[list[int]]) -> list[int]:
-    """For each block the set, as bits, of the blocks that every path to it goes through."""
+    """Dominators of each block, as bits: the blocks that every path to it goes through."""
     everything = (1 << len(before)) - 1
     above = [1] + [everything] * (len(before) - 1)
     changed = True

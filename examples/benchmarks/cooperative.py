@@ -57,11 +57,12 @@ SIZES = {
 STEPS = {"heat2d": 32}
 """Stencils whose rows stay on the device for so many steps of a run; the model chooses how many of
 them share an exchange."""
-_RUNS = 3  # of a turn
+_RUNS = 3  # Runs of a turn.
 PARTS = 16
 """Steps of the sweep, from the device alone to the CPU alone."""
 CHUNKS = (1, 8)
-"""In one the device waits for its copies, in several it computes beside them."""
+"""Numbers of chunks: with one the device waits for its copies, with several it computes beside
+them."""
 EVEN = f"{PARTS // 2}/{PARTS}"
 CHOSEN = ("model", "measured")
 OF_SIDES = "predicted_of_sides_ms"
@@ -86,7 +87,7 @@ class Sweep:
     device : str or Device
         The device beside the CPU.
     threads : int
-        Of the CPU.
+        Threads of the CPU.
     beside : callable, optional
         Where the device is there, the context in which the CPU computes beside it: then a split by
         measured times is among them.

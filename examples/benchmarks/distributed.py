@@ -62,11 +62,11 @@ class Case:
     stencil : str
         Its name.
     rows, cols : int
-        Of its output.
+        Extents of its output.
     steps : int
         How often it is applied in a run, with an exchange every so many steps as the model chooses.
     dtype : str
-        Of its pixels.
+        Type of its pixels.
     """
 
     stencil: str
@@ -219,7 +219,8 @@ def launch(ranks: int, arguments: Sequence[str], job: str, python: str = sys.exe
     if launcher is None:
         raise DistributedError("there is no mpiexec; install it by: pip install 'tvm-fusion[mpi]'")
     root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(beside.parent), os.environ.get("PATH", "")])  # with its mpicc
+    # Its mpicc comes first.
+    path = os.pathsep.join([str(beside.parent), os.environ.get("PATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "PATH": path}
     done = subprocess.run(
         [launcher, "-n", str(ranks), python, *arguments],

@@ -144,7 +144,7 @@ def measure(
 
 
 def distances(result: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
-    """For each choice the chosen alternative, the best one, and how many times as long it takes."""
+    """Chosen and best alternative of each choice, and the ratio of their times."""
     medians = {title: statistics.median(turns) for title, turns in result["turns_ms"].items()}
     found = {}
     for kind, chosen in result["chosen"].items():

@@ -58,7 +58,7 @@ class Case:
     Parameters
     ----------
     shape : tuple[int, ...]
-        Of each array, without halos.
+        Shape of each array, without halos.
     axis : int
         The axis that is cut between the ranks.
     halo : int
@@ -76,7 +76,7 @@ class Case:
     corner: int = 0
 
     def halo_of(self, source: int) -> Region:
-        """What one of two ranks sends of each array; the cut is at 0."""
+        """Region of each array that one of two ranks sends; the cut is at 0."""
         region = [(0, extent) for extent in self.shape]
         if self.corner:
             region[-1] = (0, self.corner)
@@ -84,7 +84,7 @@ class Case:
         return tuple(region)
 
     def window(self, rank: int) -> Region:
-        """What one of two ranks holds of each array."""
+        """Region of each array that one of two ranks holds."""
         window = [(0, extent) for extent in self.shape]
         extent = self.shape[self.axis]
         window[self.axis] = (-extent, self.halo) if rank == 0 else (-self.halo, extent)
@@ -144,9 +144,9 @@ HALOS = {
     "2 rows of 512 KB": Case((8, 131072), 0, 1, arrays=2),
     **CASES,
 }
-"""For the routes of ``distributed_choices.py``."""
+"""Cases for the routes of ``distributed_choices.py``."""
 
-_SECONDS = 0.2  # of each turn
+_SECONDS = 0.2  # Seconds of each turn.
 _ROUTE_SECONDS = 0.02
 _SINGLE = "16384 pieces of 4 B"  # 64 KB, also sent element by element
 _KEYS = ("ours_us", "bare_us", "hand_us", "typed_us", "single_us")

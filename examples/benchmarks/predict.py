@@ -124,7 +124,7 @@ def kernels(folder: Path, all_rows: bool) -> list[dict[str, Any]]:
 
 
 def joint_models(folder: Path, all_rows: bool) -> dict[str, Any]:
-    """What the joint models' reports say, and their errors on sizes as the package has them."""
+    """Reports of the joint models, and their errors on sizes as the package has them."""
     found = {}
     for name, (kernel, read) in joint.KERNELS.items():
         known = find_joint(name)
@@ -264,7 +264,7 @@ def session_errors(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _spreads_of_others(rows: list[dict[str, Any]]) -> list[float]:
-    """For each run the spread between sessions of all machines but its own."""
+    """Spread between sessions of all machines but its own, for each run."""
     errors_ = session_errors(rows)
     others = {
         name: {other: each for other, each in errors_.items() if other != name} for name in errors_

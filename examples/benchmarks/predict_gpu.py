@@ -296,7 +296,7 @@ def of_network(builder: str, sizes: dict[str, int], machine: Machine) -> str:
 
 
 def of_estimates(patterns: Sequence[str], machine: Machine) -> str:
-    """How many estimates before compilation are close to those by machine code."""
+    """Count the estimates before compilation that are close to those by machine code."""
     close = []
     for case in reduction_cases.select(only=patterns):
         mod = import_onnx(onnx_model(kernel_cases.reduction(case)), None).mod

@@ -57,7 +57,8 @@ from tvm_fusion.machine.host import (
 from tvm_fusion.paths import written_aside
 
 THREADS = 2
-BATCHES = 3  # of a launch, one after the other, so that none finds its own rows in the cache
+# Batches of a launch, one after the other, so that none finds its own rows in the cache.
+BATCHES = 3
 ROUNDS = 8
 ARENA = 1 << 30  # bytes in which all tables lie
 MOST = 48 << 20  # bytes of rows that a launch reads
@@ -83,7 +84,7 @@ class Launch:
     Parameters
     ----------
     rows, widths : list of int
-        Of each table.
+        Rows and widths of each table.
     batches : list of list of tuple
         Indices and offsets of each table, for each batch.
     """

@@ -53,7 +53,7 @@ from tvm_fusion.prediction.sharding import EmbeddingTable, assignments  # noqa: 
 
 MODULE = "examples.benchmarks.predict_resharding"
 TRACED = "naive"
-STEPS = 5  # that are recorded
+STEPS = 5  # Steps that are recorded.
 
 
 class _Exchange(torch.autograd.Function):

@@ -69,7 +69,7 @@ TABLES = 13 * RANKS
 ARENA = 512 << 20  # bytes of all tables
 MOST = 96 << 20  # bytes of rows that an iteration reads
 HEAVY = 0.2  # share of tables with at least 20 lookups
-TURNS = 3  # of all tasks
+TURNS = 3  # Turns of all tasks.
 CLOSE = 1.1  # times the best that count as good as it
 
 
@@ -204,7 +204,7 @@ def typical(times: np.ndarray) -> np.ndarray:
 
 
 def judged(shardings: Sequence[Sharding], times: np.ndarray) -> dict[str, Any]:
-    """What the choice of a task loses against the best, and what each sharder alone does.
+    """Loss of a task's choice against the best, and that of each sharder alone.
 
     Parameters
     ----------

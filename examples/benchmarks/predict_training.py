@@ -58,9 +58,9 @@ from tvm_fusion.prediction.timeline.timelines import simulate  # noqa: E402
 from tvm_fusion.prediction.traces.overheads import Overheads, ProfilerCost  # noqa: E402
 
 THREADS = 2
-TURNS = 3  # of all trainings
-WARMED = 2  # of them those that do not count
-MOST_SLOPE = 1.5  # of the logarithm of an operator's time over that of the batch
+TURNS = 3  # Turns of all trainings.
+WARMED = 2  # Turns that do not count.
+MOST_SLOPE = 1.5  # Slope of the logarithm of an operator's time over that of the batch.
 MICRO = 1e-6
 
 

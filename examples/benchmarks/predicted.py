@@ -87,7 +87,7 @@ def predictions(model: onnx.ModelProto, machine: Machine, program: str | None) -
 
 
 def _loops(imported: ImportedModel, machine: Machine, program: str) -> Loops:
-    """By function: share of the multiply-add bound in its hottest loop, and cycles that adds."""
+    """Share of the multiply-add bound in each function's hottest loop, and cycles that it adds."""
     target = cpu_target(machine)
     plan = pipeline.phases(target, pipeline.Options())
     schedule = {"schedule": plan.pop("schedule")}
@@ -113,7 +113,7 @@ def _more_cycles(kernel: Conv2DKernel, share: float, cpu: MeasuredCPU) -> float:
 
 
 def _shares(mod: tvm.IRModule, target: Target, program: str) -> dict[str, float]:
-    """Of each function, the share of the multiply-add bound in its hottest loop."""
+    """Share of the multiply-add bound in each function's hottest loop."""
     (code,) = pipeline.build(mod, target).mod.imports
     text = str(code.inspect_source("asm"))
     hottest: dict[str, Loop] = {}

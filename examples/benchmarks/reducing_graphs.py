@@ -42,7 +42,7 @@ class Graph:
     Parameters
     ----------
     seed : int
-        Of all random choices.
+        Seed of all random choices.
     small : bool
         Whether extents are small and mostly odd.
     """
@@ -131,7 +131,7 @@ def log_sum_exp(g: Graph) -> None:
 
 
 def softmax(g: Graph) -> None:
-    """With its maximum and sum."""
+    """Softmax with its maximum and sum."""
     x = g.wide(*g.shape)
     largest = g(op.max(x, [1], keepdims=True))
     terms = g(op.exp(g(op.subtract(x, largest))))

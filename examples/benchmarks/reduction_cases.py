@@ -72,9 +72,9 @@ class Case:
     name : str
         The group, a slash, and a name within the group.
     shape : tuple[int, ...]
-        Of each input.
+        Shape of each input.
     dtype : str
-        Of each input.
+        Type of each input.
     reductions : tuple[Reduction, ...]
         One output each.
     inputs : int

@@ -53,9 +53,9 @@ class Case:
     name : str
         Its name in the table.
     shape : tuple[int, ...]
-        Of each input.
+        Shape of each input.
     dtype : str
-        Of the inputs.
+        Type of the inputs.
     operator : str
         ``sum``, ``mean``, ``max``, ``and`` or ``argmax``.
     axes : tuple[int, ...]

@@ -40,7 +40,7 @@ from examples.benchmarks.knobs import rank_correlation  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LEAST_SETTINGS = 40
-LEAST_HELD_OUT = 16  # for a correlation that means something
+LEAST_HELD_OUT = 16  # Least number for a correlation that means something.
 TRIALS = 64
 CHECKPOINTS = (16, 32, 64)
 

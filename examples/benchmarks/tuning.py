@@ -78,12 +78,12 @@ NAMES = (
 )
 BATCH = 8
 POPULATION = 64
-"""Of the evolutionary search on a template; more is slow where mutators are Python."""
+"""Population of the evolutionary search on a template; more is slow where mutators are Python."""
 PLAN = Plan(rounds=15, runs=30, turn_seconds=0.06)
 RACES = 3
 """Races of each comparison, each in fresh processes: equal models differ by 2 % in some."""
 MOST_COPIES = 16
-"""Of a pair in a race; fewer where their weights exceed the caches."""
+"""Copies of a pair in a race; there are fewer where their weights exceed the caches."""
 TITLES = ("tuned", "default", "MetaSchedule, template", "MetaSchedule, apart")
 TWICE = ("tuned", "tuned again", "default")
 

@@ -151,7 +151,7 @@ def _is_rounded(graph: Graph) -> bool:
 
 
 def _read_scores(graph: Graph, expr: relax.Expr) -> _Scores | None:
-    """What is scaled, and then added to, in the argument of a softmax."""
+    """Read the scaled product and its addend in the argument of a softmax."""
     value = _only(graph, expr)
     name = op_name(value)
     if name == _MATMUL:

@@ -46,7 +46,7 @@ class AttentionRegion:
     sources : list[relax.Var]
         What queries, keys and values are computed from by changes of layout, each once.
     values : dict[relax.Var, relax.Expr]
-        From each variable of the region to what is bound to it, in an order of evaluation.
+        Value bound to each variable of the region, in an order of evaluation.
     """
 
     sources: list[relax.Var]

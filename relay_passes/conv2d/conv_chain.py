@@ -56,11 +56,11 @@ class ConvChain:
     out_dtype : str | None
         ``uint8`` where the activation gives bytes.
     scale : relax.Expr | None
-        Of a convolution of bytes: what its sums are multiplied by, one number a channel.
+        Factors of the sums of a convolution of bytes, one number a channel.
     sums : str | None
         Element type of the lines, if not that of the operands.
     addition : ByteAddition | None
-        Of a convolution of bytes: what is done with the residual.
+        Addition of the residual to a convolution of bytes.
     """
 
     layer: ConvLayer

@@ -72,7 +72,7 @@ def _plan(halves: bool, has_cores: bool, _name: str, block: relax.DataflowBlock)
         try:
             rewrites.calls[chain.output] = chain.to_call()
         except OpError:
-            continue  # for example a kernel larger than its padded input
+            continue  # Kernels may be larger than their padded input.
         rewrites.dead.update(chain.dead)
     return rewrites
 

@@ -109,7 +109,7 @@ def recorded_decision(
     workload, target, winograd
         As for :func:`decide`.
     records : Records
-        Those of tuning jobs.
+        Records of tuning jobs.
 
     Returns
     -------

@@ -82,7 +82,7 @@ def gpu_obstacle(workload: FusedConv2DWorkload, target: Target, tf32: bool = Fal
 def _cycles(workload: FusedConv2DWorkload, gpu: GPUInfo, tf32: bool) -> tuple[float, float]:
     """Predicted cycles of two kernels and of one, which :func:`gpu_obstacle` allows."""
     tile = choose_pair_tile(workload, gpu, tf32)
-    ways = []  # of separate kernels
+    ways = []  # Ways to compute it in separate kernels.
     if workload.dtype != "float32" or (tf32 and gpu.has_tensor_cores):
         ways.append(separate_product_cycles(workload, gpu))
     if workload.dtype == "float32":

@@ -225,7 +225,7 @@ class _Rewriter(PyExprMutator):
         return relax.op.reshape(self._pixels[var], var.ty.shape)
 
     def _follow(self, binding: relax.VarBinding) -> relax.Expr | None:
-        """What alone reads a product of rows, of pixels: an addition or an activation."""
+        """Follow a product of rows to its only reader, of pixels: an addition or an activation."""
         value, var = binding.value, binding.var
         found = next((arg for arg in _arguments(value) if arg in self._pixels), None)
         if found is None or self._uses[found] > 1 or not _is_float(var):
@@ -241,7 +241,7 @@ class _Rewriter(PyExprMutator):
         return None if added is None else self._in_rows(var, relax.op.add(pixels, added))
 
     def _addend(self, other: relax.Expr, var: relax.Var, pixels: relax.Var) -> relax.Expr | None:
-        """What is added to rows, in the shape of pixels; None for other shapes."""
+        """Addend of rows, in the shape of pixels; None for other shapes."""
         rows, columns, *_ = pixels.ty.shape.values
         if isinstance(other, GenericConst):
             values = array_of(other)

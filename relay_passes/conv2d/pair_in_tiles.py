@@ -51,7 +51,7 @@ class PairInTiles:
     Parameters
     ----------
     fuse : str | Callable[[FusedConv2DWorkload, Target], bool | Decision]
-        As for :class:`relay_passes.FuseConv2D`.
+        Choice as in :class:`relay_passes.FuseConv2D`.
     target : Target | None
         The CPU; the current target for None.
     """

@@ -90,7 +90,7 @@ def decide_winograd(
     layer : ConvLayer
         The convolution.
     batch, height, width : int
-        Of its input.
+        Extents of its input.
     dtype : str
         Element type.
     target : Target

@@ -87,7 +87,7 @@ class _Writer:
         self._stages, self._placement, self._rank = stages, placement, rank
         self._places = {bound.var: index for index, bound in enumerate(stages)}
         self._found: list[dict[Range, relax.Var]] = [{} for _ in stages]
-        self._shares: dict[int, relax.Var] = {}  # of stages split by channels
+        self._shares: dict[int, relax.Var] = {}  # Shares of stages split by channels.
         self._sent: list[relax.Var] = []
         self._last: list[relax.Var] = []
 
@@ -243,7 +243,7 @@ class DistributeRows:
     network, processor : Network, Processor
         Figures for the choice of exchanges.
     exchange : str
-        As for :func:`schedules.distribute.rows.row_cost.choose_exchanges`.
+        Choice as in :func:`schedules.distribute.rows.row_cost.choose_exchanges`.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class ExchangeInPlace:
 
 
 def _windows(plan: RankPlan, function: str) -> dict[int, Window]:
-    """What ranks with a program have computed, in what they need after each exchange."""
+    """Rows that ranks with a program have computed, within those that they need after each."""
     ranks = [rank for rank, part in enumerate(plan.parts) if part.function == function]
     found = {}
     for number, exchange in enumerate(plan.exchanges):
@@ -176,7 +176,7 @@ class _Program:
             call = relax.op.call_dps_packed(EXCHANGE, arguments, _SENT_ONLY)
             new[var] = inner.emit(call, var.name)
             return
-        if not is_exchange(value):  # after one, only others read what it returns
+        if not is_exchange(value):  # Only others read what an exchange returns.
             value = _replaced(value, self._silent)
         new[var] = inner.emit(_replaced(value, new), var.name)
 

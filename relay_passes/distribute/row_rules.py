@@ -28,7 +28,8 @@ AXIS = 2
 
 Maps = tuple[RowMap, ...]
 Rebuild = Callable[[Sequence[relax.Expr], int, int], relax.Expr]
-"""From operands, cut to the rows that are read, and a range of result rows to their call."""
+"""Function from operands, cut to the rows that are read, and a range of result rows to their
+call."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class RowOp:
     """A call whose rows can be split."""
 
     reads: tuple[Maps | None, ...]
-    """For each operand of :func:`tensors` the rows read; None where it is read whole."""
+    """Rows that are read of each operand of :func:`tensors`; None where it is read whole."""
     rebuild: Rebuild  # The call for a range of rows.
     flops: float = 0.0  # Operations for a row.
     grain: int = 1  # Rows that are rounded together.

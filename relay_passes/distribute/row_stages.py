@@ -155,8 +155,8 @@ class ChannelOp:
 
     blocks: int  # Equal blocks of channels.
     rebuild: Callable[[Sequence[relax.Expr], int, int], relax.Call]
-    """From operands and a range of blocks to their call. The first operand is whole; of others that
-    are computed, it takes these blocks."""
+    """Function from operands and a range of blocks to their call. The first operand is whole; of
+    others that are computed, it takes these blocks."""
 
 
 def channel_op(value: relax.Expr) -> ChannelOp | None:
@@ -176,7 +176,7 @@ def _convolution(call: relax.Call) -> ChannelOp | None:
     if not constants or layer.groups > 1 or len(bias.ty.shape.values) != 2:
         return None
     blocks, lanes = (int(extent) for extent in bias.ty.shape.values)
-    first = 3 + (kernel.weight_dtype is not None)  # behind the scale
+    first = 3 + (kernel.weight_dtype is not None)  # Narrow weights have a scale before these.
 
     def rebuild(operands: Sequence[relax.Expr], begin: int, end: int) -> relax.Call:
         own, filters = slice(begin, end), weight.value.numpy()

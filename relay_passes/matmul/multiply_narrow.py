@@ -103,7 +103,7 @@ class _Packed(NamedTuple):
     matrix: NarrowMatrix
     zeros: str
     constants: tuple[relax.Expr, ...]
-    depth: int  # before it was padded
+    depth: int  # Depth before it was padded.
     arrays: tuple[np.ndarray, ...] = ()
     """Integers, scales and zero points ``[depth, columns]`` as they were."""
 

@@ -53,7 +53,7 @@ class NormProduct:
 
     steps: list[relax.Var]  # The product, then the others.
     is_data: bool = False  # Whether a norm is that of the last of them.
-    # Those that the steps read, by their results.
+    # Norms that the steps read, by their results.
     norms: dict[relax.Var, Norm] = field(default_factory=dict)
 
     @property

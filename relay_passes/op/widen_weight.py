@@ -34,7 +34,7 @@ from .register import register_op
 NAME, TAKE_NAME = "relax.tvm_fusion.widen_weight", "relax.tvm_fusion.take_widened"
 
 MODES = ("clip", "wrap")
-"""What becomes of numbers of rows that are out of range."""
+"""Treatments of numbers of rows that are out of range."""
 
 ZEROS = ("int8", "float32")
 """Types of zero points."""
@@ -59,7 +59,7 @@ def widen_weight(
     Parameters
     ----------
     integers, scale, zero : relax.Expr
-        As in the module's docstring.
+        Tensors as in the module's docstring.
     block : int
         Numbers along ``axis`` that share a scale; the last ones may be fewer.
     axis : int

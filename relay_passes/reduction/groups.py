@@ -349,7 +349,7 @@ class ReductionGroups:
 
     def _has_rows_at_once(self, group: ReductionGroup) -> bool:
         space = group.space
-        read = self.large_inputs(group) or {self._data(group)}  # from small tensors: as if read
+        read = self.large_inputs(group) or {self._data(group)}  # Small tensors count as read.
         itemsize = sum(map(item_bytes, read))
         outputs, reduced = constant(space.outputs), constant(space.reduced)
         return chain_fits(outputs, reduced, itemsize, self.gpu, space.form)

@@ -175,7 +175,8 @@ def _count(extent: tirx.Expr) -> int:
 class Unit:
     """Bindings that are merged."""
 
-    computes: tuple[relax.Var, ...]  # In the order of the block; others may compute the same.
+    # Results in the order of the block; others may compute the same.
+    computes: tuple[relax.Var, ...]
     provides: frozenset[relax.Var]  # The variables that others may read.
     turn: int  # A position in the block.
 

@@ -280,7 +280,7 @@ class Phases:
     """Neighbouring phases of one axis that read the same inputs."""
 
     low: int  # Offset of the first input from the position of the output.
-    # For each phase the positions of its weights in the kernel, in the order of the inputs.
+    # Positions of the weights of each phase in the kernel, in the order of the inputs.
     taps: tuple[tuple[int, ...], ...]
 
     @property

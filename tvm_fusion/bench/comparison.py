@@ -66,7 +66,7 @@ class Comparison:
     Parameters
     ----------
     outputs, layers : tuple of TensorErrors
-        In the order of the model; ``layers`` is empty unless it was asked for.
+        Errors in the order of the model; ``layers`` is empty unless it was asked for.
     runs : int
         Inputs on which both were called.
     options : dict

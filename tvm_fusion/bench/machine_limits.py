@@ -60,7 +60,7 @@ class MachineLimits:
 
     threads: int  # Number of threads of the figures.
     peak_flops: float  # Floating-point operations a second in float32, two for each multiply-add.
-    levels: tuple[CacheLevel, ...]  # From the nearest to memory.
+    levels: tuple[CacheLevel, ...]  # Caches from the nearest to memory.
     peaks: Mapping[str, float] = field(default_factory=dict)
     """Operations a second on other numbers, by :data:`NUMBERS`, two for each product that is added
     to a sum; only those that the CPU multiplies otherwise than float32."""
@@ -123,7 +123,7 @@ def measure_limits(target: Target, threads: int) -> MachineLimits:
 
 
 def _numbers(cpu: CPUInfo) -> list[str]:
-    """What a CPU multiplies otherwise than float32."""
+    """Types that a CPU multiplies otherwise than float32."""
     has = cpu.word_channels > 0, cpu.halves_pay
     return [numbers for numbers, is_there in zip(NUMBERS, has, strict=True) if is_there]
 
@@ -317,7 +317,7 @@ def _copy(
         ib.buffer_store(to, value, [tirx.Ramp(to_start + vector * lanes, 1, lanes)])
 
 
-_ROWS, _WIDTH = 512, 256  # of each thread
+_ROWS, _WIDTH = 512, 256  # Matrices of each thread.
 _EXCHANGES = 8
 _LEAST = 2e-12  # seconds of a byte that count as none
 

@@ -22,7 +22,7 @@ class Throughput:
 
     calls_per_second: float  # Calls of all streams together.
     calls: int  # Timed calls.
-    seconds: float  # From the start of the first to the end of the last.
+    seconds: float  # Time from the start of the first to the end of the last.
     streams: int  # Copies of the model.
     threads: int  # Threads of each copy.
 

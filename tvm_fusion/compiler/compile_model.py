@@ -38,7 +38,7 @@ _MAKE_NEW = ("relax.call_tir", "relax.call_tir_with_grad", "relax.call_dps_packe
 
 
 def fresh_outputs(mod: tvm.IRModule, name: str = "main") -> tuple[bool, ...]:
-    """For each result, return whether every call of the function creates it.
+    """Tell of each result whether every call of the function creates it.
 
     Such a result can be handed out without copying it. Any other may be a constant of the model,
     which a caller must not be able to change, or a view of something; False is always safe.
@@ -100,7 +100,7 @@ def compile_model(
         resolved = [resolve(target, cores=threads, machine=measured)]
     options |= {"machine": measured, "reproducible": reproducible}
     if reproducible and records is None:
-        records = NONE  # those of the package are for one device each, too
+        records = NONE  # Records of the package are for one device each, too.
     chosen = [
         pipeline.Options(records=choose_records(records, each), **options) for each in resolved
     ]

@@ -74,7 +74,7 @@ def explain(
     records : path, optional
         Tuning records, as for ``compile``.
     machine : str or path, optional
-        As for ``compile``.
+        Machine as in ``compile``.
     precision : str
         ``fp32``, ``bf16`` or ``auto``, as for ``compile``.
 
@@ -228,11 +228,11 @@ def explain_kernels(
     resources : bool
         Whether to compile the kernels, for ``cuda`` only, and report their resources.
     precision : str
-        As for ``compile``.
+        Precision as in ``compile``.
     machine : str or path, optional
-        As for ``compile``.
+        Machine as in ``compile``.
     reproducible : bool
-        As for ``compile``.
+        Flag as in ``compile``.
 
     Returns
     -------

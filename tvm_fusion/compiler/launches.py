@@ -34,7 +34,7 @@ class KernelUse:
     calls: int  # Calls of the function in a call of the model.
     launches: int  # Kernels that all these calls launch; none on a CPU.
     failed: dict[str, str] = field(default_factory=dict)
-    """From the rules that failed on it to the reasons."""
+    """Reasons by the rules that failed on it."""
     slow: str = ""
     """Why it is likely to be slow: rules failed, or none but one for any function takes it; empty
     for others."""

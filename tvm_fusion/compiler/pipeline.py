@@ -178,8 +178,8 @@ class Built(NamedTuple):
     weights: list[tvm.runtime.Tensor]  # The weights.
     kernel: SoleKernelCall | None  # Call of the program if it is one kernel.
     lifted: tuple[bool, ...] = ()
-    """For each result, whether it is an argument of ``main``, between the inputs and the weights.
-    Nothing if none is."""
+    """Whether each result is an argument of ``main``, between the inputs and the weights. Empty if
+    none is."""
     alignment: int = ALIGNMENT
     """Bytes at a multiple of which the kernels expect their arguments to begin."""
 
@@ -278,9 +278,9 @@ def tvm_fusion_pipeline(
     target : Target | None
         A CPU, or a GPU with a host; the current target of the pass run if None.
     fuse : str or callable
-        As in :class:`Options`.
+        Choice as in :class:`Options`.
     winograd : str
-        As in :class:`Options`.
+        Choice as in :class:`Options`.
     """
 
     @tvm.transform.module_pass(opt_level=0, name=NAME)

@@ -22,7 +22,7 @@ OPEN_SHAPE = "check=True needs its size: give it in shapes"
 
 @dataclass(frozen=True)
 class Reference:
-    """What a compiled model should compute."""
+    """Inputs of a compiled model, and the outputs that are expected."""
 
     name: str  # Where the outputs are from.
     dtypes: set[str]  # Element types in the model.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FrontEnd(Protocol):
-    """What the compiler asks about models of one kind."""
+    """Interface between the compiler and models of one kind."""
 
     def import_model(
         self, model: Any, shapes: Mapping[str, Any] | None, outputs: Sequence[str] | None

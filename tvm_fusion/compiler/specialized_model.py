@@ -217,7 +217,7 @@ def specialize(
         The model. If its weights are in other files, they are read for each variant. Those of a
         program are copied.
     target : str, mapping or tvm.target.Target
-        As for :func:`tvm_fusion.compile`.
+        Target as in :func:`tvm_fusion.compile`.
     shapes : mapping, optional
         As for :func:`tvm_fusion.compile`; all that it does not bind stays open. A ``range`` limits
         the sizes of a dimension: ``{"sequence": range(1, 513)}``. A dimension without a name is

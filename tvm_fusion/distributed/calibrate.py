@@ -26,13 +26,13 @@ SIZES = tuple(8 << k for k in range(0, 22, 3))
 _OVERLAP_BYTES = 4 << 20
 
 
-_ROUTE_SECONDS = 0.015  # of a route for one shape
+_ROUTE_SECONDS = 0.015  # Seconds of a route for one shape.
 _MOST_SEGMENTS = 1 << 16
 _LEAST_PITCH = 256  # bytes from a segment to the next: none shares a cache line with another
 
 
 def parcel_times(
-    world: World,  # At least two ranks.
+    world: World,  # World of at least two ranks.
 ) -> dict[str, float]:
     """Measure all routes for all shapes, between pairs of ranks; called by all ranks together.
 
@@ -151,7 +151,7 @@ def calibrate(world: World) -> Machine:
     InvalidInputError
         If there is one rank only.
     """
-    from .rank_rates import rank_rates  # with TVM, which ranks do not need otherwise
+    from .rank_rates import rank_rates  # This imports TVM, which ranks do not need otherwise.
 
     if world.size < 2:
         raise InvalidInputError("one rank exchanges nothing; start at least 2 by mpiexec -n 2")
@@ -203,7 +203,7 @@ def _progress(world: World) -> float:
     """Share of an exchange, or of a computation as long, that is hidden by the other."""
     pair = PairExchange(world, ParcelShape(_OVERLAP_BYTES, _OVERLAP_BYTES))
     alone = slowest(world, timed(world, pair))
-    numbers = np.linspace(0, 1, 1024)  # in the first cache, so that cores alone compute
+    numbers = np.linspace(0, 1, 1024)  # The first cache holds them, so that cores alone compute.
 
     def compute(steps: int) -> None:
         for _ in range(steps):

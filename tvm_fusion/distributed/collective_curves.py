@@ -94,7 +94,7 @@ class ProcessGroup:
         return self.calling(self._dist.broadcast, self.zeros(message), 0)
 
     def send_recv(self, message: int) -> Call:
-        """From each even rank to the next."""
+        """Send from each even rank to the next."""
         peer, data = self.rank ^ 1, self.zeros(message)
         if peer >= self.size:
             return lambda: None
@@ -135,7 +135,7 @@ def process_group(
     try:
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
         yield ProcessGroup(backend)
-    except (RuntimeError, ValueError) as error:  # of PyTorch: ours are neither
+    except (RuntimeError, ValueError) as error:  # PyTorch raises these; ours are neither.
         first = str(error).strip().splitlines()[0]
         rank = os.environ["RANK"]
         raise DistributedError(f"rank {rank}: PyTorch with {backend} failed: {first}") from error
@@ -148,7 +148,7 @@ MESSAGES = tuple(4 << k for k in range(23))
 """Bytes: 4 bytes to 16 MB, doubled, as section 5.4.3.2 of the dissertation fits them."""
 
 ROUNDS = 3
-_SECONDS = 0.02  # of one message in a round, about
+_SECONDS = 0.02  # Seconds of one message in a round, about.
 
 
 def _all_reduce(world: World, message: int) -> Call:
@@ -172,7 +172,7 @@ def _broadcast(world: World, message: int) -> Call:
 
 
 def _send_recv(world: World, message: int) -> Call:
-    """From each even rank to the next."""
+    """Send from each even rank to the next."""
     pairs = [
         Message(rank, rank + 1, "A", ((0, message),), True) for rank in range(0, world.size - 1, 2)
     ]
@@ -197,7 +197,7 @@ KINDS: dict[str, Callable[[World, int], Call]] = {
 
 
 def measure_collectives(
-    ranks: MeasuredRanks,  # At least two: a :class:`.World`, or a :class:`.ProcessGroup`.
+    ranks: MeasuredRanks,  # Two ranks or more: a :class:`.World`, or a :class:`.ProcessGroup`.
     # Bytes, rounded up to what divides among the ranks; the larger of what a rank puts in and gets
     # out.
     messages: tuple[int, ...] = MESSAGES,

@@ -64,7 +64,7 @@ def kernel_seconds(
 
 
 def _gathered(plan: Distribution) -> list[str]:
-    """How the parts of a reduction are gathered."""
+    """Describe the gathering of a reduction's parts."""
     return [
         f"each rank sends its part of {gather.buffer}, {gather.part_bytes} bytes, to each other "
         f"and combines all; counted are {gather.messages} messages, of which MPI may join some"

@@ -144,8 +144,8 @@ class KernelPiece:
     is_interior: bool = False
     """Whether it reads only what the rank owns, and runs while messages travel."""
     steps: int = 1
-    """How many steps it computes; several are all of those between two exchanges, and the call
-    takes the first of them after its scalars, since a run may end with fewer."""
+    """Number of steps that it computes; several are all of those between two exchanges, and the
+    call takes the first of them after its scalars, since a run may end with fewer."""
 
 
 _COMBINE = UFUNCS | {"and": np.logical_and, "or": np.logical_or}
@@ -275,7 +275,7 @@ class LocalProgram:
             self._exchange(first, begins=not done)
             begins, done = not done, done + deep - first
             self._run(first, begins, ends=done == steps)
-            for number in list(self._pending):  # of a rank that computes nothing
+            for number in list(self._pending):  # A rank that computes nothing has some.
                 self.finish_transfer(number)
         for transfer in self.plan.after:
             self.world.start(transfer.exchange, self.buffers)
@@ -293,7 +293,7 @@ class LocalProgram:
         if reduction.combine is None:
             [values] = parts
             combine = _COMBINE[reduction.operator]
-            with np.errstate(all="ignore"):  # as in the kernels of the parts
+            with np.errstate(all="ignore"):  # The kernels of the parts do not warn either.
                 return (np.asarray(combine.reduce(values, axis=0, dtype=values.dtype)),)
         stacked = [aligned_empty(each.shape, each.dtype) for each in parts]
         results = [aligned_empty(each.shape[1:], each.dtype) for each in parts]

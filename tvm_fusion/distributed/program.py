@@ -405,7 +405,7 @@ def measure_split(
     source : tirx.PrimFunc or s_tir.Schedule
         The function.
     devices : Sequence[str or Device]
-        As of :func:`compile`.
+        Devices as in :func:`compile`.
     **options
         Others of that function, such as ``target``, ``loop``, ``schedule`` and ``threads``.
 
@@ -474,7 +474,7 @@ def _each_step(devices: Sequence[str | Device] | Mapping[int, Sequence[str | Dev
 
 
 def _sides(devices: Sequence[ResolvedDevice], split: Split) -> int:
-    """What computes at once in the memory of a rank: its CPU, and devices that are cores of it."""
+    """Processors that compute at once in a rank's memory: its CPU, and devices of its cores."""
     sides = [True, *(device.cpu is not None for device in devices)]
     if isinstance(split, list | tuple):
         sides = [side and rows != 0 for side, rows in zip(sides, split, strict=False)]
@@ -528,7 +528,7 @@ class _Skewing:
     is_wanted: bool
 
     def of(self, plan: Distribution, rank: int, rows: Region) -> Skew | None:
-        """How those of some rows of a rank do, if they do."""
+        """Blocks in which the steps of some rows of a rank pass over the memory, if they do."""
         if not self.is_wanted:
             return None
         return skew_of(plan, rank, rows, self.cpu.l2_bytes, self.threads)
@@ -543,7 +543,7 @@ class _Figures:
     skewing: _Skewing
 
     def skew(self, plan: Distribution, rank: int, overlap: Overlap, rows: Region) -> Skew | None:
-        """How a rank's steps pass over the memory together, which those that overlap do not."""
+        """Blocks in which a rank's steps pass over the memory together; None if they overlap."""
         return None if self.overlaps(plan, rank, overlap) else self.skewing.of(plan, rank, rows)
 
     def fastest(self, plans: Sequence[Distribution], overlap: Overlap) -> Distribution:

@@ -18,10 +18,10 @@ from .program import Program, compile
 from .world.communicator import World
 from .world.timing import renewed_seconds
 
-_ROWS, _COLUMNS = 512, 1024  # of an image that the last-level cache holds with its result
+_ROWS, _COLUMNS = 512, 1024  # Image that the last-level cache holds with its result.
 _TAPS = (0.25, 0.5, 0.25)
 _CACHES = 4  # times the last-level cache, which so many bytes pass
-_SECONDS = 0.5  # of a measurement, about
+_SECONDS = 0.5  # Seconds of a measurement, about.
 
 
 def rank_rates(world: World) -> dict[str, float]:

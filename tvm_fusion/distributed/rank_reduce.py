@@ -63,7 +63,7 @@ from .world.parcel import name_ranks
 _OF_FLOATS = ("variance", "logsumexp", MAX_SUM_EXP)
 _UFUNCS = UFUNCS | dict.fromkeys(("sum_squares", "mean", "variance"), np.add)
 _BY_MPI = {"sum_squares": "sum"} | {n: n for n in ("sum", "prod", "min", "max", "and", "or")}
-_AT_ONCE_BYTES = 16 * 1024  # of one rank's states; more are shared out
+_AT_ONCE_BYTES = 16 * 1024  # Bytes of one rank's states; more are shared out.
 
 
 class StateKernel:

@@ -242,7 +242,7 @@ def _point(
     pairs = list(zip(compute, exchange, strict=True))
     seconds = max(c + e - max(overlap_gain(network, e, c), 0.0) for c, e in pairs)
     messages += sum(gather.messages for gather in plan.gathers)
-    gathering = sum(map(network.gather_seconds, plan.gathers))  # after all else
+    gathering = sum(map(network.gather_seconds, plan.gathers))  # Gathers come after all else.
     combination = sum(processor.seconds(combining(gather)) for gather in plan.gathers)
     return ScalingPoint(
         plan.ranks,
@@ -313,7 +313,7 @@ def simulate_network(
     measured : int
         Ranks with which the network was measured.
     exchange : str
-        As for :func:`.build_network.compile_network`.
+        Choice as in :func:`.build_network.compile_network`.
 
     Returns
     -------
@@ -336,7 +336,7 @@ def simulate_network(
     points = []
     for number in ranks:
         own = list(stages) if kind == "strong" else heighten(stages, number)
-        # As it is compiled, of which no measured time is known.
+        # Choices are those of compilation, of which no measured time is known.
         placement = choose_exchanges(own, number, connection, processor, exchange)
         cost = row_cost(own, placement, connection, processor)
         points.append(_network_point(own, placement, cost, correction, number > measured))

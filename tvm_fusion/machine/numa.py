@@ -21,7 +21,8 @@ from .host import canonical_arch
 
 SYSFS = Path("/sys/devices/system/node")
 UNTOUCHED = -1
-"""In the place of a node: pages that nothing has been written to, which lie nowhere yet."""
+"""Stands in the place of a node for pages that nothing has been written to: they lie nowhere
+yet."""
 
 _CALLS = {
     "x86_64": {"set_mempolicy": 238, "move_pages": 279},
@@ -115,7 +116,7 @@ def touch(array: np.ndarray) -> None:
     """Write to each page of a new contiguous array, so that it lies where memory is bound."""
     flat = array.reshape(-1).view(np.uint8)
     flat[:: mmap.PAGESIZE] = 0
-    flat[-1:] = 0  # of one that begins within a page
+    flat[-1:] = 0  # The array may begin within a page.
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -54,7 +54,7 @@ class ImportedModel:
     mod : tvm.IRModule
         Its function ``main`` takes the inputs in order; the weights are constants in it.
     inputs, outputs : tuple of TensorSpec
-        Under the names that the ONNX model gives them.
+        Tensors under the names that the ONNX model gives them.
     nodes : tuple of str
         Labels of the nodes that variables named by ``translate.NODE_VARIABLE`` stand for.
     """
@@ -225,7 +225,7 @@ def _input_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec,
 
 
 def _output_specs(model: onnx.ModelProto, mod: tvm.IRModule) -> tuple[TensorSpec, ...]:
-    # That of the function itself knows no sizes that depend on data.
+    # The type of the function itself knows no sizes that depend on data.
     result = mod["main"].body.body.ty
     types = [result] if len(model.graph.output) == 1 else list(result.fields)
     specs = []

@@ -158,7 +158,7 @@ class _Translation:
 
     def end_blocks(self) -> None:
         """End the blocks that an error left open; TVM warns of them on standard error."""
-        with contextlib.suppress(tvm.error.InternalError):  # of none being open
+        with contextlib.suppress(tvm.error.InternalError):  # It raises if none is open.
             while True:
                 self._builder._end_block()
 

@@ -86,7 +86,7 @@ class Cluster:
         return CollectiveTime(seconds, seconds / _SPREAD, seconds * _SPREAD, name, False)
 
     def _within(self, kind: str, ranks: int, message: float) -> CollectiveTime:
-        """By the curves of the node; a send is half of an exchange of two ranks."""
+        """Predict by the curves of the node; a send is half of an exchange of two ranks."""
         curves, note = node_collectives(self.machine)
         known = "all_to_all" if kind == "send_recv" else kind
         share = 2.0 if kind == "send_recv" else 1.0
@@ -122,7 +122,7 @@ class Cluster:
         return max(moved, inside) + hops * self.latency
 
     def _hierarchy(self, kind: str, places: Counter[int], message: float) -> float:
-        """Within nodes, between the ranks of one place, and within again, one after the other."""
+        """Steps within nodes, between the ranks of one place, and within nodes again."""
         inner, outer = min(places.values()), len(places)
         if kind not in ("all_reduce", "all_gather", "reduce_scatter") or inner < 2:
             return math.inf

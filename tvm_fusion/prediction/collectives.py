@@ -137,7 +137,7 @@ class Curve:
         return best, MODELS[best](*points), (min(float(low), 1.0), max(float(high), 1.0))
 
     def _beyond(self, message: float) -> float:
-        """From the last point on at the largest bandwidth, as Equation 5.2 does."""
+        """Time past the last point, at the largest bandwidth, as Equation 5.2 has it."""
         bandwidth = max(b / t for b, t in zip(self.bytes, self.seconds, strict=True))
         return self.seconds[-1] + (message - self.bytes[-1]) / bandwidth
 
@@ -235,7 +235,7 @@ MODELS: dict[str, Callable[[np.ndarray, np.ndarray], Model]] = {
 class Collectives:
     """Curves of the collectives of a machine."""
 
-    curves: Mapping[tuple[str, int], Curve]  # By kind and number of ranks.
+    curves: Mapping[tuple[str, int], Curve]  # Curves by kind and number of ranks.
 
     def predict(self, kind: str, ranks: int, message: float) -> CollectiveTime:
         """Predict a collective.

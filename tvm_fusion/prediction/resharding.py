@@ -25,7 +25,7 @@ from .sharding import MEMORY_SHARE, EmbeddingTable, assignments
 from .timeline.edits import map_kernels
 from .timeline.execution_graph import Collective, ExecutionGraph, Kernel, Op
 
-_BYTES = 4  # of an element of a result
+_BYTES = 4  # Bytes of an element of a result.
 _INDEX_BYTES = (4, 8)
 _Key = tuple[str, int]
 

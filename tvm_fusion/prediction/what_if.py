@@ -187,7 +187,7 @@ def device_machine(device: str | Machine) -> Machine:
     """
     if isinstance(device, Machine):
         return device
-    if not device:  # of a CPU the trace has no name
+    if not device:  # A trace has no name of a CPU.
         from .machines import NATIVE, find_machine
 
         return find_machine(NATIVE)

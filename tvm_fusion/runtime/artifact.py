@@ -109,14 +109,13 @@ class Description:
     """Functions, rows and exchanges of each rank, if the model is distributed: it then has no
     ``main``."""
     lifted: tuple[bool, ...] = ()
-    """For each output, whether it is an argument of ``main``, after the inputs; nothing if none is.
-    """
+    """Whether each output is an argument of ``main``, after the inputs; empty if none is."""
     alignment: int = ALIGNMENT
     """Bytes at a multiple of which kernels for a CPU expect the data of inputs to begin."""
     library: tuple[int, int] = field(default=(0, 0), compare=False)
-    """Where the library begins in the file, and where it ends; both 0 if the model is not saved."""
+    """Begin and end of the library in the file; both are 0 if the model is not saved."""
     places: tuple[int, ...] = field(default=(), compare=False)
-    """Where each weight begins in the file; nothing if the model is not saved."""
+    """Begin of each weight in the file; empty if the model is not saved."""
     others: tuple[Description, ...] = ()
     """The same model for other CPUs, in the same file. What a later one needs includes, as a rule,
     what those before it need."""

@@ -38,7 +38,7 @@ class Latency:
     Parameters
     ----------
     median_ms, min_ms, p90_ms, p99_ms, mean_ms : float
-        Over the timed calls.
+        Times of the calls.
     repeat : int
         Number of timed calls.
     threads : int
@@ -266,7 +266,8 @@ class CompiledModel(DescribedModel):
 
     def _execute(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """The program's results; ``tensors`` are its inputs, and the outputs that it takes."""
-        if self._workspaces.are_suspect:  # of one who uses the results there, and never waits here
+        # Such callers use the results on the device, and never wait here.
+        if self._workspaces.are_suspect:
             self._check()
         weights = self._on_device()
         self._workspaces.launched()
@@ -281,7 +282,6 @@ class CompiledModel(DescribedModel):
         return [outputs] if isinstance(outputs, tvm_ffi.Tensor) else outputs
 
     def _place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """As :meth:`Memory.place`."""
         return self._memory.place(values)
 
     def _on_device(self) -> list[Any]:

@@ -160,7 +160,8 @@ def make_fast_call(
             for value, (place, dtype, shape) in zip(args, places):  # noqa: B905  they are as many
                 if type(value) is not np.ndarray or value.shape != shape:
                     return None
-                if value.dtype is not dtype and value.dtype != dtype:  # as an unpickled one
+                # Unpickled types are equal, but not the same.
+                if value.dtype is not dtype and value.dtype != dtype:
                     return None
                 arguments[place] = export(value, dtype.itemsize)
             if out is None:

@@ -107,17 +107,17 @@ class HostMemory:
         ]
 
     def check(self, values: Sequence[Any]) -> list[np.ndarray]:
-        """As :meth:`Memory.check`; nothing is copied."""
+        """Check values as :meth:`Memory.check` states; nothing is copied."""
         return check(self._specs, values)
 
     def place(self, values: Sequence[np.ndarray]) -> tuple[list[Any], list[np.ndarray]]:
-        """As :meth:`Memory.place`; copies values that cannot be used in place."""
+        """Place values as :meth:`Memory.place` states; copies what cannot be used in place."""
         return self._stage.tensors(values)
 
     def receive(
         self, out: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray | None], list[Any]]:
-        """As :meth:`Memory.receive`; the memory of inputs is not written to."""
+        """Take outputs as :meth:`Memory.receive` states; the memory of inputs is not written to."""
         arrays: list[np.ndarray | None] = []
         tensors = []
         for array, pool in zip(out, self.pools, strict=True):
@@ -150,7 +150,7 @@ class DeviceMemory:
         self._places: list[Any] = [None] * len(specs)
 
     def check(self, values: Sequence[Any]) -> list[Any]:
-        """As :meth:`Memory.check`; numpy arrays stay where they are, until they are placed.
+        """Check values as :meth:`Memory.check` states; numpy arrays stay until they are placed.
 
         Raises InvalidInputError if a value is not of its input's type and shape, or is on another
         device.
@@ -158,7 +158,7 @@ class DeviceMemory:
         return check(self._specs, values, self._view)
 
     def place(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """As :meth:`Memory.place`.
+        """Place values as :meth:`Memory.place` states.
 
         Raises TargetError if the device has too little memory for them.
         """
@@ -169,7 +169,7 @@ class DeviceMemory:
     def receive(
         self, out: Sequence[np.ndarray | None], inputs: Sequence[Any]
     ) -> tuple[list[np.ndarray | None], list[Any]]:
-        """As :meth:`Memory.receive`; programs take no tensors to write to."""
+        """Take outputs as :meth:`Memory.receive` states; programs take no tensors to write to."""
         contiguous = [each if each is not None and each.flags.carray else None for each in out]
         return contiguous, []
 
@@ -180,7 +180,7 @@ class DeviceMemory:
         inputs: Sequence[Any],
         places: Sequence[np.ndarray | None] | None = None,
     ) -> list[np.ndarray]:
-        """As :meth:`Memory.arrays`; waits for the kernels.
+        """Make arrays as :meth:`Memory.arrays` states; waits for the kernels.
 
         Raises TargetError if a kernel failed.
         """

@@ -38,8 +38,8 @@ from ..errors import InvalidInputError, TargetError
 from ..machine.host import physical_cores, usable_processors
 from .tvm_runtime import get_function
 
-_SPINS = 4000  # before a thread looks whether other work needs its processor: about 0.1 ms
-_LOOKS = 10  # before it sleeps in any case
+_SPINS = 4000  # Spins before a thread looks whether other work needs its processor: about 0.1 ms.
+_LOOKS = 10  # Looks before it sleeps in any case.
 _PATIENCE = 100  # spins of the caller before it does the tasks that nobody has begun
 _CLAIMED = 1  # a round without a task
 

@@ -68,7 +68,7 @@ def write_weights(
 
 
 def places_from(begin: int, specs: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """Where tensors begin that lie one after the other from ``begin`` on."""
+    """Begins of tensors that lie one after the other from ``begin`` on."""
     sizes = (size + gap for _, size, gap in _layout(specs))
     return tuple(itertools.accumulate(sizes, initial=begin))[:-1]
 

@@ -49,7 +49,7 @@ def atan2(y: Tensor, x: Tensor) -> Tensor:
     work = torch.float32 if result in _HALVES else result
     y, x = torch.broadcast_tensors(y.to(work), x.to(work))
     height, width = y.abs(), x.abs()
-    equal = torch.where(height == 0, 0.0, 1.0).to(work)  # of two zeros, or two infinities
+    equal = torch.where(height == 0, 0.0, 1.0).to(work)  # Result of two zeros, or two infinities.
     angle = torch.atan(torch.where(height == width, equal, height / width))
     angle = torch.where(_is_negative(x), math.pi - angle, angle)
     return torch.where(_is_negative(y), -angle, angle).to(result)
@@ -83,7 +83,7 @@ def _of_floats(
 
 
 def _remainder(a: Tensor, b: Tensor) -> Tensor:
-    """What an exact division leaves, with the sign of the divisor."""
+    """Remainder of an exact division, with the sign of the divisor."""
     rest = torch.fmod(a, b)
     return torch.where((rest != 0) & ((b < 0) != (rest < 0)), rest + b, rest)
 

@@ -147,7 +147,7 @@ def _attention_and_scores(
     if enable_gqa:
         key, value = (_repeated(x, query.shape[-3] // x.shape[-3]) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    root = abs(scale) ** 0.5  # of both factors, so that products of 16-bit types stay in range
+    root = abs(scale) ** 0.5  # Both factors get it, so that products of 16-bit types stay in range.
     scores = (query * math.copysign(root, scale)) @ (key.transpose(-2, -1) * root)
     has_key = None
     if is_causal:

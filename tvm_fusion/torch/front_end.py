@@ -86,7 +86,7 @@ def _trials(
     drawn = {spec.name: _drawn(spec, known.get(spec.name), generator) for spec in inputs}
     try:
         trial = _trial(program, inputs, drawn)
-    except Exception as error:  # of any op
+    except Exception as error:  # Any op may raise.
         if examples is not None:
             return  # the examples were right
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -119,7 +119,7 @@ class FrozenGraph:
             kind = "" if isinstance(error, TVMFusionError) else f"{type(error).__name__}: "
             self._give_up(kind + text[0])
             return None
-        weights = self._weights(arguments)  # those that are left, see _compile
+        weights = self._weights(arguments)  # Weights that are left, see _compile.
         variant = Variant(run, tuple(inputs), tuple(weights), _versions(weights), changes_inputs)
         self._variants[self._key(arguments, weights)] = variant
         if len(self._variants) > MOST_VARIANTS:
@@ -260,7 +260,7 @@ def _shape(node: fx.Node) -> Sequence[Any]:
 
 
 def _open_dimensions(node: fx.Node) -> dict[int, Any]:
-    """For each symbolic dimension of an input, that it must stay so."""
+    """Request that each symbolic dimension of an input stays open."""
     is_open = [_is_open(size) for size in _shape(node)]
     return {axis: torch.export.Dim.DYNAMIC for axis, found in enumerate(is_open) if found}
 

@@ -111,7 +111,7 @@ def warn_once(text: str) -> None:
     given.add(text)
     while caller.f_back and caller.f_globals.get("__name__", "").startswith("torch."):
         caller = caller.f_back
-    # Without a registry, in which the same text about the same line would be given only once.
+    # A registry would give the same text about the same line only once.
     warnings.warn_explicit(text, EagerModeWarning, caller.f_code.co_filename, caller.f_lineno)
 
 

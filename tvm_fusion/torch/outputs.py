@@ -31,12 +31,12 @@ class Outputs:
     """Outputs of a graph."""
 
     plan: tuple[tuple[str, Any], ...]
-    """For each output ``("argument", place)``, ``("constant", value)``, ``("computed", index)`` or
-    ``("made", index)``."""
+    """Origin of each output: ``("argument", place)``, ``("constant", value)``, ``("computed",
+    index)`` or ``("made", index)``."""
     computed: tuple[str, ...]  # Names of the nodes that a model computes.
     orders: tuple[tuple[int, ...] | None, ...]
-    """For each of them its axes from the outermost in memory to the innermost; None if the tensor
-    is contiguous."""
+    """Axes of each of them from the outermost in memory to the innermost; None if the tensor is
+    contiguous."""
     maker: fx.GraphModule | None
     """Function of all arguments, and a list of the computed tensors, that returns what is made of
     these."""

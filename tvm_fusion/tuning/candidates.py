@@ -57,7 +57,7 @@ class Exported(Contest):
     kind : str
         ``cuda`` or ``opencl``; ``cpu`` for the host, as if it were a device.
     scratch : Path
-        For the tensors.
+        Folder for the tensors.
     """
 
     def __init__(self, task: Mapping[str, Any], folder: Path, kind: str, scratch: Path) -> None:
@@ -76,7 +76,7 @@ class Exported(Contest):
         )
 
     def about(self, number: int) -> dict[str, Any]:
-        """As :meth:`Contest.about`."""
+        """Describe a candidate as :meth:`Contest.about` states."""
         return self._placed(self.task["candidates"][number]["program"])
 
     def _placed(self, program: Mapping[str, Any]) -> dict[str, Any]:

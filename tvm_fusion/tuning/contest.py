@@ -91,7 +91,7 @@ class MeasuringWorker:
     threads : int
         Threads of a kernel.
     folder : Path
-        For its files.
+        Folder for its files.
     device : str
         Kind of the GPU on which kernels run; empty for the CPU.
     """
@@ -173,7 +173,7 @@ class Contest(ABC):
     Parameters
     ----------
     name : str
-        For messages.
+        Name in messages.
     seed : int
         Seed of the order of turns.
     patience : float
@@ -280,9 +280,9 @@ def prepared(
     worker : Worker
         The process, which is ended if there is an error.
     name : str
-        For messages.
+        Name in messages.
     arrays : Callable
-        From whether they are magnitudes to the files of the tensors.
+        Function that makes the files of the tensors; its argument says whether they are magnitudes.
     **about
         Further parts of the request.
 
@@ -292,7 +292,7 @@ def prepared(
         If the reference is not finite.
     """
     try:
-        for is_positive in (False, True):  # as what roots and logarithms are taken of
+        for is_positive in (False, True):  # Roots and logarithms take positive numbers only.
             ready = worker.call(
                 REFERENCE_PATIENCE, action="prepare", arrays=arrays(is_positive), **about
             )

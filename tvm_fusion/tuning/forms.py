@@ -101,7 +101,7 @@ class FormTask:
         known : mapping
             Winners of the kernels.
         trials : callable
-            From a key to its trials, which have the best knobs of each nest.
+            Function from a key to its trials, which have the best knobs of each nest.
         """
         for form in self.forms:
             self.knobs[form] = list(known.values())

@@ -34,7 +34,7 @@ class DeviceCandidate:
     Parameters
     ----------
     about : mapping
-        As for :class:`.worker.Candidate`, with one call and without buffers.
+        Description as in :class:`.worker.Candidate`, with one call and without buffers.
     common : sequence of Tensor
         The task's tensors on the device.
     device : tvm_ffi.Device
@@ -70,7 +70,7 @@ class DeviceBench(Races[DeviceCandidate]):
     kind : str
         ``cuda`` or ``opencl``; ``cpu`` for the host, as if it were a device.
     beacon : memory map
-        Of the size of :data:`.worker.BEACON`.
+        Memory of the size of :data:`.worker.BEACON`.
     """
 
     def __init__(self, kind: str, beacon: mmap.mmap) -> None:

@@ -48,7 +48,7 @@ from .search import BATCH, Search
 from .tasks import NOTHING_TO_TUNE, Task, extract_tasks, import_model, merged, text_of
 
 LEAST_TRIALS = 5 * BATCH
-"""Before these the trees promise next to nothing, and are wrong."""
+"""Trials before which the trees promise next to nothing, and are wrong."""
 FORM_SECONDS = 10.0
 """Expected time to build and race the forms of a layer or a pair."""
 SEEDS = 2
@@ -122,7 +122,7 @@ class TuneResult:
     target : str
         The TVM target as JSON.
     seconds : float
-        Since it began.
+        Seconds since it began.
     minutes : float | None
         Its limit.
     interrupted : bool
@@ -579,7 +579,8 @@ class _Job:
                 if known.get(knobs.key, knobs).template != knobs.template:
                     times = {"default_seconds": default, "best_seconds": default * ratio}
                     won = replace(knobs, **(_origin(session) | times))
-                    self.database.add_record(won)  # of another nest than the kernel's best
+                    # It may be of another nest than the kernel's best.
+                    self.database.add_record(won)
             self.database.add_record(
                 form_record(
                     task.workload,

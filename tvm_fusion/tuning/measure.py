@@ -31,7 +31,7 @@ from ..machine.host import cpu_name, physical_cores
 from ..runtime.tvm_runtime import DeviceInfo
 from .contest import PATIENCE, Contest, MeasuringWorker, Outcome, Worker, prepared
 
-_LONGEST_VECTOR = 1024  # of the code that writes a tensor
+_LONGEST_VECTOR = 1024  # Lanes in the code that writes a tensor.
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Subject(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name in messages."""
 
     def program(self, number: int, target: Target) -> KernelSequence:
         """Write a setting."""
@@ -240,7 +240,7 @@ class Session(Contest):
         return self.race_built(numbers, failed, rounds, seconds)
 
     def about(self, number: int) -> dict[str, Any]:
-        """As :meth:`Contest.about`."""
+        """Describe a candidate as :meth:`Contest.about` states."""
         return self._placed(self._built[number])
 
     def program_of(self, number: int) -> dict[str, Any] | Outcome:

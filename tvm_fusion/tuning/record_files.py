@@ -29,7 +29,7 @@ _MOST_THREADS = 1 << 20
 _VECTORS = {512: ["+avx512f"], 256: ["+avx2", "+fma", "-avx512f"], 128: ["-avx2"]}
 """Features of x86-64 by bits of its vectors."""
 _NAMELESS = ("generic", "x86-64")
-"""What LLVM calls a CPU that it does not know, whatever it can."""
+"""Names that LLVM gives to a CPU that it does not know, whatever it can."""
 
 
 @dataclass(frozen=True)

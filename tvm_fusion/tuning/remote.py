@@ -60,7 +60,7 @@ def in_time(function: Callable[[], Result], seconds: float = PATIENCE) -> Result
     def work() -> None:
         try:
             done.put((function(), None))
-        except Exception as error:  # of TVM's RPC, anything
+        except Exception as error:  # TVM's RPC may raise anything.
             done.put((None, error))
 
     threading.Thread(target=work, name="tvm_fusion_rpc", daemon=True).start()
@@ -217,7 +217,7 @@ class RemoteHost(Host):
         if path.name not in self._placed and session is not None:
             in_time(lambda: session.upload(str(path)), UPLOAD_PATIENCE)
             self._placed.add(path.name)
-        return f"./{path.name}"  # without a slash, libraries are looked for elsewhere
+        return f"./{path.name}"  # Libraries without a slash are looked for elsewhere.
 
     def clear(self) -> None:
         """Remove the files there."""

@@ -177,7 +177,7 @@ def serve(
                 tvm_server._listen_loop(listening, port, tracker.key, address, None, None)
             except RuntimeError as error:  # a session that died, or the tracker
                 logging.getLogger("RPCServer").warning("%s", error)
-                os.chdir(folder)  # from the session's own, which is gone
+                os.chdir(folder)  # The session's own folder is gone.
                 tracker.servers()
     finally:
         listening.close()

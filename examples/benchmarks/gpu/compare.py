@@ -42,7 +42,7 @@ class Trial:
         From an engine's outputs on the first set to their error in units of what is allowed, and
         the largest error allowed.
     turns : Rotation
-        Of the sets.
+        Turns of the sets.
     graphs : bool | None
         Whether graphs are captured; by default if a launch is short.
     """
@@ -168,7 +168,7 @@ def _time_device(
                 sampler, how = _captured_sampler(launcher, clock, turns, short)
             contender.verdict.how = how
             samplers[title] = _scoped(sampler, contender.engine, clock)
-        except Exception as error:  # as above
+        except Exception as error:  # An engine may raise anything.
             contender.verdict.problem = reason(error)
     _take(contenders, samplers, plan, "device")
 
@@ -182,7 +182,7 @@ def _captured_sampler(
             sampler, how = _sampler(launcher, clock, turns, short)
             sampler()  # the first replay uploads the graph
             return sampler, how
-        except Exception as error:  # for instance a wait for the device in the middle
+        except Exception as error:  # A wait for the device in the middle is an error, for instance.
             launcher.capturable = False
             launcher.details["no graph"] = reason(error)
     sampler, how = _sampler(launcher, clock, turns, short)

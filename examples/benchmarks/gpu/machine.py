@@ -31,9 +31,9 @@ class Limits:
     Parameters
     ----------
     copy : float
-        Of a copy from device to device, read and written bytes counted.
+        Bandwidth of a copy from device to device, read and written bytes counted.
     read : float
-        Of the fastest of PyTorch's reductions of one large tensor to one number.
+        Bandwidth of the fastest of PyTorch's reductions of one large tensor to one number.
     """
 
     copy: float

@@ -28,7 +28,7 @@ class TorchTwin:
     Parameters
     ----------
     model : onnx.ModelProto
-        With fixed shapes; its weights go to ``device``.
+        Model with fixed shapes; its weights go to ``device``.
     device : str
         Such as ``cuda``.
 

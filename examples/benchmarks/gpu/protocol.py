@@ -54,7 +54,7 @@ class Rotation:
     sets : int
         Number of allocated sets.
     launches : int
-        Of one graph; a multiple of ``sets``.
+        Launches of one graph; a multiple of ``sets``.
     flush : bool
         Whether the sets do not evict each other from the cache by themselves.
     """
@@ -129,7 +129,7 @@ class Verdict:
         Device time of a launch among many that follow each other on a stream without a graph; short
         cases only.
     host : Summary | None
-        From the call to the result, one launch on an idle device; short cases only.
+        Time from the call to the result, one launch on an idle device; short cases only.
     error, bound : float
         ``error`` is the largest deviation from float64 in units of the tolerance there; ``bound``
         is the largest absolute tolerance.

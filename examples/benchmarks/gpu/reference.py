@@ -63,7 +63,7 @@ def _random(case: Case, generator: Any, device: str) -> Any:
     dtype, operator = getattr(torch, case.dtype), case.reductions[0].operator
     reduced = case.loops(case.reductions[0]).reduced
     options = {"generator": generator, "device": device}
-    if case.dtype == "bool":  # about half of the outputs depend on one element
+    if case.dtype == "bool":  # About half of the outputs depend on one element.
         rare = torch.rand(case.shape, **options) < math.log(2) / max(1, int(reduced))
         return rare if operator == "or" else ~rare
     if operator in ("and", "or") and not dtype.is_floating_point:

@@ -32,7 +32,7 @@ class Instruction:
     operands : str
         The rest.
     target : int | None
-        Of a branch, the place in the code that it jumps to.
+        Place in the code that a branch jumps to.
     """
 
     guard: str
@@ -147,7 +147,7 @@ def opcodes(code: str) -> list[str]:
 
 def loop_ranges(code: Sequence[Instruction]) -> Iterator[range]:
     """Places of the instructions of each loop: from a backward branch's target to it."""
-    ends = 0  # behind it, code that a warp with diverged lanes is sent to, and comes back from
+    ends = 0  # Code behind it is where a warp with diverged lanes is sent to, and comes back from.
     for place, each in enumerate(code):
         if each.name == "EXIT" and not each.guard:
             ends = place

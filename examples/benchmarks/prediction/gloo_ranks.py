@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 RANKS = 2
-THREADS = 1  # of a rank
+THREADS = 1  # Threads of a rank.
 PATIENCE = 1200.0  # seconds until all ranks have ended
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -22,7 +22,7 @@ from examples.benchmarks.prediction.machine_files import write_figures
 from schedules.cost.cpu_kernels import CONVOLUTIONS, RESOLUTION
 from schedules.cost.machine import Figure, load_machine
 
-LEAST_NETWORKS = 3  # of an operator with an interval of its own
+LEAST_NETWORKS = 3  # Networks of an operator with an interval of its own.
 LEAST_SECONDS = 5e-7  # predicted; below, the clock's resolution is all of the error
 ENDS = (0.1, 0.9)
 
@@ -79,7 +79,7 @@ def is_inside(kernel: Timed, found: Mapping[str, tuple[float, float]]) -> bool:
     """Return whether the measured time lies in the interval."""
     like = "convolutions" if kernel.op in CONVOLUTIONS else "loops"
     low, high = found.get(kernel.op) or found[like]
-    rounded = 0.01e-6  # of the recorded times
+    rounded = 0.01e-6  # Rounding of the recorded times.
     least, most = low * kernel.predicted - rounded, high * kernel.predicted + RESOLUTION
     return least <= kernel.measured <= most
 

@@ -65,7 +65,7 @@ LAW_ROWS = 12_000
 TRUST = 0.5
 """Share of what trees correct in a law that counts on a machine of another family."""
 DOUBTED_ROWS = 40_000
-"""About so many rows teach a model that is trained to be doubted."""
+"""Rows that teach a model which is trained to be doubted, about."""
 BINS = 6
 LEAST_LAUNCHES = 20
 """Launches of a family in a range, fewer of which say nothing."""
@@ -246,7 +246,7 @@ def with_harness(
     known_floor: bool,
     is_law: bool,
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """What adds the harness to times of kernels."""
+    """Make the function that adds the harness to times of kernels."""
     harness, latency = floors_of(kernel, sweep, bases, known_floor)
     if is_law:
         latency = kernel.harness_share * harness
@@ -518,7 +518,7 @@ class JointModel:
     trees : xgboost.Booster
         Taught by four fifths of the sizes.
     far : xgboost.Booster
-        For machines that no row is of.
+        Trees for machines that no row is of.
     law : np.ndarray
         Constants that the far trees correct; none where they correct the roofline.
     usual : float, optional
@@ -526,7 +526,7 @@ class JointModel:
     harness, latency : np.ndarray
         Seconds by group.
     splits : tuple of Split
-        By sizes, machines and, where there are several, harnesses.
+        Splits by sizes, machines and, where there are several, harnesses.
     report : dict
         What its file says.
     """
@@ -564,7 +564,7 @@ class Teacher:
     bases : tuple of np.ndarray
         Harness and latency by group.
     rows : Rows
-        Of the sweeps.
+        Rows of the sweeps.
     """
 
     kernel: LearnedKernel

@@ -43,7 +43,7 @@ STRUCTURE = 3  # steps whose execution trace is recorded, too
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What the ranks measured, beside their traces.
+    """Times that the ranks measured, beside their traces.
 
     Parameters
     ----------

@@ -66,7 +66,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "softmax": {"rounds": 200, "max_depth": 6, "eta": 0.08, "max_bin": 256},
     "layer_norm": {"rounds": 200, "max_depth": 6, "eta": 0.08, "max_bin": 256},
 }
-"""Of the trees, by kernel."""
+"""Parameters of the trees, by kernel."""
 
 DOUBTED: dict[str, Any] = {"rounds": 150, "eta": 0.12}
 """The same of models for GPUs never measured, and of those that are trained to be doubted."""
@@ -299,7 +299,7 @@ def _train_all(kernel: LearnedKernel, sweep: Sweep) -> dict[str, np.ndarray]:
 
 
 def growth(sweep: Sweep) -> dict[str, float]:
-    """What a launch takes longer at the end of a GPU's sweep than at its begin, if that is known.
+    """Growth of a launch's time from the begin of a GPU's sweep to its end, if that is known.
 
     It is learned from the rows that are trained on.
     """

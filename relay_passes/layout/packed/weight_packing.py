@@ -184,7 +184,7 @@ def pack_array(array: np.ndarray, form: str, block: int, inner: int | None = Non
     block : int
         Lanes of one channel block.
     inner : int | None
-        Those of the data that weights in words multiply, if not as many.
+        Lanes of the data that weights in words multiply, if not as many.
 
     Returns
     -------
@@ -221,7 +221,7 @@ def pack_expr(value: relax.Expr, form: str, block: int, inner: int | None = None
     block : int
         Lanes of one channel block.
     inner : int | None
-        Those of the data that weights in words multiply, if not as many.
+        Lanes of the data that weights in words multiply, if not as many.
 
     Returns
     -------

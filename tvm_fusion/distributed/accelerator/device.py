@@ -37,7 +37,7 @@ _MACHINES = {
     "sm_90": "h100",
 }
 _NEWEST, _OPENCL = "h100", "p4"  # stand for architectures without a file, and for other OpenCL
-_ENQUEUE_SECONDS = 2e-5  # of a copy or a kernel by an OpenCL on the cores of the host
+_ENQUEUE_SECONDS = 2e-5  # Seconds of a copy or a kernel by an OpenCL on the cores of the host.
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Device:
 class ResolvedDevice:
     """A device with a complete target."""
 
-    target: Target  # With a host.
+    target: Target  # Target with a host.
     index: int  # Its number among the devices of its kind.
     schedule: Schedule | None
     chunks: int | None
@@ -96,7 +96,7 @@ class ResolvedDevice:
 
     @property
     def kernels(self) -> Hashable:
-        """What is the same for devices that share their kernels."""
+        """Identity of its kernels, which devices that share them have in common."""
         return str(self.target), str(self.cpu), self.schedule
 
     @property

@@ -28,7 +28,7 @@ class DeviceRun:
         self._sequence = share.sequence
         self._driver = driver
         self._kernels = driver.load(share.code)
-        self._shared: dict[int, Any] = {}  # by address
+        self._shared: dict[int, Any] = {}  # Shared arrays by address.
         self._memory: dict[str, list[Any]] = {}
         for name, buffer in buffers.items():
             if self._sequence.in_place:
@@ -45,7 +45,7 @@ class DeviceRun:
         self._scratch = {number: driver.allocate(nbytes) for number, nbytes in sizes.items()}
         self._into, self._compute, self._out = (driver.queue() for _ in range(3))
         self._exchanged: dict[str, LocalBuffer] = {}
-        self._last: Event = None  # of the steps whose results are still to be passed on
+        self._last: Event = None  # Event of the steps whose results are still to be passed on.
 
     def _slots(self, driver: Driver, name: str, itemsize: int) -> list[Any]:
         """Memory of a parameter: one for all chunks if it stays, else one a slot."""

@@ -44,7 +44,7 @@ class DeviceCall:
     """One launch."""
 
     launch: Launch  # Kernel, grid and block.
-    arguments: tuple[Argument, ...]  # In the order of the kernel's parameters.
+    arguments: tuple[Argument, ...]  # Arguments in the order of the kernel's parameters.
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from schedules.distribute.split import MeasuredRows, MeasuredSplit, split_rows
 if TYPE_CHECKING:
     from ..local_program import Beside, LocalProgram
 
-_LEAST_SECONDS = 0.3  # of one measurement, about
+_LEAST_SECONDS = 0.3  # Seconds of one measurement, about.
 _LEAST_TURNS = 5
-_RUNS = 3  # of a turn
+_RUNS = 3  # Runs of a turn.
 _SLOWER = (0.75, 0.87, 1.0, 1.15)
 """Times of devices beside the CPU, compared to it, as multiples of those by themselves."""
 

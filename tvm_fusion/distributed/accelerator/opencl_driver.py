@@ -28,7 +28,7 @@ except ImportError as error:
         f"OpenCL devices need pyopencl ({error}); install it by: pip install 'tvm-fusion[opencl]'"
     ) from error
 
-_PLACES = 4  # in a page, at which memory begins
+_PLACES = 4  # Places in a page at which memory begins.
 
 
 def opencl_devices() -> list[Any]:

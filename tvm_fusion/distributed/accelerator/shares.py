@@ -38,7 +38,7 @@ from .driver import DeviceCall, DeviceCode
 RankSplit: TypeAlias = "Literal['auto', 'model'] | Sequence[int] | MeasuredSplit"
 """Rows of the CPU and of each device, or by which figures they are chosen."""
 Split: TypeAlias = "RankSplit | Mapping[int, Sequence[int]]"
-"""That of every rank, or of some ranks."""
+"""Split of every rank, or of some ranks."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Shares:
     """Shares of all ranks."""
 
     cpu: tuple[Region, ...]  # Rows of each rank's CPU; perhaps none.
-    devices: tuple[tuple[DeviceShare, ...], ...]  # Those of its devices that have rows.
+    devices: tuple[tuple[DeviceShare, ...], ...]  # Devices that have rows.
     named: tuple[tuple[ResolvedDevice, ...], ...]  # All of its devices.
 
 
 def plan_shares(
     plan: Distribution,  # Parts of all ranks.
     devices: Sequence[Sequence[ResolvedDevice]],  # Devices of each rank.
-    split: Split,  # As of :func:`tvm_fusion.distributed.compile`.
+    split: Split,  # Split as in :func:`tvm_fusion.distributed.compile`.
     processor: Processor,  # Figures of the CPU.
     # How many steps on the CPU of each rank pass over the memory together.
     together: Sequence[int],

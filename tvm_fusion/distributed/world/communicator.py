@@ -297,7 +297,7 @@ class World:
         """
         array = np.ascontiguousarray(array)
         combine = {"and": "BAND", "or": "BOR"}.get(operator, operator.upper())
-        if operator in ("sum", "prod"):  # those of signed integers must not overflow
+        if operator in ("sum", "prod"):  # Sums and products of signed integers must not overflow.
             array = array.view(f"u{array.dtype.itemsize}")
         result = np.empty_like(array)
         request = self._comm.Iallreduce(array, result, getattr(self._mpi, combine))
@@ -331,7 +331,7 @@ class World:
         kept = self._prepared.setdefault(exchange.id, [])
         for number, prepared in enumerate(kept):
             if prepared.fits(exchange, buffers):
-                kept.append(kept.pop(number))  # in turns, the next one is now the first
+                kept.append(kept.pop(number))  # The next one is now the first.
                 return prepared
         mine = self._mpi, self._comm, exchange, buffers, self._slots, self.packing
         kept.append(PreparedExchange(*mine))
@@ -424,7 +424,7 @@ def load_mpi() -> Any:
     """The module ``mpi4py.MPI``, with MPI initialised."""
     import mpi4py
 
-    mpi4py.rc.thread_level = "serialized"  # without the locks that several threads would need
+    mpi4py.rc.thread_level = "serialized"  # This spares the locks of several threads.
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -30,7 +30,7 @@ class Placement:
 
 def placements(
     nodes: Sequence[NumaNode],  # The nodes of the machine.
-    allowed: Sequence[Sequence[int]],  # For each rank the processors that it may use.
+    allowed: Sequence[Sequence[int]],  # Processors that each rank may use.
     # Memory on the ``same`` node as the processors, on the next (``other``) one, or ``unbound``.
     numa: Numa,
 ) -> list[Placement]:

@@ -58,7 +58,7 @@ _FIGURE = "parcel_seconds"
 
 
 class ParcelShape(NamedTuple):
-    """What the time of a parcel depends on."""
+    """Figures on which the time of a parcel depends."""
 
     nbytes: int  # Bytes of all its regions.
     segment: int  # Bytes of the shortest contiguous pieces of which they consist.
@@ -115,7 +115,7 @@ class MeasuredPacking:
 
 
 def _distance(a: ParcelShape, b: ParcelShape) -> tuple[bool, bool, float]:
-    """How unlike two shapes are; several regions are like no one, and pieces like no segments."""
+    """Distance of two shapes; several regions are like no one, and pieces like no segments."""
     factors = (a.nbytes / b.nbytes, a.segment / b.segment)
     other_regions = (a.regions > 1) != (b.regions > 1)
     return other_regions, a.is_whole != b.is_whole, sum(abs(math.log2(f)) for f in factors)

@@ -188,12 +188,12 @@ def _segments(view: np.ndarray) -> np.ndarray:
 
 
 class ExchangeTexts:
-    """What a rank says of an exchange.
+    """Texts by which a rank describes an exchange.
 
     Attributes
     ----------
     name : str
-        For messages.
+        Name in messages.
     inside, after : bytes
         What the rank does in and after the exchange, for the node's record.
     """
@@ -220,9 +220,9 @@ class PreparedExchange:
     outgoing : list[tuple[Prequest | SlotSend, Parcel]]
         What is sent, one a peer.
     name : str
-        For messages.
+        Name in messages.
     inside, after : bytes
-        Those of :class:`ExchangeTexts`.
+        Texts as in :class:`ExchangeTexts`.
     """
 
     def __init__(
@@ -404,7 +404,7 @@ def slot_route(
     itemsize: int,  # Bytes of an element.
     slots: NodeSlots,
 ) -> SlotRoute | None:
-    """How one rank takes part in an exchange; None if MPI or several pieces are in it."""
+    """Part of one rank in an exchange; None if MPI or several pieces are in it."""
     found = []
     pieces = [(m, True) for m in exchange.sent_by(rank)]
     pieces += [(m, False) for m in exchange.received_by(rank)]
@@ -421,12 +421,12 @@ def slot_route(
 
 
 class SlotRoute:
-    """How one rank takes part in an exchange, for the kernel that makes it.
+    """Part of one rank in an exchange, for the kernel that makes it.
 
     Attributes
     ----------
     texts : ExchangeTexts
-        What the rank says in and after the exchange.
+        Texts of the exchange.
     """
 
     def __init__(

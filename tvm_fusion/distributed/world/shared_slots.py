@@ -22,9 +22,9 @@ MOST_BYTES = 1024 * 1024
 """Bytes of a parcel that goes through a slot; fewer where many ranks share the memory."""
 
 _LEAST_ROOM = 1024  # bytes
-_LEAST_MOST = 256 * 1024  # of a parcel, however many ranks there are
-_FEWEST = 8  # of the longest parcels have room
-_FEWEST_IN_TURN = 4  # for two exchanges in turn, and with room for shorter ones
+_LEAST_MOST = 256 * 1024  # Bytes of a parcel, however many ranks there are.
+_FEWEST = 8  # So many of the longest parcels have room.
+_FEWEST_IN_TURN = 4  # Room for two exchanges in turn, and for shorter ones.
 _ARENA = 1 << 23  # bytes for all that a rank sends on its node
 _LINE = 64  # a cache line: what the sender writes shares none with what the receiver writes
 _HEADER = SLOT_HEADER
@@ -50,7 +50,7 @@ class Slot:
     ) -> None:
         self.data = np.frombuffer(memory[_HEADER:], np.uint8)
         self.address = int(self.data.ctypes.data) - _HEADER
-        self._counts = memory[:_HEADER]  # of messages, modulo 256
+        self._counts = memory[:_HEADER]  # Counts of messages, modulo 256.
         self._size = memory[_SIZE : _SIZE + 8].cast("Q")
 
     @property
@@ -138,7 +138,7 @@ class NodeSlots:
         self._places, self._rank = places, rank
         self._quota = _ARENA // (len(places) - 1) // _LINE * _LINE
         self.most = min(MOST_BYTES, max(self._quota // _FEWEST, _LEAST_MOST))
-        room = 1 << (self._quota // _FEWEST_IN_TURN).bit_length() - 1  # of a slot
+        room = 1 << (self._quota // _FEWEST_IN_TURN).bit_length() - 1  # Bytes of a slot.
         self.most_in_turn = min(MOST_BYTES, max(room, _LEAST_MOST))
         self._used: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[int, int, int, int], Slot | None] = {}

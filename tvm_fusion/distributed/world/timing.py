@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-_SECONDS = 0.1  # of one measurement, about
+_SECONDS = 0.1  # Seconds of one measurement, about.
 _FEWEST, _MOST = 9, 2000  # exchanges of which a median is taken
-_ROW_SECONDS = 5e-4  # between barriers, which ranks do not leave at the same time
+_ROW_SECONDS = 5e-4  # Seconds between barriers, which ranks do not leave at the same time.
 
 
 class MeasuredRanks(Protocol):
@@ -59,7 +59,7 @@ def renewed_seconds(
     meet: Callable[[], object],
     renew: Callable[[], object],  # Writes what this rank sends.
     run: Callable[[], object],
-    seconds: float,  # About how long to measure.
+    seconds: float,  # Length of the measurement, about.
 ) -> float:
     """Median seconds of an exchange on the slower rank, before each of which it is written anew.
 

@@ -25,7 +25,7 @@ SLOT = 256  # bytes of a rank
 _HEADER = 64  # a cache line: that of a slot holds nothing of another one
 _MOST = 4  # ranks that are named
 _OPEN, _LEFT = b"\1", b"\0"
-_START_SECONDS = 2.0  # for processes to start, beside the timeout
+_START_SECONDS = 2.0  # Seconds in which processes start, beside the timeout.
 _PATIENCE = 20  # milliseconds between looks at ranks that are about to leave
 
 

@@ -51,7 +51,7 @@ class Body:
         Parameters
         ----------
         inputs : mapping
-            From the names of the body's inputs to tensors of the graph around it.
+            Tensors of the graph around it by the names of the body's inputs.
         """
         names = {**self._constants, **inputs}
         for inner in self._body.node:

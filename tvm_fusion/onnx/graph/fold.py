@@ -56,7 +56,7 @@ def fold_constants(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     Parameters
     ----------
     model : onnx.ModelProto
-        With inferred shapes; changed in place.
+        Model with inferred shapes; changed in place.
     weights : dict of str to numpy.ndarray
         The weights stored outside the model; computed ones are added.
 

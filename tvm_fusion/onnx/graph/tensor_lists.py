@@ -180,7 +180,7 @@ def write_out_lists(model: onnx.ModelProto, facts: GraphFacts) -> bool:
     if not lists and not changed:
         return False
     replace_nodes(model.graph, nodes)
-    drop_unread_nodes(model)  # those of lists that nobody reads any more
+    drop_unread_nodes(model)  # Nobody reads some lists any more.
     return changed or len(model.graph.node) != count
 
 

@@ -16,13 +16,13 @@ from .graph_edits import attribute
 from .tensor_facts import GraphFacts
 
 AXES_ARE_INPUTS = 18
-"""From this opset on, ReduceMean takes its axes as an input."""
+"""First opset in which ReduceMean takes its axes as an input."""
 
 HAS_CAST_LIKE = 15
-"""From this opset on there is CastLike."""
+"""First opset that has CastLike."""
 
 HAS_LAYER_NORM = 17
-"""From this opset on there is LayerNormalization."""
+"""First opset that has LayerNormalization."""
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 

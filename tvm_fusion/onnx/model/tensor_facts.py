@@ -27,7 +27,7 @@ class GraphFacts:
     Parameters
     ----------
     model : onnx.ModelProto
-        With inferred shapes.
+        Model with inferred shapes.
     weights : Weights
         The weights stored outside the model.
     """

@@ -25,7 +25,7 @@ from .casts import widen_sum
 from .operator import Operator
 
 HALF_PIXELS = 16
-"""From this opset on, pixels are placed at their centres by default."""
+"""First opset that places pixels at their centres by default."""
 
 
 def translate_roi_align(
@@ -106,7 +106,7 @@ class _Bins:
     scale : float
         Size of an image over that of what the regions are given for.
     samples : int
-        Along each axis of a bin; 0 for one a pixel.
+        Samples along each axis of a bin; 0 for one a pixel.
     is_aligned : bool
         Whether pixels are at their centres. If not, regions have a pixel at least.
     """

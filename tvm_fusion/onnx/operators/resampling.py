@@ -193,7 +193,7 @@ class _Axis:
     outside : np.ndarray
         Which results lie outside and have the value ``fill``.
     fill : float
-        That value.
+        Value outside of the image.
     """
 
     axis: int
@@ -258,12 +258,12 @@ class _Line:
         return (self.pixels + 0.5) / self.scale - 0.5
 
     def symmetric(self) -> np.ndarray:
-        """As half pixels, around the centre of the results."""
+        """Half pixels around the centre of the results."""
         adjustment = np.float32(self.result) / (self.scale * np.float32(self.size))
         return self.size / 2 * (1 - adjustment) + self.half_pixel()
 
     def pytorch(self) -> np.ndarray:
-        """As half pixels, but a single result is the first element."""
+        """Half pixels; a single result is the first element."""
         return self.half_pixel() if self.result > 1 else np.zeros(1, np.float32)
 
     def align_corners(self) -> np.ndarray:
@@ -279,7 +279,7 @@ class _Line:
         return (self.pixels + 0.5) / self.scale
 
     def region(self) -> np.ndarray:
-        """From the start of a region to its end, or the centre of it."""
+        """Places between the start and the end of a region, or its centre."""
         last = self.size - 1
         if self.result == 1:
             return np.array([0.5 * (self.start + self.end) * last])

@@ -57,7 +57,7 @@ EAGER = "overhead.eager"
 OURS = "cpu."
 """Prefix of our kernels' operators; others are PyTorch's."""
 _KIND = "file of a calibration"
-_MAX_FILE_BYTES = 4 << 20  # as of a machine, as which it is read, too
+_MAX_FILE_BYTES = 4 << 20  # The limit of machines, as which it is read, too.
 SETTLED_GAIN = 1.05
 """Gain of a figure below which a measurement of the limits counts as no better."""
 SHORTEST = 1e-6
@@ -373,7 +373,7 @@ def library_figures(
 
 def _factors(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Factors of three terms, none negative, with the least squares of relative errors."""
-    from scipy.optimize import nnls  # of the extra torch, as PyTorch's kernels are
+    from scipy.optimize import nnls  # SciPy is in the extra torch, as PyTorch's kernels are.
 
     return nnls(rows / seconds[:, None], np.ones(len(seconds)))[0]
 

@@ -231,7 +231,7 @@ def _written(func: tirx.PrimFunc, fixed: Sequence[bool]) -> list[int]:
 
 
 def _constants(mod: tvm.IRModule) -> dict[str, list[bool]]:
-    """Of each function that ``main`` calls, which parameters are constants."""
+    """Parameters that are constants, of each function that ``main`` calls."""
     found = {}
     for block in mod["main"].body.blocks:
         for binding in block.bindings:

@@ -62,7 +62,7 @@ def lower_to_eager(mod: tvm.IRModule, kind: str = "gpu") -> list[LoweredOp]:
 class EagerRun:
     """Operators of one rank, and the memory that they need."""
 
-    ops: list[LoweredOp]  # In order.
+    ops: list[LoweredOp]  # Operators in order.
     weight_bytes: float  # Parameters of a rank.
     held: tuple[float, ...]
     """Most bytes that inputs and results hold at once before the first operator, and at each; of

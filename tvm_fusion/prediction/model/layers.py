@@ -204,7 +204,7 @@ def _signatures(
 
 
 def _kinds(graph: onnx.GraphProto, shapes: Shapes) -> dict[str, Any]:
-    """What tells inputs and weights apart, by name."""
+    """Kinds of tensors by name, which tell inputs and weights apart."""
     found: dict[str, Any] = {
         value.name: (value.type.SerializeToString(), str(shapes.get(value.name)))
         for value in graph.input

@@ -25,7 +25,7 @@ class LoweredKernel:
     call: KernelCall  # Operator, sizes, FLOPs and bytes.
     label: str  # What it computes.
     like: KernelCall | None = None
-    """For an estimate: the library's kernel whose share of the roofline it is assumed to reach."""
+    """Library's kernel whose share of the roofline an estimate assumes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LoweredOp:
     """One operator that the host calls."""
 
     name: str  # Name by which its overheads are found, such as ``aten::linear``.
-    kernels: tuple[LoweredKernel, ...] = ()  # In order; none for a view.
+    kernels: tuple[LoweredKernel, ...] = ()  # Kernels in order; none for a view.
 
 
 def bytes_share(precision: str) -> float:

@@ -70,7 +70,7 @@ class FixedCosts:
     between: float = 0.0
     view: float = 0.0
     """``launch``, ``between`` and ``view``: T4, T5, and an operator that launches nothing."""
-    first: float = 0.0  # Before the first operator, besides its T1.
+    first: float = 0.0  # Seconds before the first operator, besides its T1.
     table: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     """T1, T2 and T3 by operator."""
 
@@ -166,7 +166,7 @@ class ModelPrediction:
     engine: str
     """``machine``, ``title`` and ``engine``: name and full name of the machine; ``tvm_fusion`` or
     ``pytorch``."""
-    kernels: tuple[KernelRow, ...]  # In the order of the run.
+    kernels: tuple[KernelRow, ...]  # Kernels in the order of the run.
     seconds: float
     low: float
     high: float

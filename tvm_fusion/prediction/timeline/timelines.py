@@ -33,7 +33,7 @@ class KernelRun:
     end: float | None = None
     """``start`` and ``end``: time on the device; ``end`` is None until it is known."""
     bound: str = "host"
-    """What its start waited for: ``host``, ``stream`` (the kernel before it) or ``other
+    """Event that its start waited for: ``host``, ``stream`` (the kernel before it) or ``other
     stream``."""
     source: int | None = None  # Kernel that it waited for.
     ready: float = 0.0  # Time at which the last rank of its collective has started; else its start.
@@ -253,7 +253,7 @@ _Key = tuple[str, int]
 class Timeline:
     """Timelines of ranks that ran together."""
 
-    ranks: tuple[RankTimeline, ...]  # In the order of the graphs.
+    ranks: tuple[RankTimeline, ...]  # Ranks in the order of the graphs.
 
     @property
     def start(self) -> float:

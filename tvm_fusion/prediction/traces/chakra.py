@@ -68,7 +68,7 @@ class ExecutionTrace:
 
     path: Path  # File.
     schema: str = ""  # Version of the format.
-    nodes: list[Node] = field(default_factory=list)  # By id.
+    nodes: list[Node] = field(default_factory=list)  # Nodes by id.
     groups: tuple[ProcessGroup, ...] = ()  # Process groups of the rank, of schema 1.0.3 and later.
 
 

@@ -214,8 +214,8 @@ class KinetoTrace:
     """``rank`` and ``world``: rank and number of ranks, where the file says so."""
     device: str = ""  # Name of the device; empty for a run on the CPU.
     host: list[HostEvent] = field(default_factory=list)
-    """By start; of two that start together the longer first."""
-    device_events: dict[int, DeviceEvent] = field(default_factory=dict)  # By correlation.
+    """Events of the host by start; of two that start together the longer comes first."""
+    device_events: dict[int, DeviceEvent] = field(default_factory=dict)  # Events by correlation.
     queued: dict[int, DeviceEvent] = field(default_factory=dict)
     """Those that were launched before the trace began, by correlation."""
     groups: tuple[ProcessGroup, ...] = ()

@@ -184,7 +184,7 @@ def _is_blocking(event: HostEvent, device: DeviceEvent) -> bool:
 def _ended(
     devices: dict[int, DeviceEvent], launched: dict[int, list[int]], time: float, but: set[int]
 ) -> tuple[int, ...]:
-    """Of each stream but some, the last launched kernel that ended before a time."""
+    """Last launched kernel of each stream that had ended at a time, without some streams."""
     found = []
     for stream, correlations in launched.items():
         if stream in but:

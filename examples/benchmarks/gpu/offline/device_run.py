@@ -69,7 +69,7 @@ class Run:
     cases : Path
         Folder of the compiled ones.
     folder : Path
-        Of the results; it exists.
+        Folder of the results; it exists.
     seconds : float
         All that there is.
     """
@@ -181,7 +181,7 @@ class Run:
             try:
                 return process.wait(max(seconds, 1.0))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # with what torch.compile has started
+                os.killpg(process.pid, signal.SIGKILL)  # Ends what torch.compile has started, too.
                 process.wait()
                 return None
 

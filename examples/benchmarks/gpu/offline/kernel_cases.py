@@ -28,7 +28,8 @@ Node = tuple[str, Sequence[str], Sequence[str], Mapping[str, Any]]
 
 BLOCK = np.random.default_rng(7).standard_normal(1021, dtype="float32")
 """Prime length, so that no row of a matrix begins like the one before."""
-_HALF = 4e-3  # of the largest magnitude: two roundings to float16, and one of what lies between
+# Share of the largest magnitude: two roundings to float16, and one of what lies between.
+_HALF = 4e-3
 _UNIT = 2.0**-7  # what a byte counts, where there are only bytes between layers
 _BYTE = 4 / 255  # float16 rounds some bytes between the layers to others
 _UNARY = {"neg": "Neg", "abs": "Abs", "exp": "Exp"}
@@ -59,9 +60,10 @@ class KernelCase:
     nodes : sequence of Node
         The graph, from the inputs and weights to the outputs.
     inputs, outputs : Tensors
-        By name.
+        Tensors by name.
     expression : Callable
-        From PyTorch's module and all inputs and weights by name to the output, or a tuple of them.
+        Function of PyTorch's module and all inputs and weights by name that returns the output, or
+        a tuple of them.
     weights : Callable
         Makes the weights, arrays by name.
     flops : float

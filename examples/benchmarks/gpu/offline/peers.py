@@ -16,7 +16,7 @@ LATER = ("torch.compile", "QuACK", "Triton")
 """Titles of the peers that compile a case first, which takes seconds."""
 LIBRARIES = {"product": "cuBLAS", "attention": "SDPA", "convolution": "cuDNN NCHW"}
 """Libraries that PyTorch calls for the cases of a group."""
-_ROW_BYTES = 1 << 16  # of the longest row that our Triton kernels hold in registers
+_ROW_BYTES = 1 << 16  # Bytes of the longest row that our Triton kernels hold in registers.
 
 
 def peers_of(case: KernelCase) -> list[Engine]:

@@ -51,7 +51,7 @@ class ModelCase:
     name : str
         Such as ``bert_base``.
     model : onnx.ModelProto
-        With fixed shapes, made by a builder of ``examples/``.
+        Model with fixed shapes, made by a builder of ``examples/``.
     """
 
     name: str

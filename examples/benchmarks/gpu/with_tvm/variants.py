@@ -42,7 +42,7 @@ class Variant:
     unroll : int | None
         Loads of a thread before it combines.
     threads : int | None
-        Of a block.
+        Threads of a block.
     cluster : int | None
         Blocks of a cluster, a power of two; 1 forbids clusters.
     """

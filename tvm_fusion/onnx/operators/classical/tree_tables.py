@@ -140,7 +140,7 @@ def make_tables(nodes: Nodes, features: int) -> Tables | None:
     Parameters
     ----------
     nodes : Nodes
-        Without equalities and tests of membership.
+        Nodes without equalities and tests of membership.
     features : int
         Numbers of a row.
     """

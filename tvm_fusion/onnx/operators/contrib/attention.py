@@ -325,7 +325,7 @@ def group_query_attention(parts: Expansion) -> str | None:
     bias = parts.input(10)
     if bias:
         seen = sizes(parts, bias, [3])
-        if seen is not None and seen[0] < total:  # of a buffer that is not full
+        if seen is not None and seen[0] < total:  # The buffer is not full.
             bias = parts.emit("Pad", bias, parts.integers([0] * 7 + [total - seen[0]]))
         scores = parts.emit("Add", scores, bias)
     scores = parts.emit("Where", allowed, scores, parts.number_like(LOWEST, scores))
@@ -363,7 +363,7 @@ def _present_length(parts: Expansion, length: int, past: int) -> int | None:
 
 
 def _allowed(parts: Expansion, rows: str, total: int) -> str:
-    """Which keys each query sees, [batch, 1, queries, keys]: none after it, or before a window."""
+    """Mask of visible keys, [batch, 1, queries, keys]: none after the query, or before a window."""
     columns = parts.integers(np.arange(total).reshape(1, 1, 1, total))
     row = parts.emit("Unsqueeze", rows, parts.integers([1, 3]))
     allowed = parts.emit("Not", parts.emit("Less", row, columns))
