@@ -35,7 +35,8 @@ from tvm_fusion.compiler import pipeline, targets
 if _name := os.environ.get("TVM_FUSION_TEST_CPU"):
     codegen.llvm_get_system_cpu = lambda: _name
     _paths = [str(Path(__file__).with_name("renamed_cpu")), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))  # of processes that it starts
+    # Processes that it starts get it.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 
 # TVM's parser asks at each function for the modules of the whole stack, and for those of Python's
 # frozen files, of what a worker begins with, and of files that are no module, Python would search

@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def resolved(node: ast.AST, imported: dict[str, Any]) -> Any:
-    """What a name, or an attribute of one, stands for; None if it is not ours."""
+    """Object that a name, or an attribute of one, stands for; None if it is not ours."""
     if isinstance(node, ast.Name):
         return imported.get(node.id)
     if not isinstance(node, ast.Attribute):
@@ -93,7 +93,7 @@ def resolved(node: ast.AST, imported: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_names_what_exists(page: Path) -> None:
-    """Of ours: modules, their attributes, and arguments of calls by name."""
+    """Our modules, their attributes, and arguments of calls by name exist."""
     imported: dict[str, Any] = {}
     tree = ast.parse("\n".join(block for _, block in blocks(page.read_text(), "python")))
     if page.stem == "pytorch":

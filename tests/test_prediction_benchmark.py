@@ -154,7 +154,7 @@ def test_whole_runs_by_hand():
 def test_sessions_differ_by_the_errors_of_whole_runs():
     assert session_spread({"a": [0.0, 0.0], "b": [0.0]}) == 1.0
     alike = session_spread({"a": [0.1] * 50, "b": [-0.1]})
-    assert alike == pytest.approx(math.exp(0.1))  # without their sign
+    assert alike == pytest.approx(math.exp(0.1))  # Its sign is gone.
     # One run of b weighs as much as all of a: of 0 and 0.2 nine tenths.
     assert session_spread({"a": [0.0] * 50, "b": [0.2]}) == pytest.approx(math.exp(0.18))
 

@@ -83,7 +83,7 @@ def test_losses_by_hand():
     total = summary({"0": one, "1": other})
     assert total["close_to_the_best"] == {"choice": 1, "naive": 2, "random": 1, "search": 1}
     assert total["mean_loss_percent"]["choice"] == pytest.approx(25.5)
-    # Of both: 1 of 3, 2 of 2 and 1 of 3.
+    # Shares of both: 1 of 3, 2 of 2 and 1 of 3.
     assert total["mape_percent"] == pytest.approx(100 * (2 / 3 + 0 + 2 / 3) / 3)
 
 

@@ -49,7 +49,7 @@ def test_numbers_of_onnx_runtime(name: str) -> None:
     package = needed(name)
     if package:
         with contextlib.suppress(ImportError):
-            import_torchvision()  # before timm and transformers, which import it, too
+            import_torchvision()  # This comes before timm and transformers, which import it, too.
         pytest.importorskip(package, reason="it is not installed", exc_type=ImportError)
     error, _ = check(name)
     assert error <= LIMIT

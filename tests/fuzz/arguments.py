@@ -180,7 +180,7 @@ class Carrier:
         return self.array.__dlpack__(*args, **kwargs) if self.capsule is None else self.capsule
 
     def __dlpack_device__(self) -> Any:
-        """What was given."""
+        """Return the device that was given."""
         if isinstance(self.device, BaseException):
             raise self.device
         return self.device

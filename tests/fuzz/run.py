@@ -109,7 +109,7 @@ class Worker:
 
 
 class Outcome(NamedTuple):
-    """What became of a case, where it failed, and how many seconds it took."""
+    """Result of a case, where it failed, and how many seconds it took."""
 
     case: int
     outcome: str

@@ -19,7 +19,7 @@ class Chain:
     Parameters
     ----------
     relax, numpy : Callable
-        From the tensors and the axis to a list of results; numpy's in float64.
+        Functions of the tensors and the axis that return a list of results; numpy's in float64.
     inputs : str
         A letter for each tensor: ``t`` of the whole shape, ``v`` a vector along the axis, ``b``
         a mask of the whole shape.
@@ -65,7 +65,7 @@ def _numpy_masked_softmax(x, mask, residual, axis):
 
 
 def _layer_norm(x, scale, shift, axis):
-    """By two passes, in float32."""
+    """Norm by two passes, in float32."""
     dtype = x.ty.dtype
     wide = op.astype(x, "float32")
     centred = op.subtract(wide, _keep(op.mean, wide, axis))
@@ -80,7 +80,7 @@ def _numpy_layer_norm(x, scale, shift, axis):
 
 
 def _residual_layer_norm(x, residual, axis):
-    """By sum and sum of squares; the sum of both tensors, mean and deviation are results too."""
+    """Norm by sums of values and squares; sum of both tensors, mean and deviation are results."""
     total = op.add(x, residual)
     wide = op.astype(total, "float32")
     mean = _keep(op.mean, wide, axis)
@@ -163,7 +163,7 @@ CHAINS = {
 
 
 def input_shape(letter: str, shape, axis: int) -> tuple:
-    """Of one input; vectors have as many axes as needed to be broadcast."""
+    """Shape of an input; vectors have as many axes as needed to be broadcast."""
     if letter != "v":
         return tuple(shape)
     return tuple(size if k == axis else 1 for k, size in enumerate(shape))

@@ -136,7 +136,7 @@ class _Memory:
             return call
         name = str(call.args[0].value)
         if name.startswith(cluster_intrinsics.REMOTE):
-            own = call.args[1].args[0]  # by now in the thread's own part
+            own = call.args[1].args[0]  # It is in the thread's own part by now.
             part = int(own.source.shape[0]) // self._size
             return own.source[own.indices[0] + (call.args[2].astype("int64") - self._rank) * part]
         if name == cluster_intrinsics.WAIT:

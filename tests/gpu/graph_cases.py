@@ -41,7 +41,7 @@ def fused(
     Parameters
     ----------
     build : Callable
-        From Relax variables to the result.
+        Function from Relax variables to the result.
     *inputs : tuple
         Shape and type of each.
     more : Sequence
@@ -113,7 +113,7 @@ def run(
     Parameters
     ----------
     build : Callable
-        As for :func:`fused`.
+        Function as in :func:`fused`.
     inputs : Sequence[numpy.ndarray]
         Values.
     shapes : Sequence | None
@@ -121,7 +121,7 @@ def run(
     target : Target
         An OpenCL target.
     more : Sequence
-        As for :func:`fused`.
+        Tensors as in :func:`fused`.
     """
     types = [
         (shape, str(array.dtype))

@@ -30,7 +30,7 @@ class Group:
     Attributes
     ----------
     plain, func : tirx.PrimFunc
-        Before and after the rule.
+        Functions before and after the rule.
     group : ReduceGroup
         What the kernel computes.
     config : ReduceConfig
@@ -56,7 +56,7 @@ class Group:
         self.func = schedule.mod["main"].with_attr("global_symbol", "main")
 
     def compile(self, helpers: str = "") -> OpenCLKernels:
-        """For OpenCL, with text before it."""
+        """Compile for OpenCL, with text before the kernel."""
         return compile_opencl(self.func, self.target, helpers)
 
     def arguments(self, *inputs: np.ndarray) -> list[np.ndarray]:

@@ -139,7 +139,7 @@ class OpenCLKernels:
         Parameters
         ----------
         *arguments : numpy.ndarray or number
-            As the function's parameters.
+            Arguments in the order of the function's parameters.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class OpenCLKernels:
         Parameters
         ----------
         *arguments : numpy.ndarray or number
-            As the function's parameters.
+            Arguments in the order of the function's parameters.
         other : Session, optional
             One whose buffers are used, too.
         shared : Sequence[int]

@@ -76,7 +76,7 @@ def choose_device(platforms: Iterable[cl.Platform]) -> cl.Device:
     Parameters
     ----------
     platforms : iterable of pyopencl.Platform
-        Those to look at, in order.
+        Platforms to look at, in order.
 
     Returns
     -------

@@ -114,7 +114,7 @@ class EmulatedTensorCore:
     def pack(self, low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
         bits = []
         for value in (low, high):
-            if self.type.name == "bf16":  # to the nearest, ties to even
+            if self.type.name == "bf16":  # It is rounded to the nearest, ties to even.
                 word = T.reinterpret("uint32", value)
                 bits.append((word + 0x7FFF + ((word >> 16) & 1)) >> 16)
             else:
@@ -132,7 +132,7 @@ class EmulatedTensorCore:
         return factors[self.thread ^ mask]
 
     def _bits(self, value: tirx.Expr) -> tirx.Expr:
-        if self.type.name == "tf32":  # to the nearest, ties away from zero
+        if self.type.name == "tf32":  # It is rounded to the nearest, ties away from zero.
             return ((T.reinterpret("uint32", value) + 0x1000) >> 13) << 13
         if self.type.name == "bf16":  # TVM reinterprets none on OpenCL
             return T.reinterpret("uint32", value.astype("float32")) >> 16

@@ -34,7 +34,7 @@ _BINARY = {
     "Mul": np.multiply,
     "FloorDiv": np.floor_divide,
     "FloorMod": np.mod,
-    "Div": np.floor_divide,  # of sizes, which are never negative
+    "Div": np.floor_divide,  # Sizes are never negative.
     "Mod": np.mod,
     "Min": np.minimum,
     "Max": np.maximum,
@@ -64,14 +64,14 @@ class Traffic:
     target : Target
         What it was scheduled for.
     arguments : sequence of numpy.ndarray or number
-        As its parameters; arrays give their shapes only.
+        Arguments in the order of its parameters; arrays give their shapes only.
 
     Attributes
     ----------
     kernels : int
         How many were launched.
     reads, writes : list of numpy.ndarray
-        For each parameter that is an array, how often each element was read and written.
+        Counts of the reads and writes of each element, one array for each parameter that is one.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class _Kernel:
             return None
         if kind == "Call":
             return self._call(expr, mask)
-        for part in getattr(expr, "vectors", ()):  # of a Shuffle
+        for part in getattr(expr, "vectors", ()):  # A Shuffle has vectors.
             self._evaluate(part, mask)
         return None
 
@@ -220,7 +220,7 @@ class _Kernel:
         name = getattr(call.op, "name", "").rpartition(".")[2]
         if name == "if_then_else":
             return self._choose(call.args[0], call.args[1:], mask)
-        if name == "address_of":  # of an atomic update or a fence, which is neither
+        if name == "address_of":  # An atomic update or a fence takes it, which is neither.
             return None
         for argument in call.args:
             self._evaluate(argument, mask)
@@ -286,6 +286,6 @@ def _apply(function: Any, values: list[Value]) -> Value:
     """The function of known values; unknown where one is unknown."""
     if any(value is None for value in values):
         return None
-    if any(np.ndim(value) > 1 for value in values):  # beside vectors, one number a thread
+    if any(np.ndim(value) > 1 for value in values):  # One number a thread goes beside vectors.
         values = [v[..., None] if np.ndim(v) == 1 else v for v in values]
     return function(*values)

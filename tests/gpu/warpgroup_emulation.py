@@ -278,7 +278,7 @@ def check_chained_protocol(kernel: str) -> None:
 
 
 def _protocol(kernel: str) -> list[str]:
-    """What both sides do in the text of a kernel, repetitions as one."""
+    """Protocol of both sides in the text of a kernel, repetitions as one."""
     words = {
         "wait": r"mbarrier_wait\w*\(",
         "expect": r"mbarrier_arrive_expect_tx\w*\(",

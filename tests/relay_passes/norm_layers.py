@@ -21,7 +21,7 @@ class NormLayer:
     width, hidden : int
         Columns of ``x``, and of what lies between the two products behind the norm.
     dtype : str
-        Of all tensors.
+        Type of all tensors.
     offset, spread : float
         Mean and deviation of what is normalised, roughly.
     scale, center : bool

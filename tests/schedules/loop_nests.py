@@ -267,7 +267,7 @@ def gaps(rows: int = 12, cols: int = 3) -> tirx.PrimFunc:
 
 
 def larger(mine: tuple[tirx.Expr, ...], other: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
-    """Of two pairs of a position and a value that with the larger value, and else the first."""
+    """Larger of two pairs of a position and a value; the first of equal ones."""
     holds = mine[1] >= other[1]
     return tuple(tirx.Select(holds, a, b) for a, b in zip(mine, other, strict=True))
 

@@ -77,7 +77,7 @@ def raising(error: BaseException) -> Callable[[], Any]:
 
 @pytest.fixture
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user has: nothing is set."""
+    """Set nothing, as for a user."""
     monkeypatch.delenv(STRICT)
 
 

@@ -18,7 +18,7 @@ class Between:
     channels : int
         Channels of the first convolution.
     seed : int
-        Of all weights.
+        Seed of all weights.
     """
 
     def __init__(self, channels: int, seed: int = 0) -> None:

@@ -83,7 +83,7 @@ class RandomForest:
     Parameters
     ----------
     seed : int
-        Of all choices.
+        Seed of all choices.
     trees, depth, features : int
         Trees, their greatest depth, and numbers of a row.
     modes : sequence of str

@@ -170,7 +170,8 @@ def _defined(op_type: str, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray
             np.where(value == value.dtype.type(-1), 3, value) if value.dtype.kind == "i" else value
         )
     elif op_type == "Pow":
-        value = value % 4 if len(feeds) > 1 else np.maximum(value % 4, 1)  # of negative powers
+        # Powers are not negative.
+        value = value % 4 if len(feeds) > 1 else np.maximum(value % 4, 1)
     return feeds | {last: value.astype(feeds[last].dtype)}
 
 
@@ -336,7 +337,7 @@ class References:
                     self._sessions[name] = session, dtype
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-        """What those that can run it return, in the types of the results."""
+        """Outputs of those that can run it, in the types of the results."""
         found = {}
         for name, (session, dtype) in self._sessions.items():
             given = {key: value.astype(_numpy_type(dtype)) for key, value in feeds.items()}
@@ -428,7 +429,8 @@ PREFERRED: dict[tuple[str, str], Preference] = {
         Preference(NOBODY, "references multiply what is outside, or infinities, by zero weights")
     ),
 }
-"""By operator and element type, patterns both; finite numbers are compared with both always."""
+"""Patterns of the preferred reference by operator and element type; finite numbers are compared
+with both always."""
 
 SHORT = frozenset(
     "AffineGrid Erf Gelu GroupNormalization HardSwish LayerNormalization Resize Shrink".split()
@@ -448,7 +450,7 @@ def preference(probe: Probe) -> Preference | None:
 
 
 def differs(found: np.ndarray, wanted: np.ndarray, limit: float) -> np.ndarray:
-    """Where an output is wrong; infinities and NaN must be in place."""
+    """Places where an output is wrong; infinities and NaN must be in place."""
     if found.shape != wanted.shape:
         return np.ones(found.shape, bool)
     kind = str(found.dtype)
@@ -465,7 +467,7 @@ def differs(found: np.ndarray, wanted: np.ndarray, limit: float) -> np.ndarray:
 
 @dataclass
 class Report:
-    """What probes have shown: texts by what is the matter."""
+    """Findings of probes: texts by their kind."""
 
     counts: Counter[str]
     texts: dict[str, list[str]]
@@ -504,7 +506,7 @@ def run(chosen: Sequence[Probe]) -> Report:
 
 
 class Trial:
-    """What the references say of a probe, by the name of a fill."""
+    """Outputs of the references for a probe, by the name of a fill."""
 
     def __init__(self, probe: Probe) -> None:
         references = References(probe)

@@ -30,7 +30,7 @@ class FakeCUDA:
         self._next = 100
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        """What only releases, or changes nothing here."""
+        """Return a function that does nothing: it would only release, or change nothing here."""
         return lambda *_: self.released.append(name) or int(name == self.failing) * 2
 
     def _new(self) -> int:

@@ -30,7 +30,7 @@ _BANNER = re.compile(r"\n=+\n=   BAD TERMINATION .*?debugging suggestions\n", re
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: exit code, seconds, what its ranks printed."""
+    """End of a job: exit code, seconds, and what its ranks printed."""
 
     code: int
     seconds: float

@@ -23,7 +23,8 @@ from tvm_fusion.errors import TVMFusionError
 from tvm_fusion.onnx.frontend import import_onnx
 
 TOLERANCES = {2: 2e-2, 4: 1e-3, 8: 1e-3}
-"""By the size of an element; 16-bit numbers are rounded after other steps than ONNX's."""
+"""Tolerances by the size of an element; 16-bit numbers are rounded after other steps than
+ONNX's."""
 
 DISPUTED = {
     f"test_resize_downsample_scales_{mode}_align_corners": "ONNX's reference divides by the size "
@@ -37,7 +38,7 @@ RANDOM = ("Bernoulli", "RandomNormalLike", "RandomUniformLike")
 
 
 class Outcome(NamedTuple):
-    """What became of a case.
+    """Verdict on a case.
 
     ``kind`` is "right", "constant" (right with all inputs but the first constant, or with the first
     output only), "folded" (right with all inputs constant), "refused", "wrong", or "disputed" for
@@ -77,7 +78,7 @@ def variants(case: Case) -> Iterator[tuple[onnx.ModelProto, dict[str, np.ndarray
 
 
 def difference(found: np.ndarray, wanted: np.ndarray) -> str | None:
-    """What is wrong with an output, if anything."""
+    """Describe what is wrong with an output, if anything."""
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         return f"{found.dtype} {found.shape}, expected {wanted.dtype} {wanted.shape}"
     limit = TOLERANCES.get(wanted.dtype.itemsize, 0)

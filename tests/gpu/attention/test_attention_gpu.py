@@ -130,7 +130,7 @@ def test_numbers_of_large_logits(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_a_mask_and_a_bias_of_each_head(rng: np.random.Generator) -> None:
-    """As T5 has it: a bias of positions, a mask of tokens, no scale."""
+    """Attention of T5 has a bias of positions, a mask of tokens, and no scale."""
     query, key, value = heads(rng, (2, 3, 21, 16), (2, 3, 27, 16), (2, 3, 27, 16))
     [bias] = heads(rng, (1, 3, 21, 27))
     mask = np.where(rng.random((2, 1, 1, 27)) < 0.3, np.finfo(F32).min, 0).astype(F32)
@@ -382,7 +382,7 @@ def _emitted(graph: Callable[..., relax.Expr]) -> Callable[..., relax.Expr]:
     return lambda scores: relax.BlockBuilder.current().normalize(graph(scores))
 
 
-MOST_INSTRUCTIONS = 7  # of a warp, for each product, in the loop over keys
+MOST_INSTRUCTIONS = 7  # Bound for a warp and a product, in the loop over keys.
 
 
 @pytest.mark.slow
@@ -413,6 +413,6 @@ def test_machine_code_on_tensor_cores(kind: tuple[tuple[int, ...], str], arch: s
     sixteens, depth = count(loop, "HMMA") // 64, shape[-1]
     keys = 64 if depth == 64 else 32
     assert count(loop, "MUFU") == count(loop, "MUFU.EX2") == sixteens * (keys // 2 + 2)
-    # Of 512 bytes each are loaded keys and values, but no queries; no score is rounded.
+    # Keys and values are loaded 512 bytes at a time, queries are not; no score is rounded.
     assert count(loop, "LDSM") == 2 * 2 * keys * depth // 512
     assert count(loop, "F2FP") == sixteens * keys // 4 and not count(loop, "HADD2")

@@ -112,7 +112,9 @@ def test_heads_that_share_keys(dtype: str, groups: int, m: int, rng: np.random.G
 
 
 def test_masks_infinities_and_nan(rng: np.random.Generator) -> None:
-    """As the definition has it, also where a part, or all, is hidden, or a value is infinite."""
+    """Results are those of the definition, also where a part, or all, is hidden, or a value is
+    infinite.
+    """
     query, key, value = heads(rng, (9, 2, 1, 16), (9, 2, 300, 16), (9, 2, 300, 16))
     mask = np.zeros((9, 1, 1, 300), F32)
     mask[0, ..., :290], mask[1], mask[2, ..., 100:] = -np.inf, -np.inf, -np.inf
@@ -156,7 +158,7 @@ def test_few_heads_have_more_parts() -> None:
 
 
 def test_queries_of_many_heads_have_their_own_kernel() -> None:
-    """What is stored in another way is left to products of few rows."""
+    """Keys that are stored in another way are left to products of few rows."""
 
     def build(query: relax.Expr, key: relax.Expr, value: relax.Expr) -> relax.Expr:
         block = relax.BlockBuilder.current()

@@ -140,7 +140,7 @@ def test_machine_code(shape: tuple[int, ...], dtype: str, least: dict, most: int
     assert "wgmma" not in compile_cuda(source, "sm_90a").log.lower(), "ptxas serializes products"
     [used], [code] = ptxas(source, "sm_90a").values(), sass(source, "sm_90a").values()
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
-    assert used.registers <= 168  # of three warpgroups, all there are
+    assert used.registers <= 168  # Three warpgroups have all registers.
     main = max(loops(code), key=lambda each: count(each, "HGMMA"))
     assert {kind: count(main, f"HGMMA.{kind}") for kind in least} == least
     assert count(main, "WARPGROUP.DEPBAR") == 2 and len(main) <= most

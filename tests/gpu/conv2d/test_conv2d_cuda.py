@@ -75,7 +75,7 @@ def test_main_loop_of_large_products(case: Case, arch: str) -> None:
     assert count(names, "LDS") == count(names, "LDS.128")
     assert count(names, "STS") == count(names, "STS.128") > 0
     assert count(names, "LDG.E") == count(names, "LDG.E.128") > 0
-    assert count(names, "BAR.SYNC") == 2  # for two steps
+    assert count(names, "BAR.SYNC") == 2  # One barrier for each step.
     assert products > 0.75 * len(names)
 
 
@@ -209,7 +209,7 @@ def test_shared_memory_is_as_predicted(tile: ConvTile) -> None:
 
 
 def test_shared_memory_is_read_without_bank_conflicts() -> None:
-    """Of 8 lanes, which read 128 bytes at once, none reads other 16 bytes of another's banks."""
+    """No two of 8 lanes, which read 128 bytes at once, read other 16 bytes of the same banks."""
     for tile in all_tiles():
         places = [ThreadPlace.of(tile, thread) for thread in range(tile.threads)]
         share, stride = tile.quads // tile.parts, 4 * tile.quads + 1

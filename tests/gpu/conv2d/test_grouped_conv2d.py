@@ -26,7 +26,7 @@ def conv(x: relax.Expr, w: relax.Expr, groups: int = 2, strides: int = 1) -> rel
 @pytest.mark.parametrize("has_epilogue", [False, True])
 @pytest.mark.parametrize("strides", [1, 2])
 def test_numbers(strides: int, has_epilogue: bool, rng: np.random.Generator) -> None:
-    """Of 81 products each."""
+    """Each output is the sum of 81 products."""
     x = rng.standard_normal((2, 18, 7, 6)).astype(F16)
     w = rng.standard_normal((10, 9, 3, 3)).astype(F16)
     bias = rng.standard_normal((1, 10, 1, 1)).astype(F32)
@@ -54,7 +54,7 @@ def test_numbers_of_symbolic_batches(rng: np.random.Generator) -> None:
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_machine_code(arch: str) -> None:
-    """Of ResNeXt: a thread has one output, and needs few registers."""
+    """A thread of a layer of ResNeXt has one output, and needs few registers."""
     target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
     shapes = ((1, 1024, 7, 7), F16), ((1024, 32, 3, 3), F16)
     [func] = scheduled(lambda x, w: conv(x, w, 32), *shapes, target=target).values()

@@ -269,7 +269,7 @@ def test_machine_code(name: str, arch: str) -> None:
     assert count(names, "STS") == count(names, "STS.128")
 
 
-# Of a warp, for each product, where a tile is smallest. Factors of TF32 are rounded on their way.
+# Bound for a warp and a product where a tile is smallest. Factors of TF32 are rounded on their way.
 MOST_INSTRUCTIONS = {"float16": 9.5, "float32": 14.0}
 
 

@@ -129,7 +129,7 @@ def reference(kernel: Conv2DKernel, arrays: list[np.ndarray]) -> np.ndarray:
     _, _, bias1, _, bias2, *residual = (a.astype("float64") for a in arrays)
     weight2 = factor(arrays[3])
     first, second = kernel.layers
-    if first.is_depthwise:  # by the ordinary cores
+    if first.is_depthwise:  # The ordinary cores compute it.
         data, weight1 = (array.astype("float64") for array in arrays[:2])
         each = [
             convolve(data[:, c : c + 1], weight1[c : c + 1], first)
@@ -308,7 +308,7 @@ def test_a_depthwise_layer_is_summed_in_float32() -> None:
     target = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
     text = scheduled(function(kernel_of(layers, size)), target).script()
     adds = r"(\w+) = T.alloc_local\(\(8,\)(.*)\)\n\s*\1\[0\] = \w+\[0\] \+ "
-    assert {dtype for _, dtype in re.findall(adds, text)} == {""}  # of float32
+    assert {dtype for _, dtype in re.findall(adds, text)} == {""}  # Sums of float32 have no suffix.
 
 
 PRODUCTS = {"float16": "HMMA.16816.F32", "bfloat16": "HMMA.16816.F32.BF16"}

@@ -34,7 +34,7 @@ from schedules.tuning.records import Record, Records, parse_record
 from schedules.tuning.tunable_rule import tunable_rule_of
 from schedules.workload.reduce import ReduceWorkload
 
-# As large blocks as CUDA's: the settings are those of its spaces.
+# Blocks are as large as CUDA's: the settings are those of its spaces.
 OPENCL = Target(
     {"kind": "opencl", "max_num_threads": 1024, "max_shared_memory_per_block": 49152},
     host="llvm",
@@ -44,7 +44,7 @@ MANY, PARTS = 200, 4
 
 
 def matmul(m: Any, k: Any, n: Any, transposed: bool = False) -> tirx.PrimFunc:
-    m, k, n = (tirx.const(extent, "int64") for extent in (m, k, n))  # as Relax has them
+    m, k, n = (tirx.const(extent, "int64") for extent in (m, k, n))  # Relax has such extents.
     left = te.placeholder((m, k), name="left")
     right = te.placeholder((n, k) if transposed else (k, n), name="right")
     return te.create_prim_func([left, right, topi.matmul(left, right, False, transposed)])
@@ -73,7 +73,7 @@ def total(shape: tuple[int, ...], axes: list[int]) -> tirx.PrimFunc:
 
 
 def softmax(shape: tuple[int, int]) -> tirx.PrimFunc:
-    """By two coalesced reductions of a row."""
+    """Softmax by two coalesced reductions of a row."""
 
     def reduced(operator: str, source: te.Tensor) -> te.Tensor:
         workload = ReduceWorkload.create(operator, [1], 2, "float32", keepdims=True)

@@ -61,7 +61,7 @@ class Calls:
     kernels : OpenCLKernels
         The function.
     arguments : Sequence
-        Those of each call: workspace, input, outputs.
+        Arguments of each call: workspace, input, outputs.
     at_rest : Callable
         Checks the workspace at the end.
     compare : Callable
@@ -242,7 +242,8 @@ def test_waiting_has_an_end() -> None:
     """The registers are none more, and nothing goes to the stack."""
     case = Case("sum", "float16", (64, 1 << 16), [1], "last_block", CUDA)
     source = cuda_source(case.func)
-    for last in (LAST_TURN, LAST_TURN + BUSY_TURNS):  # for a slot, and for words of other blocks
+    # Waits for a slot, and for words of other blocks.
+    for last in (LAST_TURN, LAST_TURN + BUSY_TURNS):
         assert f"({last} <= " in source
     [used] = ptxas(source).values()
     assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
@@ -310,7 +311,7 @@ def test_nobody_claims_a_place_under_the_lock_of_another(rng: np.random.Generato
     header[LOCK] = 1
     other.write(0, header)
     waiting.launch_block(*calls.grid[0], 0, wait=False)
-    time.sleep(0.2)  # in which one that does not wait ends
+    time.sleep(0.2)  # A block that does not wait ends meanwhile.
     np.testing.assert_array_equal(np.array(other.read()[0])[:HEADER_WORDS], header)
     other.write(0, np.zeros_like(header))
     calls.run_blocks(rng, [waiting], skip=1)
@@ -399,7 +400,9 @@ def test_a_ticket_is_drawn_early_and_nothing_lies_between_storing_and_reading(ar
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "fences"), [("sm_80", 5), ("sm_90", 3)])
 def test_only_releases_wait_for_stores(arch: str, fences: int) -> None:
-    """Of the name, the lock and the slot. Before sm_90 locking and finding a slot do so, too."""
+    """The name, the lock and the slot are released. Before sm_90, locking and finding a slot wait,
+    too.
+    """
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
     case = Case("sum", "float32", (1 << 22,), [0], "last_block", target)
     [code] = sass(cuda_source(case.func, arch), arch).values()
@@ -436,12 +439,12 @@ def test_words_of_the_launch_before_are_not_taken(
     first = 0 if tag == 1 else splits
     begun = workspace[:words]
     begun[HEADER_WORDS:] = first
-    first_tile = slice(HEADER_WORDS, words, ticket_stride(count))  # in every slot
+    first_tile = slice(HEADER_WORDS, words, ticket_stride(count))  # The first tile of every slot.
     begun[first_tile] += splits - 1
     other.write(0, workspace)
     before = np.array(other.read()[2])
     waiting.launch_block(*calls.grid[0], 0, wait=False)
-    time.sleep(0.2)  # in which one that does not wait ends
+    time.sleep(0.2)  # A block that does not wait ends meanwhile.
     begun, output = np.array(other.read()[0])[:words], np.array(other.read()[2])
     np.testing.assert_array_equal(output, before)
     assert (begun[first_tile] == (first + splits) % (2 * splits)).sum() == 1  # it has drawn it

@@ -59,7 +59,9 @@ def test_models_run_and_are_loaded(build: Callable[[], onnx.ModelProto], tmp_pat
 
 @pytest.mark.parametrize("build", [attention, long_softmax])
 def test_graphs_are_replayed(build: Callable[[], onnx.ModelProto], tmp_path: Path) -> None:
-    """Between calls of the same kernels without a graph, whose outputs have the same addresses."""
+    """Calls of the same kernels without a graph come between; their outputs have the same
+    addresses.
+    """
     model = build()
     compiled = tvm_fusion.compile(model, "cuda", cuda_graph=True)
     compiled.save(tmp_path / "model.so")
@@ -96,7 +98,7 @@ KERNELS = [
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.name)
 def test_products_attention_and_pairs(case: KernelCase, tmp_path: Path) -> None:
-    """On tensor cores in float16 and TF32; each call has the same bits."""
+    """Tensor cores multiply float16 and TF32; each call has the same bits."""
     model = onnx_model(case)
     compiled = tvm_fusion.compile(model, "cuda", **case.options)
     compiled.save(tmp_path / "model.so")

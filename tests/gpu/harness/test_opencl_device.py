@@ -116,7 +116,7 @@ def test_the_loader_is_told_where_pip_put_intels_library(monkeypatch: pytest.Mon
     find_platforms()
     assert os.environ["OCL_ICD_VENDORS"] == "/venv/lib/libintelocl.so"
     monkeypatch.delenv("OCL_ICD_VENDORS")
-    monkeypatch.setattr(metadata, "files", lambda name: None)  # of a package without a record
+    monkeypatch.setattr(metadata, "files", lambda name: None)  # Such a package has no record.
     find_platforms()
     assert "OCL_ICD_VENDORS" not in os.environ
 

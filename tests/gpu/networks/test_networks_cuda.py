@@ -43,14 +43,14 @@ def test_next_to_nothing_spills(name: str, arch: str) -> None:
             assert used["spill_stores"] <= most, kernel
 
 
-# Of twelve layers; TVM's own pipeline has 189 and 233.
+# Kernels of twelve layers; TVM's own pipeline has 189 and 233.
 MOST_KERNELS = {"bert_base": 75, "gpt2": 90}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOST_KERNELS)
 def test_a_transformer_is_few_kernels(name: str) -> None:
-    """By those of one layer and of two, at full width."""
+    """Kernels of one layer and of two, at full width, give those of all layers."""
     target, counts = resolve("cuda -arch=sm_90"), []
     for layers in (1, 2):
         imported = import_onnx(ZOO[name](layers=layers, vocabulary=100)).mod
@@ -94,7 +94,7 @@ def test_products_and_convolutions_of_float16_run_on_tensor_cores(name: str, arc
     assert {units[each] for each in convolutions} <= {"HMMA", "HGMMA"}
     if arch == "sm_90a" and convolutions:
         by_warpgroups = [each for each in convolutions if units[each] == "HGMMA"]
-        assert len(by_warpgroups) >= len(convolutions) // 4  # of one image
+        assert len(by_warpgroups) >= len(convolutions) // 4  # Convolutions of one image.
     # The image has three channels; all others are in blocks, and copied as they lie.
     names = [code[f"{each}_kernel"] for each in convolutions]
     assert sum(bool(count(each, "STS")) for each in names) == len(names[:1])

@@ -36,7 +36,7 @@ def gelu(x: np.ndarray, tanh: Callable[[np.ndarray], np.ndarray] = np.tanh) -> n
 
 
 Function = tuple[Callable[[relax.Expr], relax.Expr], Callable[[np.ndarray], np.ndarray], int]
-# With the error in ulp that OpenCL allows; of gelu in units of the input's.
+# The error is the one in ulp that OpenCL allows; that of gelu is in units of the input's.
 FUNCTIONS: dict[str, Function] = {
     "tanh": (op.tanh, np.tanh, 5),
     "exp": (op.exp, np.exp, 3),
@@ -60,7 +60,7 @@ def test_machine_code_has_no_approximate_function(name: str) -> None:
     text = source(name)
     [code] = sass(text).values()
     assert not [each for each in opcodes(code) if each in APPROXIMATE]
-    # Of exponentials the instruction is the same, in __expf without the steps around it.
+    # Exponentials have the same instruction, in __expf without the steps around it.
     assert not re.search(r"\b__\w+f\(", text[text.rindex("__global__") :])
 
 

@@ -33,7 +33,7 @@ from tvm_fusion.codegen.library_bin import cuda_texts
 
 op = relax.op
 
-# Of each form: shares that are equal, that are not, of which some are empty, and odd extents.
+# Each form has shares that are equal, that are not, of which some are empty, and odd extents.
 SHAPES: dict[str, list[tuple[tuple[int, ...], list[int]]]] = {
     "all": [((20_001,), [0]), ((2, 1, 20_000), [0, 1, 2])],
     "x": [((3, 9000), [1]), ((2, 3, 4099), [0, 2]), ((5, 8200), [1])],
@@ -354,7 +354,7 @@ def test_other_blocks_are_read_between_barriers(source: str) -> None:
     for name, code in sass(source).items():
         names = opcodes(code)
         assert count(names, "UCGABAR_ARV") == count(names, "UCGABAR_WAIT") >= 2, name
-        assert count(names, "LD.E") >= 2, name  # by generic addresses, of the other blocks
+        assert count(names, "LD.E") >= 2, name  # Loads from other blocks have generic addresses.
         assert count(names, "ATOM") == count(names, "ATOMG") == count(names, "RED") == 0, name
         assert count(names, "LDL") == count(names, "STL") == 0, name
 

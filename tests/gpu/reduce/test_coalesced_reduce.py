@@ -465,7 +465,7 @@ def test_blocks_that_contend_for_one_word(
 @pytest.mark.parametrize("target", [OPENCL, CUDA], ids=["opencl", "cuda"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_word_reaches_behind_the_output(dtype: str, target: Target) -> None:
-    """Behind an output that ends within a word there may be memory of others."""
+    """Memory behind an output that ends within a word may belong to others."""
     width = {"int8": 8, "uint8": 8, "float16": 16, "bfloat16": 16}.get(dtype, 32)
     word = 16 if width == 16 and target is CUDA else 32
     for outputs in range(1, 9):

@@ -62,7 +62,7 @@ def test_nothing_spills(dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype",), in_turns(["int8", "bfloat16", "float16"], every=3))
 def test_clusters_do_not_spill_wide_states(dtype: str) -> None:
-    """Of narrow elements a thread has many."""
+    """A thread has many narrow elements."""
     case = Case("prod", dtype, (100_000, 64), [0], "one_block", CUDA)
     assert case.config.finish == "cluster"
     [resources] = ptxas(cuda_source(case.func)).values()
@@ -220,7 +220,7 @@ def test_few_elements_are_left_to_one_thread(shape: tuple[int, ...], dtype: str)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch",), in_turns(["sm_90", "sm_80", "sm_70"], every=3))
 def test_integer_sums_are_atomic_on_request(arch: str) -> None:
-    """By default they are one kernel, without another one that initialises the output."""
+    """Sums are one kernel by default, without another one that initialises the output."""
     target = Target({"kind": "cuda", "arch": arch}, host="llvm")
     case = Case("sum", "int32", (1 << 22,), [0], "atomic", target)
     assert case.config.finish == "atomic"

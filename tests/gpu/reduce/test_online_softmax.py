@@ -155,7 +155,7 @@ def test_short_rows_are_a_chain(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_another_shift_than_the_maximum(rng: np.random.Generator) -> None:
-    """As in the logarithm of a sum of exponentials, and one that is never the maximum."""
+    """The shift is that of the logarithm of a sum of exponentials, or never the maximum."""
 
     def build(x: relax.Expr, y: relax.Expr) -> list[relax.Expr]:
         maximum = largest(x, [1])
@@ -197,7 +197,7 @@ def test_sisters_share_the_pass(rng: np.random.Generator) -> None:
 
 @pytest.mark.slow
 def test_sums_share_a_maximum(rng: np.random.Generator) -> None:
-    """Of a softmax and of a log-sum-exp without the reduced axis, and one with another shift."""
+    """A softmax and a log-sum-exp lack the reduced axis, and one has another shift."""
 
     def build(x: relax.Expr) -> list[relax.Expr]:
         maximum, flat = largest(x, [1]), emit(op.max(x, [1]))
@@ -221,7 +221,7 @@ def test_sums_share_a_maximum(rng: np.random.Generator) -> None:
 
 
 def test_two_fields_split_like_one() -> None:
-    """As many blocks share a row as for the sum alone."""
+    """A row is shared by as many blocks as for the sum alone."""
     splits = Group(lambda x: op.sum(x, [1]), ("float32", (3, 100_003))).config.splits
     assert chosen(both("float32", (3, 100_003), [1]))[1].splits == splits > 1
 
@@ -266,7 +266,7 @@ def test_cuda_text_without_spills(dtype: str, shape: tuple, axis: int) -> None:
     assert chosen(group)[1].splits > 1
     [used] = ptxas(cuda_source(tvm.IRModule({"main": group.func}))).values()
     assert (used.spill_stores, used.spill_loads) == (0, 0)
-    assert used.registers <= (80 if dtype == "float64" else 64)  # for three and four blocks
+    assert used.registers <= (80 if dtype == "float64" else 64)  # Three or four blocks fit.
 
 
 @pytest.mark.slow

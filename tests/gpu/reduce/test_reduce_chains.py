@@ -357,7 +357,7 @@ def test_a_warp_has_a_short_row() -> None:
     ],
 )
 def test_chain_fits(outputs: int | None, reduced: int | None, form: str, fits: bool) -> None:
-    """Without clusters, of which another file has tests."""
+    """Chains have no clusters, of which another file has tests."""
     gpu = GPUInfo.from_target(Target({"kind": "cuda", "arch": "sm_80"}))
     assert chain_fits(outputs, reduced, 4, gpu, form) == fits
 

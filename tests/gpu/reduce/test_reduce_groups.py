@@ -21,7 +21,7 @@ from tests.selection import in_turns
 
 op = relax.op
 FINISHES = ("one_block", "atomic", "last_block")
-# With extents that no vector and no block divides, long enough to be split.
+# No vector and no block divides the extents, which are long enough to be split.
 SHAPES: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "all": ((100_003,), [0]),
     "x": ((3, 30_011), [1]),
@@ -96,7 +96,7 @@ def test_types(form: str, dtype: str, rng: np.random.Generator) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", SHAPES)
 def test_different_inputs_of_different_types(form: str, rng: np.random.Generator) -> None:
-    """As in the backward pass of a normalisation: two sums, of one and of two tensors."""
+    """The backward pass of a normalisation has two sums, of one and of two tensors."""
     shape, axes = SHAPES[form]
 
     def build(gradient: relax.Expr, data: relax.Expr, mask: relax.Expr) -> list[relax.Expr]:

@@ -17,7 +17,7 @@ from tvm.s_tir import dlight
 from relay_passes import CoalesceReduction, ConfigureReductions, FuseReductionProducers
 from schedules.gpu import RULES
 
-MULTIPROCESSORS = 132  # of an H100
+MULTIPROCESSORS = 132  # Multiprocessors of an H100.
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Structure:
     """Launches of the scheduled functions of a module, and their buffers in global memory."""
 
     kernels: int
-    blocks: int  # of the kernel with the most
+    blocks: int  # Blocks of the kernel with the most.
     intermediates: int
 
 

@@ -53,7 +53,7 @@ def kernel(case: tuple[str, tuple[int, ...], list[int]], target: Target) -> tirx
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPES)
 def test_one_kernel_for_all_gpus(case: tuple[str, tuple[int, ...], list[int]]) -> None:
-    """What is equal but for the bound on registers adds in the same order."""
+    """Kernels that are equal but for the bound on registers add in the same order."""
     own = {hash_of(kernel(case, gpu)) for gpu in GPUS}
     same = {hash_of(kernel(case, reproducible_target(gpu))) for gpu in GPUS}
     assert len(own) > 1 and len(same) == 1

@@ -17,7 +17,7 @@ from relay_passes.op import coalesced_reduce
 from tests.selection import in_turns
 
 op = relax.op
-# With extents that no vector and no block divides, long enough to be split.
+# No vector and no block divides the extents, which are long enough to be split.
 SHAPES: dict[str, tuple[tuple[int, ...], list[int]]] = {
     "all": ((100_003,), [0]),
     "all of several axes": ((7, 13, 11, 101), [0, 1, 2, 3]),
@@ -91,7 +91,7 @@ def test_symbolic_extents(extents: tuple[int, int], rng: np.random.Generator) ->
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["x", "y"])
 def test_every_element_is_moved_once(form: str) -> None:
-    """By several blocks of each output, too, on devices with clusters and without."""
+    """Several blocks share an output, too, on devices with clusters and without."""
     shape, axes = SHAPES[form]
     for arch in ("sm_80", "sm_90"):
         target = Target({"kind": "cuda", "arch": arch}, host="llvm")

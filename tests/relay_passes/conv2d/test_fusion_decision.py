@@ -161,7 +161,7 @@ def test_without_a_machine_the_cost_models_decide(size):
         alone = replace(kernel, layers=(layer,))
         apart += estimate(alone, default_conv2d_knobs(alone, info), info).cycles
     fused = estimate(kernel, default_fused_knobs(kernel, info), info).cycles
-    assert decide(pair, cpu()).gain == apart / fused - 1  # to the last bit
+    assert decide(pair, cpu()).gain == apart / fused - 1  # Equal to the last bit.
 
 
 def test_other_kinds_of_targets():

@@ -64,7 +64,7 @@ def test_tensor_cores_for_separate_layers_count() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "uint8"])
 def test_pairs_of_tensor_cores_gain_where_channels_are_few(dtype: str) -> None:
-    """As their separate layers they have channels in blocks; bytes have no depthwise layers."""
+    """Separate layers have channels in blocks, as pairs do; bytes have no depthwise layers."""
     pairs = [pair(56, dense(64, 64, 3), dense(64, 256), 8)]
     pairs += [pair(56, depthwise(96), dense(96, 24), 8)] * (dtype != "uint8")
     pairs.append(pair(14, dense(256, 256, 3), dense(256, 1024), 8))

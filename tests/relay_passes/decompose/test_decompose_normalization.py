@@ -323,7 +323,7 @@ def test_cross_entropy(shape: tuple[int, ...], dtype: str) -> None:
 def test_nll_loss(shape: tuple[int, ...], reduction: str, weighted: bool, ignore: int) -> None:
     rng = np.random.default_rng(7)
     x = values_of(rng, *shape)
-    x.flat[::7] = -np.inf  # of a class that is not asked for, or ignored
+    x.flat[::7] = -np.inf  # The class is not asked for, or ignored.
     targets = rng.integers(0, shape[1], (shape[0], *shape[2:]))
     targets.flat[1] = ignore
     asked = np.expand_dims(np.where(targets == ignore, 0, targets), 1)
@@ -592,7 +592,7 @@ def test_norms_of_16_bits_do_not_overflow_on_the_way(name: str) -> None:
     values = (values / 20 if name == "GlobalLpPool" else values).astype("float16")
     exact = values.astype("float64")
     if name == "GlobalLpPool":
-        power = float(np.float16(1 / 3))  # as the importer rounds it
+        power = float(np.float16(1 / 3))  # The importer rounds it so.
         expected = (exact**3).sum(axis=(2, 3), keepdims=True) ** power
     elif name == "ReduceL2":
         expected = np.sqrt((exact**2).sum(axis=(1, 3), keepdims=True))

@@ -457,14 +457,16 @@ def test_convolutions_of_bytes_are_packed():
         assert f"NCHW{block}c" in packed.script()
         [call] = [b.value for b in packed["main"].body.blocks[0].bindings if len(b.value.args) == 4]
         assert str(call.args[1].ty.dtype) == dtype and "limited" not in call.attrs.keys()
-    weight[3, 2] = 126  # from here on no pair of products exceeds 16 bits
+    weight[3, 2] = 126  # No pair of products exceeds 16 bits any more.
     target = Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "znver3"})
     packed = PackLayout(target)(_with_weight(weight, b))
     assert "limited=True" in packed.script() and "int16" not in packed.script()
 
 
 def test_pairs_are_packed_among_single_layers():
-    """Of float16 and of bytes, without a layout change between them; an image before a pair."""
+    """No layout changes between pairs of float16 or of bytes and their neighbours; an image may
+    come first.
+    """
     w, b = (relax.const(np.zeros(shape, "float16")) for shape in ((16, 16, 1, 1), (16,)))
     image = relax.const(np.zeros((16, 3, 1, 1), "float16"))
 
@@ -513,7 +515,7 @@ def half(constant):
 
 
 def test_dense_layers_of_float16_are_packed_for_tensor_cores():
-    """In blocks of 16 bytes, beside those of float32, which have four channels; not without."""
+    """Tensor cores get blocks of 16 bytes, beside those of float32, which have four channels."""
     w, b, w32, b32 = half(const(16, 3, 3, 3)), half(const(16)), const(8, 16, 1, 1), const(8)
 
     @I.ir_module

@@ -270,7 +270,7 @@ def test_tables_are_rounded_as_their_product(bits: int) -> None:
 
 
 def test_rows_that_are_factors_stay_floats() -> None:
-    """As sines of positions are, but not rows that a norm divides; nor do tables of bfloat16."""
+    """Sines of positions are such rows; rows that a norm divides and tables of bfloat16 are not."""
     table = relax.const(generator.standard_normal((300, 70)).astype("float32"))
     (product_alone,) = narrowed(NarrowWeights(4)(lookup_and_product(table, factor=True)))
     assert int(product_alone.attrs["axis"]) == 0

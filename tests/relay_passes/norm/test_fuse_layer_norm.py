@@ -68,7 +68,7 @@ def test_a_norm_with_another_reader_stays() -> None:
 
 
 def test_two_norms_of_one_value_share_its_moments() -> None:
-    """As in layers whose attention and feed-forward network lie beside each other."""
+    """Layers whose attention and feed-forward network lie beside each other have such norms."""
     layer, builder = NormLayer((37,), width=64), relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((37, 64), "float32"))
     weights = [relax.const(weight) for weight in (*layer.w[:2], *layer.gamma, *layer.beta)]

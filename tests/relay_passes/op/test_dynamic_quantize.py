@@ -76,7 +76,7 @@ def test_numbers(name: str, target: Target) -> None:
         x = random.uniform(low, high, SIZES[name]).astype("float32")
         check(function, x)
         if x.size > 1:
-            x.flat[-1] = 9  # behind the last step
+            x.flat[-1] = 9  # The place behind the last step.
             check(function, x)
 
 
@@ -88,7 +88,7 @@ def test_open_sizes() -> None:
 
 @pytest.mark.parametrize("form", ["kernel", "reductions"])
 def test_edge_values(form: str) -> None:
-    """In a vector of a step, and behind the last step; also written as reductions."""
+    """The edge is in a vector of a step, or behind the last step; extremes may be reductions."""
     mod = module((67,))
     function = compiled(mod if form == "kernel" else DecomposeNormalization()(mod), AVX2)
     for values in (one for name, one in SPECIAL.items() if form == "kernel" or name != "NaN"):

@@ -113,7 +113,7 @@ def test_what_is_refused(others, attrs, text):
 
 
 def test_numbers_of_its_function():
-    """As the pipeline of CPUs, which makes no such pair, compiles it."""
+    """The pipeline of CPUs compiles it, though it makes no such pair."""
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (1, 3, 6, 6)).astype("uint8")
     w1, w2 = (random.integers(-128, 128, s).astype("int8") for s in ((8, 3, 3, 3), (5, 8, 1, 1)))

@@ -223,5 +223,5 @@ def test_numbers(reference, run_module, inputs, outputs, activation, padding, ti
     plain = np.moveaxis(packed, 4, 2).reshape(2, -1, *shape[2:])[:, :outputs]
     expected = reference.layer(data, found.weight, found.bias, layer, added)
     sums = reference.layer(data, found.weight, found.bias, replace(layer, activation=LINEAR), added)
-    scale = max(1.0, float(np.abs(sums).max()))  # that of the rounding, before a clip
+    scale = max(1.0, float(np.abs(sums).max()))  # Scale of the rounding, before a clip.
     np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-5 * scale)

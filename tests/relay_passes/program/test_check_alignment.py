@@ -100,7 +100,7 @@ def alignments(target: Target, shape: tuple[int, ...], dtype: str = "float32") -
 
 
 def test_what_each_target_needs() -> None:
-    """As many bytes as one load reads on CUDA; OpenCL's tensors have no address."""
+    """CUDA needs as many bytes as one load reads; OpenCL's tensors have no address."""
     assert alignments(CPU, (64,)) == [64]
     assert alignments(CUDA, (64,)) == [16]
     assert alignments(CUDA, (3,), "float16") == [4]

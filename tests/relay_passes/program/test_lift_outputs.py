@@ -151,7 +151,7 @@ def test_a_program_that_is_not_lowered() -> None:
 
 
 def test_all_its_constants_become_parameters() -> None:
-    """Of other programs only large ones do."""
+    """Other programs lift only large constants."""
     weight = relax.const(np.ones((3, 4), "float32"))
     assert weight.value.numpy().nbytes < LEAST_BYTES
     one = LiftWeights()(lowered(lambda x: op.add(x, weight), (3, 4)))

@@ -143,7 +143,7 @@ def test_what_stays() -> None:
 
 
 def test_results_that_are_not_stored_stay_in_float32() -> None:
-    """Through an activation, moves, a pool, and a sum of several readers; not through a cast."""
+    """An activation, moves, a pool, and a sum of several readers keep float32; a cast does not."""
 
     @I.ir_module
     class Network:

@@ -377,7 +377,7 @@ def test_reductions_of_the_onnx_importer(name):
     old_node = helper.make_node(name, ["x"], ["y"], keepdims=0, axes=[0, 2])
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, 4])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])
-    is_sum = name == "ReduceSum"  # of which only opset 13 has the axes as an input
+    is_sum = name == "ReduceSum"  # Only opset 13 of it has the axes as an input.
     graph = helper.make_graph(
         [node if is_sum else old_node], "g", [x], [y], [axes] if is_sum else []
     )

@@ -97,7 +97,8 @@ def test_calls_of_one_function_share_a_workspace():
     assert first.args[0].same_as(second.args[0]) and not first.args[0].same_as(other.args[0])
     one, same, another = (call.args[1].fields[0] for call in (first, second, other))
     assert one.value.data_ptr() == same.value.data_ptr()
-    # Of the same size, and not merged by the virtual machine, which has equal constants once.
+    # They have the same size; the virtual machine has equal constants once, but did not merge
+    # these.
     assert one.value.shape == another.value.shape
     assert (one.value.numpy() != another.value.numpy()).any()
 

@@ -66,7 +66,7 @@ class Fused:
     Attributes
     ----------
     grouped, mod : tvm.IRModule
-        After the pass, and after TVM's fusion.
+        Modules after the pass, and after TVM's fusion.
     kernels : list[str]
         The functions that ``main`` calls.
     groups : list

@@ -67,7 +67,7 @@ def test_outputs_beside_a_reduction_of_the_same_data() -> None:
 
 
 def test_outputs_of_an_optimizer() -> None:
-    """Between two stored tensors is one that is not, and it is computed with them."""
+    """A tensor between two stored ones is not stored, and it is computed with them."""
 
     def build(emit, x, y):
         mean = emit(op.add(emit(op.multiply(x, relax.const(0.1))), y))

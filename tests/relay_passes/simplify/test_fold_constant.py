@@ -217,7 +217,7 @@ def test_constant_indices_that_no_error_is_for_become_the_nearest():
 
 
 def test_shapes_are_constants(monkeypatch):
-    """Of a tensor whose sizes are known, as TVM's importer asks for them before each scatter."""
+    """TVM's importer asks for the shape of a tensor of known sizes before each scatter."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((2, 3, 4), "float32"))
     with builder.function("main", [x]):

@@ -42,7 +42,7 @@ def test_caches_keep_the_rows_used_most():
 
 
 def test_the_busiest_part_of_the_rows_by_hand():
-    # Of rows 0 to 4 are 4 of 12 lookups, of rows 5 to 9 eight; seven of these are of row 5.
+    # Rows 0 to 4 have 4 of 12 lookups, rows 5 to 9 eight; seven of these are of row 5.
     assert BATCH.busiest(1) == 1 and BATCH.busiest(2) == pytest.approx(8 / 12)
     assert BATCH.busiest(10**6) == pytest.approx(7 / 12)
     assert TableLookups(3, 10, 16, 12).busiest(4) == 1 / 4

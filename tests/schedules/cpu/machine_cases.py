@@ -163,7 +163,7 @@ def check_dense(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int
 
 
 def check_bytes(whole: Mapping[Tile, set[int]], seen: Iterable[Tile], depth: int) -> Check:
-    """Like :func:`check_dense`, for products of bytes; floats are multiplied at the end only."""
+    """Check products of bytes as :func:`check_dense`; floats are multiplied at the end only."""
     check = check_dense(whole, seen, depth)
 
     def of_bytes(loop: Loop) -> Loop:
@@ -219,7 +219,7 @@ def check_rows(terms: int = 4, constants: int = 0) -> Check:
 
 
 def check_tiles(tiles: Mapping[Tile, set[int]]) -> Check:
-    """Among other loops there are those of some register tiles, and they are without defects."""
+    """Check that there are loops of some register tiles, and that they are without defects."""
 
     def check(found: Sequence[Loop]) -> list[str]:
         pure = [loop for loop in found if loop.fmas and not loop.stores and not loop.stack_loads]

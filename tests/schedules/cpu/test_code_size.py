@@ -134,7 +134,7 @@ def test_blocks_of_a_tile_are_unpacked_by_a_loop():
 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_settings_of_much_code_are_no_choice(cpu):
-    """Of no window, size of the image, or number of channels."""
+    """No window, size of the image or number of channels leads to such a choice."""
     sizes = product((24, 72, 144), (28, 56, 112), (24, 40, 64))
     for size, window in product(sizes, product((3, 5, 7), (1, 2))):
         kernel, info = kernel_of(on_planes(cpu, *size, *window), True, True), info_of(cpu)

@@ -338,7 +338,7 @@ def test_every_tile_worth_a_try_stays_in_registers(cpu, forms):
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", SLOW)
 def test_the_units_of_multiply_adds_are_the_bound(cpu):
-    """By LLVM's models of the CPUs, where its tools are installed and know them."""
+    """LLVM's models of the CPUs tell so, where its tools are installed and know them."""
     try:
         program = find_mca()
     except ModelError as error:

@@ -70,7 +70,7 @@ def test_ranks_share_the_memory_of_their_node() -> None:
     assert both.seconds(long) == pytest.approx(sharing_seconds(1.2e-5, 2e-5))
     assert 2e-5 < both.seconds(long) < 3.2e-5
     assert both.seconds(short) == pytest.approx(1e-3)  # which hardly needs memory
-    assert alone.beside(100) == alone.beside(4)  # of other nodes
+    assert alone.beside(100) == alone.beside(4)  # Others are on other nodes.
     slow = both.slower(2)
     assert slow.seconds(short) == pytest.approx(2e-3) and slow.node_bandwidth == 1.2e10
     assert Processor(1e9, 1e10).beside(2).seconds(long) == pytest.approx(1.2e-5)

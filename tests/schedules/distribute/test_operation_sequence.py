@@ -92,7 +92,7 @@ def test_weights_are_copied_once() -> None:
 
 
 def test_unread_inputs_are_not_copied() -> None:
-    """Of one image below another, the first rows read only the first."""
+    """The first rows of one image below another read only the first."""
     sequence = operation_sequence(read_loop_nest(concatenation(4, 3), [0]), ((0, 2),))
     assert "B" not in sequence.chunks[0].copied
     assert sequence.copied_in(0) == {"A": ((0, 2), (0, 3))}

@@ -191,7 +191,7 @@ def by_another_input() -> tirx.PrimFunc:
 
 
 def odd(init: int) -> Callable:
-    """What is no reduction that parts can share."""
+    """Return a reduction that parts cannot share."""
     if init:
         return te.comm_reducer(lambda x, y: x + y, lambda t: tirx.const(init, t), "sum")
     return te.comm_reducer(lambda x, y: 2 * x + y, lambda t: tirx.const(0, t), "odd")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found in expressions and statements, and what is replaced in them."""
+"""Tests of searches and replacements in expressions and statements."""
 
 from __future__ import annotations
 

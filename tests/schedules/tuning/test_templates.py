@@ -128,7 +128,7 @@ def softmax(shape: tuple[int, int]) -> list[te.Tensor]:
 
 @functools.cache
 def workload_of(name: str) -> Any:
-    """What a template computes."""
+    """Workload of a template."""
     given = WORKLOADS[name]
     if not isinstance(given, tuple):
         return given

@@ -225,7 +225,7 @@ def test_gpus_are_not_profiled() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", ["uint8", "bfloat16"])
 def test_the_peak_may_be_that_of_tile_registers(numbers: str) -> None:
-    """By loops: each sum adds 64 or 32 products of ones a round to what it begins with."""
+    """Loops stand for the registers: a round adds 64 or 32 products of ones to each sum."""
     target = resolve("native", 2)
     tiles = {"tiles": (numbers,), "emulates_tiles": True}
     probe = PeakProbe(replace(CPUInfo.from_target(target), **tiles), target, 2, numbers)
@@ -241,4 +241,4 @@ def test_the_peak_of_bfloat16_is_that_of_its_instruction() -> None:
     target = resolve("znver4", 1)
     kernel = _multiply_add(16, 24, 1, "bfloat16", 2)
     text = tvm.compile(kernel, target).mod.inspect_source("asm")
-    assert text.count("vdpbf16ps") in (24, 48)  # in one place, or inlined in a second
+    assert text.count("vdpbf16ps") in (24, 48)  # It stands in one place, or is inlined in a second.

@@ -55,7 +55,7 @@ def library(model_path: Path) -> Path:
 
 Run = Any
 ERASE = "\r\x1b[2K"
-"""What takes the line of the progress away."""
+"""Text that takes the line of the progress away."""
 ERROR_FIELDS = {"type", "message", "exit_code"}
 
 

@@ -44,7 +44,7 @@ def test_cuda_text_becomes_machine_code(nvcc: bool, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_machine_code_is_that_of_the_architecture(arch: str) -> None:
-    """As the note says that ptxas leaves in it."""
+    """The note that ptxas leaves in it names the architecture."""
     assert f"-arch {arch} ".encode() in nvrtc.compile_cuda(KERNEL, arch).cubin
 
 
@@ -97,7 +97,7 @@ def test_nvcc_compiles_where_no_nvrtc_loads(
 def test_builtins_beside_nvrtc_are_loaded_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As NVRTC 13.0, which PyTorch has, does not look for them there; else the system is asked."""
+    """NVRTC 13.0, which PyTorch has, does not look for them there; else the system is asked."""
     opened: list[str] = []
     load, real = ctypes.CDLL, nvrtc.nvrtc_libraries()[0]
     [builtins] = real.parent.glob("libnvrtc-builtins.so.*")

@@ -214,10 +214,10 @@ def test_blocks_of_tensors_around_groups_by_loops_in_place_of_tile_registers(wid
         if width == 1:
             _check_pair(model, target, list(feed.values()), found)
     texts = [str(func.attrs.get("tvm_fusion.workload")) for func in mod.functions.values()]
-    lanes = 16 if width == 48 else 32  # of which groups are whole blocks
+    lanes = 16 if width == 48 else 32  # Groups of these are whole blocks.
     assert sum(f'"out_layout": "NCHW{lanes}c"' in text for text in texts) == 4
     rules = [use.rule for use in kernel_uses(mod)]
-    in_vectors = {1: (1,), 4: (0, 1), 48: (0,)}[width]  # by the cost model of this CPU
+    in_vectors = {1: (1,), 4: (0, 1), 48: (0,)}[width]  # The cost model of this CPU says so.
     assert rules.count("Conv2D") in in_vectors
     assert rules.count("TileConv2D") == 4 - rules.count("Conv2D")
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
@@ -452,7 +452,7 @@ def test_stored_halves_are_packed_and_fused_as_float32() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_stored_halves_differ_from_float32_by_the_last_rounding(kind: int) -> None:
-    """Where no kernel multiplies in 16 bits, nothing but the result is rounded."""
+    """Only the result is rounded where no kernel multiplies in 16 bits."""
     model, wide = stored_in(kind), stored_in(TensorProto.FLOAT)
     dtype = helper.tensor_dtype_to_np_dtype(kind)
     for given, other in zip(model.graph.initializer, wide.graph.initializer, strict=True):

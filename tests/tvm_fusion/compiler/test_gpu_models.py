@@ -202,8 +202,8 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
     convolutions = float_model(residual, [1, 64, 28, 28], w1=(64, 64, 3, 3), w2=(64, 64, 1, 1))
     products = float_model(feed_forward, [1, 127, 768], w1=(768, 3072), w2=(3072, 768))
     for model, fuse, layers, repacked in (
-        (convolutions, "all", 1, 0),  # of both layers
-        (convolutions, "auto", 2, 2),  # in blocks of channels, as a network has them
+        (convolutions, "all", 1, 0),  # A pair of both layers.
+        (convolutions, "auto", 2, 2),  # Channels are in blocks, as in a network.
         (products, "auto", 2, 0),
     ):
         compiled = tvm_fusion.compile(model, "cuda -arch=sm_90", fuse=fuse)
@@ -225,7 +225,7 @@ def test_layers_of_float16_run_on_tensor_cores() -> None:
 def test_a_pair_is_one_kernel_on_tensor_cores(
     dtype: type, options: dict[str, str], product: str
 ) -> None:
-    """With the norm and the bounds that PyTorch's models have."""
+    """The pair has the norm and the bounds of PyTorch's models."""
     node = onnx.helper.make_node
     nodes = [
         node("Conv", ["x", "w1"], ["a"], kernel_shape=[3, 3], pads=[1] * 4),
@@ -262,7 +262,7 @@ def test_graphs_are_for_cuda() -> None:
 def test_kernels_between_the_first_and_the_last_are_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the weights as arguments; what is captured launches kernels and allocates nothing."""
+    """Weights are arguments; what is captured launches kernels and allocates nothing."""
     monkeypatch.setattr(weight_passes, "LEAST_BYTES", 0)
     target = resolve(CUDA)
     mod = pipeline.optimize(import_onnx(attention()).mod, target)

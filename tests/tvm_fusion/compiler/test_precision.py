@@ -75,7 +75,7 @@ def test_products_are_float16_summed_in_float32_and_norms_float32(bert: tvm.IRMo
 
 @pytest.mark.slow
 def test_kernels_of_tensor_cores_and_one_more_launch(bert: tvm.IRModule) -> None:
-    """Between products of float32 the norm is no kernel of its own."""
+    """The norm between products of float32 is no kernel of its own."""
     target = resolve(CUDA)
     whole, half = (
         pipeline.optimize(bert, target, Options(precision=name)) for name in ("fp32", "fp16")
@@ -136,7 +136,7 @@ def test_convolutions_of_a_model_are_tf32() -> None:
 def test_numbers_of_convolutions_on_tensor_cores(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By emulation; every pair that can be is one kernel."""
+    """Emulated kernels compute them; every pair that can be is one kernel."""
     emulate_tensor_cores(monkeypatch)
     monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
     model, target = bottlenecks(), resolve(OPENCL)
@@ -153,7 +153,7 @@ def test_numbers_of_convolutions_on_tensor_cores(
 @pytest.mark.slow
 @pytest.mark.parametrize("fuse", ["none", "all"])
 def test_networks_with_groups_are_packed(fuse: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By emulation; each layer has its channels in blocks, pairs included."""
+    """Emulated kernels compute them; each layer has its channels in blocks, pairs included."""
     emulate_tensor_cores(monkeypatch)
     monkeypatch.setattr(opencl, "refuse_half_arithmetic", lambda kernel: None)
     model, target = grouped(), resolve(OPENCL)

@@ -45,7 +45,7 @@ def relu(rows: str) -> Wrapped:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the front end is asked."""
+    """Calls that the front end got."""
     front_end = WrappedFrontEnd()
     monkeypatch.setitem(registry.FRONT_ENDS, __name__, lambda: front_end)
     return front_end.asked

@@ -27,7 +27,7 @@ from tvm_fusion.runtime.compiled_model import CompiledModel
 pytestmark = pytest.mark.skipif(host_arch() != "x86_64", reason="runs code for x86-64")
 
 TARGETS = ["sapphirerapids", "x86-64", "neoverse-n1", "x86-64-v4"]
-"""Of these every x86-64 CPU runs one."""
+"""Every x86-64 CPU runs one of these."""
 
 NET = GraphBuilder("several", (1, 3, 13, 9), 2)
 MODEL = NET.model({"y": (NET.conv(NET.conv(NET.input, 32, 3), 64, 1), [1, 64, 13, 9])})
@@ -105,7 +105,7 @@ def test_the_best_target_that_the_machine_has_is_taken(
     features = required_features(resolve(here))
     be(monkeypatch, features)
     assert read_artifact(saved).cpu == best
-    be(monkeypatch, (), features)  # as where Linux lists nothing
+    be(monkeypatch, (), features)  # Linux lists nothing.
     assert read_artifact(saved).cpu == best
 
 

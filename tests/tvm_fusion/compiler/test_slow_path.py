@@ -50,7 +50,7 @@ ZOO_SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user has: nothing is set."""
+    """Set nothing, as for a user."""
     monkeypatch.delenv(STRICT)
 
 
@@ -214,6 +214,7 @@ def test_nothing_is_told_of_a_model_whose_rules_work() -> None:
 def test_no_rule_fails_on_the_models_of_the_examples(name: str, target: str) -> None:
     functions = explain(ZOO[name](2, **ZOO_SIZES[name]), target)["functions"]
     assert functions and not any(use["failed"] for use in functions)
-    rules = {use["rule"].split()[0] for use in functions}  # before the nest of a reduction
+    # A space may lie before the nest of a reduction.
+    rules = {use["rule"].split()[0] for use in functions}
     of_ops = {"CheckIndices"}  # legalization writes their kernels
     assert rules - of_ops <= {type(rule).__name__ for rule in cpu.RULES}

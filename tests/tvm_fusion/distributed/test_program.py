@@ -348,7 +348,7 @@ def test_reduced_loop() -> None:
 
 
 def test_sum_of_infinities() -> None:
-    """Without a warning of numpy, as in the kernels."""
+    """Numpy does not warn, as the kernels do not."""
     a, k = image(2, 4), te.reduce_axis((0, 2), "k")
     func = function(a, te.compute((4,), lambda j: te.sum(a[k, j], axis=k), "C"))
     whole = np.full((2, 4), np.inf, np.float32)
@@ -369,7 +369,7 @@ def test_parts_of_one_iteration() -> None:
 
 
 def first_largest(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[tirx.Expr, ...]:
-    """As argmax of numpy: NaN is larger than all, and of equal values the first one is taken."""
+    """Argmax of numpy: NaN is larger than all, and of equal values the first one is taken."""
     mine, other = tirx.isnan(x[1]), tirx.isnan(y[1])  # LLVM compares so that NaN equals all
     first = x[0] <= y[0]
     greater = tirx.any(x[1] > y[1], tirx.all(x[1] == y[1], first))
@@ -391,7 +391,7 @@ def first_largest(x: tuple[tirx.Expr, ...], y: tuple[tirx.Expr, ...]) -> tuple[t
     ],
 )
 def test_argmax_of_numpy(dtype: str, ranks: int, sizes: list[int] | None) -> None:
-    """With ties between ranks, and NaN; the pairs are both outputs."""
+    """Ties between ranks, and NaN, are decided so; the pairs are both outputs."""
     a, k = image(37, 21, dtype=dtype), te.reduce_axis((0, 37), "k")
     infinite = functools.partial(tirx.const, -np.inf)
     least = te.min_value if dtype == "int8" else infinite

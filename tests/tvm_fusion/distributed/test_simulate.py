@@ -132,7 +132,7 @@ def test_a_measured_run_corrects_the_parts() -> None:
 
 
 def test_steps_together_move_the_arrays_once() -> None:
-    """Into the cache and out of it, for a run of four steps."""
+    """Arrays move into the cache and out of it once in a run of four steps."""
     slow_memory, array = Processor(rate=1e18, bandwidth=1e9), 4 * 960 * 64
     steps: Any = {"repeat": "A", "exchange_every": 4}
     [apart] = simulate(heat2d(960, 64), slow_memory, [1], **steps).points

@@ -79,7 +79,7 @@ def check(
 def test_bits_of_single_steps(name: str, threads: int) -> None:
     case, repeat = CASES[name]
     func = case(157, {"heat3d": 4, "smooth": 64}.get(name, 21))
-    runs = (9, 8, 7, 6)  # of which rounds of five leave four, three, two and one
+    runs = (9, 8, 7, 6)  # Rounds of five leave four, three, two and one of these.
     assert skewed(check(func, repeat, runs, threads, ranks=2, exchange_every=5)) == [0, 1]
 
 
@@ -121,7 +121,7 @@ def test_explained(small_cache: None) -> None:
     slower = compile(heat2d(200, 64), 2, repeat="A", exchange_every=4, processor=slow)
     works = [work_of(slower.distribution.nest, ((0, n),), {"A": 4, "next": 4}) for n in (100, 103)]
     least, most = (work.operations / slow.rate for work in works)
-    assert least < slower.cpu_seconds(0) < most  # of a step, with rows of the other's halo
+    assert least < slower.cpu_seconds(0) < most  # A step has rows of the other's halo.
 
 
 @pytest.mark.slow

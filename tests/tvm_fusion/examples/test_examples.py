@@ -296,7 +296,7 @@ def test_coalesced_reduction_prints_its_kernel(capsys: pytest.CaptureFixture[str
     *fused, main = functions.split()[1:]
     assert main == "main" and len(fused) == 2
     names = re.findall(r"__global__ .*?(\w+)_kernel\(", out)  # a declaration, then the kernel
-    assert len(names) == 2 and len(set(names)) == 1  # on a GPU both sums are one
+    assert len(names) == 2 and len(set(names)) == 1  # Both sums are one on a GPU.
     assert names[0].count("coalesced_sum") == 2 and "blockIdx.x" in out
 
 
@@ -474,7 +474,7 @@ def test_peers_of_stencils(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     ],
 )
 def test_stencils_in_array_notation(stencil: str, dtype: str) -> None:
-    """What peers compute is what ours do, so that races compare like with like."""
+    """Peers compute the same as ours, so that races compare like with like."""
     sizes = stencil_peers.Sizes(30, 20, 1, dtype)
     a = stencil_peers.random_input(stencil, sizes)
     pixels = {} if dtype == "float32" else {"dtype": dtype}

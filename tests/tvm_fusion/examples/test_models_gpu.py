@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 class _Fake:
-    """As much of a tensor as is asked for."""
+    """Tensor with the methods that are asked for."""
 
     def __init__(self, value: Any) -> None:
         self._value = np.asarray(value)

@@ -135,7 +135,7 @@ def test_algebra_of_nan_and_infinities() -> None:
 
 
 def test_casts_to_whole_numbers_of_nan_and_beyond() -> None:
-    """As by ONNX Runtime: NaN becomes the lowest number, and others end at the limits."""
+    """NaN becomes the lowest number, and others end at the limits, as in ONNX Runtime."""
     x = np.array([NAN, INF, -INF, 1, 400, -400], "float32")
     text = """<ir_version: 8, opset_import: ["": 17]>
         g (float[6] x) => (uint8[6] u, int8[6] i) <float s = {0.5}, uint8 z = {3}, int8 w = {-3}>

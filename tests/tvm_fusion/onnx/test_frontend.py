@@ -110,7 +110,7 @@ def test_light_models_of_onnx(name: str, result: tuple[int, ...]) -> None:
 def test_outputs_that_are_not_what_onnx_infers(
     other: onnx.ModelProto, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the importer had translated another model."""
+    """The importer seems to have translated another model."""
     other.graph.output[0].type.tensor_type.elem_type = (
         TensorProto.INT64 if "int64" in found else TensorProto.FLOAT
     )

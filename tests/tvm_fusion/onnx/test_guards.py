@@ -215,7 +215,7 @@ def test_divisions_by_minus_one_among_others(op_type: str) -> None:
     ("dtype", "op_type"), in_turns(["int8", "int32", "int64", "uint16"], ["Div", "Mod"])
 )
 def test_divisions_by_numbers_from_data(op_type: str, dtype: str) -> None:
-    """By zero, which ONNX leaves open, the quotient is the dividend and the remainder 0."""
+    """Divided by zero, which ONNX leaves open, the quotient is the dividend and the remainder 0."""
     least = np.iinfo(dtype).min
     pairs = [(x, y) for x in (least, 7, 9) for y in (3, 2, 1, 0, *([-1, -4] if least else []))]
     x, y = (np.array(values, dtype) for values in zip(*pairs, strict=True))

@@ -265,7 +265,7 @@ def test_weights_are_rounded(tmp_path: Path) -> None:
         sizes[weights] = path.stat().st_size
         errors[weights] = np.abs(loaded(x) - exact).max() / np.abs(exact).max()
         np.testing.assert_array_equal(loaded(x), compiled(x))
-    floats = 4 * 2 * 256 * 512  # of the two matrices that are not small
+    floats = 4 * 2 * 256 * 512  # The two matrices that are not small.
     assert sizes[None] - sizes["bf16"] > 0.48 * floats and 0 < errors["bf16"] < 0.01
     assert sizes[None] - sizes["int8"] > 0.72 * floats
     assert sizes[None] - sizes["int4"] > 0.82 * floats
@@ -281,7 +281,7 @@ def test_columns_that_are_no_whole_number_of_blocks(weights, block, low, high, t
     depth, columns = 2 * block + 5, 96
     random = np.random.default_rng()
     matrix = random.standard_normal((depth, columns)).astype("float32")
-    matrix[2 * block :] *= 1e-3  # with the scale of another block they would be 0
+    matrix[2 * block :] *= 1e-3  # The scale of another block would make them 0.
     expected = np.empty_like(matrix)
     for first in range(0, depth, block):
         part = matrix[first : first + block]
@@ -525,7 +525,7 @@ CONVOLUTIONS = {  # input channels, output channels, kernel, stride, groups, zer
     "groups": (96, 192, 3, 2, 2, 0, 7),
     "cut": (120, 120, 3, 2, 6, 0, 4),
     "per tensor": (128, 128, 1, 1, 1, 0, 4),
-    "wide": (128, 136, 1, 1, 1, 9, 4),  # without their zero point they have nine bits
+    "wide": (128, 136, 1, 1, 1, 9, 4),  # They have nine bits without their zero point.
     "centred": (136, 128, 1, 1, 1, 128, 4),  # uint8
 }
 

@@ -61,7 +61,7 @@ def test_group_norms_with_a_scale_for_each_group(opset: int) -> None:
     ("op_type", "opset"), [("GroupNormalization", 17), ("GroupNormalization", 18), ("Nothing", 18)]
 )
 def test_operators_that_stay_refused(op_type: str, opset: int) -> None:
-    """Of two meanings, without its inputs, or unknown to ONNX."""
+    """Such operators have two meanings, lack inputs, or are unknown to ONNX."""
     model = one_node(op_type, (2, 6, 3), opset=opset)
     with pytest.raises(Exception, match=op_type) as caught:
         import_onnx(model)

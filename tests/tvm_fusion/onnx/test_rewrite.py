@@ -68,7 +68,7 @@ def test_batch_normalization_with_the_outputs_of_training(opset: int) -> None:
 @pytest.mark.parametrize("opset", [15, 19])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_batch_normalization_in_training_mode(opset: int, dtype: str) -> None:
-    """By the statistics of the data, which are also outputs; ONNX's reference has few types."""
+    """The statistics of the data are also outputs; ONNX's reference has few types."""
     parameters = [np.abs(normal(4, seed=i)).astype(dtype) + np.ones((), dtype) for i in range(4)]
     names = ["scale", "bias", "old_mean", "old_variance"]
     outputs = ["y", "mean", "variance"]

@@ -75,7 +75,7 @@ def micros(graph: ExecutionGraph) -> dict[int, float]:
 
 
 def test_tables_take_their_times_along() -> None:
-    # By rows the largest first: 300 | 200 100, so that both ranks change.
+    # Tables move by rows, the largest first: 300 | 200 100, so that both ranks change.
     (first, second), notes = reshard(two_ranks(), "size_greedy", None)
     before = [micros(graph) for graph in two_ranks()]
     assert micros(first) == before[0] | {0: 15, 1: 5, 20: 4.5, 21: 4.5, 30: 1.5, 31: 1.5}
@@ -162,7 +162,7 @@ def test_several_steps_are_one_sharding() -> None:
             "rank 1 holds no tables",
         ),
         (
-            [rank(n, {lookup(9, 64): US}, 1000) for n in (0, 1)],  # of another size
+            [rank(n, {lookup(9, 64): US}, 1000) for n in (0, 1)],  # Its size is another.
             "naive",
             "no embedding tables that its ranks share out",
         ),

@@ -72,7 +72,7 @@ def test_a_cpu_joins_the_results_of_its_tables() -> None:
 
 
 def exchange_seconds(machine: Machine, ranks: list[int]) -> float:
-    """What the exchanges of an iteration take, at 10 GB/s."""
+    """Seconds of an iteration's exchanges, at 10 GB/s."""
     slow, free = (
         task(machine=machine, collectives=curves_of(each)).sharding("x", ranks).seconds
         for each in (1e-10, 1e-16)

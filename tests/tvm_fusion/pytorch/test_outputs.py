@@ -117,7 +117,7 @@ def test_floats_of_a_call_are_inputs_of_one_model(models: list[Any]) -> None:
     for step in range(5):
         check(fast, scaled, torch.randn(3), 0.3 * step)
         check(fast, scaled, torch.arange(3), 0.7 * step)
-    assert len(models) <= 4  # of either type one for the first float, and one for all others
+    assert len(models) <= 4  # Either type has one for the first float, and one for all others.
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ class Words(nn.Module):
 
 
 def convolutions() -> Convolutions:
-    """In evaluation mode, with statistics of a few batches."""
+    """Module in evaluation mode, with statistics of a few batches."""
     model = Convolutions()
     with torch.no_grad():
         for _ in range(3):

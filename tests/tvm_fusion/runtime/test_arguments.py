@@ -45,7 +45,7 @@ class Exporter:
 
 
 class LazyView(Exporter):
-    """As PyTorch's views whose memory holds the conjugate or negative numbers."""
+    """View like PyTorch's whose memory holds the conjugate or negative numbers."""
 
     def __init__(self, array: Any, kind: str) -> None:
         super().__init__(array)
@@ -59,7 +59,7 @@ class LazyView(Exporter):
 
 
 class Meta(Exporter):
-    """As PyTorch's tensors without data."""
+    """Tensor like PyTorch's without data."""
 
     is_meta = True
 

@@ -217,13 +217,13 @@ def test_what_the_gpu_says_is_no_fault_of_the_inputs(on_device: Any) -> None:
         model(normal(4, 8))
         model._main = fail
         with pytest.raises(kind, match=text):
-            model(x=normal(4, 8))  # by name: the fast call would keep the program itself
+            model(x=normal(4, 8))  # A call by name: the fast one would keep the program itself.
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        "runtime.TVMTensorAllocWithScope",  # of inputs
+        "runtime.TVMTensorAllocWithScope",  # Allocates inputs.
         "runtime.TVMTensorCopyFromBytes",
         "runtime.TVMTensorCopyToBytes",
         "runtime.Device_StreamSync",

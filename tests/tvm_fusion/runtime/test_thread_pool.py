@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On how many threads, and on which, the calls of a model run."""
+"""Tests of the number and the places of the threads that run a model's calls."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_damaged_times_are_no_record(tmp_path: Path, times: str) -> None:
 @pytest.mark.parametrize(
     ("cpu", "features", "reason"),
     [
-        ("emeraldrapids", "-avx512f", ""),  # as virtual machines show it
+        ("emeraldrapids", "-avx512f", ""),  # Virtual machines show it so.
         ("generic", "+avx2,+fma", ""),  # which LLVM does not know
         ("znver3", "+avx512f", "znver3 has vectors of 256 bits"),
     ],

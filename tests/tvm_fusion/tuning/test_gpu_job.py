@@ -376,7 +376,7 @@ def test_outputs_that_are_not_written_are_wrong(bench: DeviceBench, tmp_path: Pa
 
 
 def test_a_session_prepares_a_device(monkeypatch, tmp_path: Path) -> None:
-    """What is sent to the process of a GPU: arrays, outputs, and a reference for the host."""
+    """Arrays, outputs, and a reference for the host are sent to the process of a GPU."""
     target = resolve(SM_90)
     task = next(t for t in extract_tasks(model(), target) if t.templates[0].name == "gpu.reduce")
     sent: list[dict] = []

@@ -75,7 +75,7 @@ def test_exploration_tries_all_values_of_knobs() -> None:
 
 def test_neighbours_of_the_best_differ_in_one_knob_by_the_next_values() -> None:
     knobs = np.array([[a, b, np.nan] for a in (1, 2, 4, 8) for b in (0, 1)], dtype=float)
-    knobs = np.vstack([knobs, [np.nan, np.nan, 2.0]])  # of another template
+    knobs = np.vstack([knobs, [np.nan, np.nan, 2.0]])  # Knobs of another template.
     predicted = -np.arange(9.0)
     search = Search(np.column_stack([np.ones(9), knobs]), predicted, knobs=3)
     search.add(0, 0.0)

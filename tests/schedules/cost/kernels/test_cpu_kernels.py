@@ -61,7 +61,7 @@ def test_weights_come_from_the_level_that_keeps_those_of_the_whole_model():
 
 def test_arithmetic_and_traffic_overlap_in_part():
     moving = bare_seconds(stream(400_000), MACHINE)
-    call = replace(stream(400_000), flops=0.4 * 1e11 * moving)  # as long by itself
+    call = replace(stream(400_000), flops=0.4 * 1e11 * moving)  # It takes as long by itself.
     assert bare_seconds(call, MACHINE) == pytest.approx(2**0.5 * moving)
     assert bare_seconds(stream(400_000, functions=10**6), MACHINE) > 5e-4
 

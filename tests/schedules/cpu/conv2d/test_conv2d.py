@@ -209,7 +209,7 @@ def test_whole_tiles_are_multiply_adds_in_registers(cpu):
             found.append(body)
             assert all(register in line for line in multiply_adds)
             spilled = [line for line in body if stack in line and register[:2] in line]
-            assert len(spilled) <= 1  # beside 96 multiply-adds and more
+            assert len(spilled) <= 1  # There are 96 multiply-adds and more.
     assert found
 
 

@@ -186,7 +186,7 @@ def test_an_open_batch():
 
 
 def ends(value: np.ndarray, out_dtype: str = "bfloat16", activation: str = "none") -> np.ndarray:
-    """What becomes of numbers of float32, given as biases of channels whose sums are zero."""
+    """Results of numbers of float32, given as biases of channels whose sums are zero."""
     case = Case((ConvLayer(8, len(value), (1, 1), activation=Activation(activation)),), 1, 1, 1)
     packed, _ = operands(case, 0)
     packed[0][:], packed[2] = 0, pack(value.astype("float32"), 8, axis=0)
@@ -236,7 +236,7 @@ NEON = {"neoverse-n1": False, "neoverse-v1": True, "neoverse-v2": True, "apple-m
 
 
 def portable_dots(lanes: int) -> str:
-    """What the instructions for pairs do, for CPUs without them.
+    """Replace the instructions for pairs, for CPUs without them.
 
     Those of AVX-512 add one product after the other, the later one first; that of AArch64 adds
     their sum.

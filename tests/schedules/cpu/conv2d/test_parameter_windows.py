@@ -19,7 +19,7 @@ from schedules.tir.parameter_windows import Window, windows_of, with_window
 from schedules.workload.conv2d import ConvLayer
 
 SAME = (1, 1, 1, 1)
-ROWS, BLOCKS = (2, 3), (3, 1)  # of a larger tensor, before and after the window
+ROWS, BLOCKS = (2, 3), (3, 1)  # Parts of a larger tensor, before and after the window.
 
 
 def around(func: tirx.PrimFunc, position: int) -> tuple[list[int], Window]:
@@ -77,6 +77,6 @@ def test_images_in_larger_tensors(rule: type, case: Case, tile: int, is_schedule
 
 def test_a_rule_that_knows_no_windows_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     func = build(FLAT)
-    larger = with_window(func, 1, *around(func, 1))  # of the weights
+    larger = with_window(func, 1, *around(func, 1))  # A window of the weights.
     with pytest.raises(OpError, match="a part of a larger tensor"):
         Conv2D().apply(larger, TARGET, False)

@@ -138,7 +138,7 @@ def test_bits_are_the_same_for_any_number_of_threads(size):
     case = Case((layer,), height=12, width=10, lanes=32, residual=True)
     kernel, (packed, _) = kernel_of_floats(case, "float32"), operands(case, 8)
     results = []
-    for pieces in ((1, 1), (2, 1), (1, 3)):  # of pixels and of channels
+    for pieces in ((1, 1), (2, 1), (1, 3)):  # Pieces of pixels and of channels.
         space = tile_conv2d_space(kernel, replace(CPU, num_cores=prod(pieces)))
         knobs = next(k for k in space if (k.unit_chunks, k.block_chunks) == pieces)
         with described(TARGET, CPU):
@@ -154,7 +154,7 @@ def test_bits_are_the_same_for_any_number_of_threads(size):
 @FEW
 def test_numbers_of_bfloat16(case, lanes, out_dtype, seed):
     layer, groups = case.layers[0], case.layers[0].groups
-    if groups > 1:  # with another number of outputs a group than of inputs
+    if groups > 1:  # A group has another number of outputs than of inputs.
         own = seed % 3 + 1
         layer = replace(layer, in_channels=32 * groups, out_channels=16 * own * groups)
     case = replace(case, layers=(layer,), lanes=lanes)

@@ -71,7 +71,7 @@ def test_ranges():
     st.sampled_from(["uint8", "int8"]),
 )
 def test_results_stay(steps, dtype):
-    """Over all pixels, those of the formula with its limits, by numpy."""
+    """Results over all pixels are those of the formula with its limits, by numpy."""
 
     def formula(x):
         for factor, summand in steps:

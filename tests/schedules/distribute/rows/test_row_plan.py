@@ -276,7 +276,7 @@ def test_shares_are_cut_between_tiles_where_that_gains() -> None:
 
 
 def test_tiles_are_exchanged_where_later_shares_are_equal() -> None:
-    """Without an exchange after the tiles, equal shares of what reads them compute one twice."""
+    """Equal shares of what reads the tiles compute one twice if nothing is exchanged after them."""
     stages = chain(2, rows=14)
     tiled = replace(stages[2], grain=4, flops=1e6)
     read = (StageOperand(2, (RowWindow(14, 1, 1, 0),)),)
@@ -370,7 +370,7 @@ def test_a_plan_is_read_as_it_was_written() -> None:
     data = json.loads(json.dumps(plan.to_json()))
     assert plan_from_json(data) == plan and plan.functions == ("part_0",)
     old = json.loads(json.dumps(data | {"exchanges": data["exchanges"][:1]}))
-    for entry in (*old["exchanges"], *old["segments"]):  # of format 7
+    for entry in (*old["exchanges"], *old["segments"]):  # Entries of format 7.
         entry.pop("by_channels", entry.pop("split", None))
     assert plan_from_json(old) == replace(plan, exchanges=(exchange,))
     for change in (

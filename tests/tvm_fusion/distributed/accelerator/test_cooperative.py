@@ -260,7 +260,7 @@ def test_measured_together(
     opened: list[WatchedDriver],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside the CPU a device may be faster or slower; where the pair is, one has all rows."""
+    """A device may be faster or slower beside the CPU; where the pair is, one has all rows."""
 
     def rows_of(local: Any) -> list[int]:
         counts = [device._share.rows[0][1] - device._share.rows[0][0] for device in local.devices]
@@ -322,7 +322,7 @@ def test_other_work_slows_a_whole_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     first, second = module._in_turns(functools.partial(call, 0.1), functools.partial(call, 0.11))
     assert second / first == pytest.approx(1.1)
-    assert first == pytest.approx(0.1)  # of the turns without other work
+    assert first == pytest.approx(0.1)  # Figure of the turns without other work.
 
 
 @pytest.mark.slow

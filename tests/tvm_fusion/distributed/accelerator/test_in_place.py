@@ -78,7 +78,7 @@ def test_measured(opened: list[WatchedDriver]) -> None:
 
 @pytest.mark.slow
 def test_results_past_the_caches(opened: list[WatchedDriver]) -> None:
-    """Of what the caches cannot hold, in rows that begin anywhere: some vectors are aligned."""
+    """The caches cannot hold the rows, which begin anywhere: some vectors are aligned."""
     rows, columns = 2100, 8192 + 4
     a = te.placeholder((rows, columns), "float32", "A")
     func = te.create_prim_func([a, te.compute((rows, columns), lambda i, j: a[i, j] + 1, "B")])

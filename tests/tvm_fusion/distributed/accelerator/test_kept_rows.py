@@ -233,7 +233,7 @@ def test_steps(func: Any, ranks: int, options: dict[str, Any], opened: list[Watc
 
 
 def test_transfers(opened: list[WatchedDriver]) -> None:
-    """What a device computes is sent on by a rank that has received it."""
+    """A rank that has received what a device computes sends it on."""
     moves = [send_recv("A", (3, 5), 0, 1), send_recv("A", (4, 6), 1, 0)]
     check(heat2d(), 4, 2, devices=["opencl"], split={0: [0, 5], 1: [2, 4]}, transfers=moves)
 

@@ -142,7 +142,7 @@ def test_bits_of_one_rank_where_channels_are_split(name: str, ranks: int, winogr
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", list(ZOO_SIZES))
 def test_networks_of_the_zoo(name: str, ranks: int) -> None:
-    """At the choices that are predicted to be fastest, late small layers on one rank included."""
+    """The choices predicted to be fastest are taken, late small layers on one rank included."""
     model = ZOO[name](image_size=ZOO_SIZES[name])
     feed = random_inputs(model, 3)
     compiled = distributed.compile_network(model, ranks, threads=1)

@@ -166,7 +166,8 @@ def test_simulate(run: Any, folder: Path) -> None:
         json.loads(run("simulate", "m.onnx", "--ranks", 2, *measured, "--json")[1])["points"][0]
         for measured in ((), ("--one-rank", 1000.0))
     ]
-    assert len({(point["messages"], point["bytes"]) for point in auto}) == 1  # those compiled
+    # The compiled ones are all the same.
+    assert len({(point["messages"], point["bytes"]) for point in auto}) == 1
     drawing = folder / "weak.svg"
     weak = run("simulate", "m.onnx", "--ranks", "1,2,64", "--weak", "--draw", drawing, *network)[1]
     assert weak.startswith("weak scaling, predicted")

@@ -66,7 +66,7 @@ def check_exchanges(world, cases):
         for repeat in range(3):
             if repeat < 2:  # the last round uses the same arrays again
                 buffers = {
-                    # Of those that stand for a device nothing may be packed.
+                    # Nothing of those that stand for a device may be packed.
                     name: window(whole, needed, owned, on_device=repeat == 1)
                     for (name, needed, owned), whole in zip(windows, wholes, strict=True)
                 }
@@ -269,7 +269,7 @@ ALLOWED = sorted(os.sched_getaffinity(0))
 with distributed.session(timeout=30, bind=False):
     assert sorted(os.sched_getaffinity(0)) == ALLOWED
 with (
-    mock.patch.object(job_session, "time_limit", return_value=1),  # of a container
+    mock.patch.object(job_session, "time_limit", return_value=1),  # The limit of a container.
     distributed.session(timeout=30) as world,
 ):
     assert (world.threads, world.is_crowded) == (1, world.size > 1)

@@ -81,7 +81,7 @@ def main() -> None:
         write_slowly(world)
         if MODE == "barrier" and world.rank != 1:
             world.barrier()
-        if MODE == "argument":  # on all ranks
+        if MODE == "argument":  # All ranks fail.
             distributed.compile(blur(4, 4), sizes=[1])
         if MODE == "plans":
             world.agree(f"rows {3 + is_one}", "plans")

@@ -40,7 +40,7 @@ def test_ranks_of_a_node_share_its_processors() -> None:
     assert {place.node for place in crowded[:5]} == {0} and all(p.processors for p in crowded)
     four = [NumaNode(n, frozenset({n})) for n in range(4)]
     assert [place.node for place in placements(four, [ALL] * 2, "same")] == [0, 2]
-    bound = placements(SOCKETS, [(0, 1), (5, 6)], "same")  # by the launcher
+    bound = placements(SOCKETS, [(0, 1), (5, 6)], "same")  # The launcher has bound them.
     assert [place.processors for place in bound] == [(0, 1), (5, 6)]
 
 

@@ -78,7 +78,7 @@ def test_the_fastest_route_of_the_nearest_shape() -> None:
 
 
 def test_a_figure_changes_the_route() -> None:
-    """Of the same parcel, whose regions have segments of 8 bytes."""
+    """The parcel stays the same; its regions have segments of 8 bytes."""
     view = np.zeros((4, 8), np.float32)[:, 2:4]
     for packed, in_place in ((1.0, 2.0), (2.0, 1.0)):
         times: dict[Route, float] = {"packed": packed, "in place": in_place}

@@ -82,7 +82,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def sent_bytes(parcel: Parcel) -> bytes:
-    """What lies in the slot of a parcel after it has been packed; the slot was empty before."""
+    """Bytes in the slot of a parcel after it has been packed; the slot was empty before."""
     assert parcel.slot is not None
     parcel.slot.data[:] = 0
     parcel.pack()
@@ -117,8 +117,8 @@ def test_odd_pieces_are_streamed_together(
         (np.s_[::2, 2:4], (224, 32, 12544)),
         (np.s_[:1, :, 4:8], (16, 56, 112)),
         (np.s_[1:3], (12544, 1, 0)),
-        (np.s_[:, :, 4:8], None),  # in rows
-        (np.s_[0, :, 3:6], None),  # of 12 bytes
+        (np.s_[:, :, 4:8], None),  # A region in rows.
+        (np.s_[0, :, 3:6], None),  # A region of 12 bytes.
     ],
 )
 def test_pieces_are_streamed_from_where_they_lie(

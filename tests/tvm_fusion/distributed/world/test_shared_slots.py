@@ -21,7 +21,7 @@ from tvm_fusion.distributed.world.shared_slots import (
     shared_file,
 )
 
-RANKS = {4: 0, 6: 1, 9: 2}  # of one node of several
+RANKS = {4: 0, 6: 1, 9: 2}  # Ranks of one node of several.
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_messages_of_all_pairs_at_once(path: str) -> None:
 
 def test_what_mpi_sends(path: str) -> None:
     node = NodeSlots(path, RANKS, 4)
-    assert node.outgoing(0, 5, 8) is None  # of another node
+    assert node.outgoing(0, 5, 8) is None  # Rank 5 is on another node.
     assert node.outgoing(0, 4, 8) is None  # itself
     assert node.outgoing(0, 6, node.most + 1) is None
     in_turn = Exchange(0, (), in_turn=True).slot

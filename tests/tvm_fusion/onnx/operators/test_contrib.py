@@ -251,7 +251,7 @@ def test_grouped_attention(past: int, tmp_path: Path) -> None:
     wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
     compiled = tvm_fusion.compile(model, threads=1)
     found = compiled(feeds)
-    compiled.save(tmp_path / "model.so")  # with a constant without elements
+    compiled.save(tmp_path / "model.so")  # It has a constant without elements.
     again = tvm_fusion.load(tmp_path / "model.so", threads=1)(feeds)
     assert all(map(np.array_equal, again, found))
     for one, other, axis in zip(found, wanted, (1, 2, 2), strict=True):
@@ -277,7 +277,7 @@ def test_grouped_attention_with_buffers_windows_caps_and_sinks(
 ) -> None:
     """The past is 4 long, in a buffer of 9 if ``declared`` says so; ``None``: it is a constant."""
     room = 9 if declared == 9 else 4
-    batch = 2 if length == 1 else 1  # as ONNX Runtime demands it
+    batch = 2 if length == 1 else 1  # ONNX Runtime demands it.
     angles = normal(16, 8, seed=9)
     feeds = {
         "q": normal(batch, length, 4 * 16),

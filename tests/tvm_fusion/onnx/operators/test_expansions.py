@@ -348,7 +348,7 @@ def test_space_to_depth(mode: str | None) -> None:
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("size", "dtype"), [(2, "float32"), (4, "float32"), (3, "float64")])
 def test_local_responses(size: int, dtype: str) -> None:
-    """Of an even number of channels one more follows; ONNX Runtime refuses these."""
+    """An even number of channels has one more behind than before; ONNX Runtime refuses these."""
     x = normal(2, 6, 3).astype(dtype)
     given = {"alpha": 0.3, "beta": 0.6, "bias": 1.2}
     model = node_model("LRN", {"x": x}, opset=13, size=size, **given)

@@ -82,7 +82,7 @@ def test_indices_from_data(name: str) -> None:
     for wrong in OUTSIDE[name]:
         with pytest.raises(InvalidInputError, match=message):
             compiled(data, _indices(model, wrong))
-    for right in INSIDE[name]:  # after the errors: none of them lasts
+    for right in INSIDE[name]:  # No error before lasts.
         indices = _indices(model, right)
         np.testing.assert_array_equal(compiled(data, indices), _expected(model, data, indices))
 
@@ -258,5 +258,6 @@ def test_a_branch_with_coordinates_of_an_open_dimension() -> None:
     np.testing.assert_array_equal(compiled(data, outside, yes, other), -other)
     message = r"\(GatherND\) has an index out of bounds; 'x' has the shape \(n, 4\)"
     for arguments in ((data, outside, no), (data[:0], inside, no), (data[:0], inside, yes)):
-        with pytest.raises(InvalidInputError, match=message):  # of nothing, none is the nearest
+        # There is no nearest element of nothing.
+        with pytest.raises(InvalidInputError, match=message):
             compiled(*arguments, other)

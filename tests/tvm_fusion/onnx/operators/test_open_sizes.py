@@ -186,7 +186,7 @@ def test_bins_of_regions(mode: str, ratio: int, pool: str) -> None:
     regions = 8 * random(5, 4)
     regions[:, 2:] += regions[:, :2]
     regions[0] = [-9, 3, 40, 30]
-    regions[1, 2:] = regions[1, :2]  # without an extent
+    regions[1, 2:] = regions[1, :2]  # A region without an extent.
     feed = {"x": random(2, 3, 12, 12), "regions": regions}
     assert_same(model, feed | {"images": np.array([0, 1, 1, 0, 1])})
 
@@ -231,7 +231,7 @@ def test_the_place_of_a_number() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_sorted", "dtype"), in_turns([1, 0], ["float32", "int64"]))
 def test_different_elements(dtype: str, is_sorted: int) -> None:
-    """Where each occurs first, which one each element is, and how often it occurs."""
+    """First place of each element, its number among the different ones, and how often it occurs."""
     x = np.array([[3, 1, 3, 7], [1, -2, 7, 3], [-0.0, 0, 5, 3]]).astype(dtype)
     kind = "float" if dtype == "float32" else "int64"
     model = parse(

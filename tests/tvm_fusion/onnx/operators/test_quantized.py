@@ -24,7 +24,7 @@ def integers(*shape: int, dtype: str = "uint8", seed: int = 1) -> np.ndarray:
 
 
 def weights(*shape: int) -> np.ndarray:
-    """Of 7 bits: those of 8 overflow ONNX Runtime's sums of two products on CPUs without VNNI."""
+    """Weights of 7 bits: those of 8 overflow ONNX Runtime's sums of two products without VNNI."""
     return integers(*shape, dtype="int8") // 2
 
 

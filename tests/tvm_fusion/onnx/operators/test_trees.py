@@ -166,7 +166,7 @@ def ensemble(dtype: str, members: list[float], y: str = "y", **others: Any) -> o
 @pytest.mark.parametrize("members", [[3.0], [1.0, 7.0, 3.0], [float(2 * i) for i in range(40)]])
 def test_membership(dtype: str, members: list[float]) -> None:
     generator = np.random.default_rng(1)
-    # Of many members, ONNX Runtime ignores fractions.
+    # ONNX Runtime ignores fractions of many members.
     x = generator.choice([*members, 1, 2, 3, 4, 5, -1, np.inf], (60, 2)).astype(dtype)
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     nodes = [ensemble(dtype, members, f"y{a}", aggregate_function=a) for a in range(4)]

@@ -236,7 +236,7 @@ def test_limits_are_measured_until_none_gets_better(monkeypatch):
     assert found == 9 * [None]
     assert machine["peak_flops.float32"] == 2e11
     bandwidths = [machine[f"bandwidth.{level}"] for level in ("L2", "L3", "memory")]
-    assert bandwidths == [5e10, 3e10, 2e10]  # of memory the median
+    assert bandwidths == [5e10, 3e10, 2e10]  # The last is the median of memory.
     per_cycle = machine["peak_flops.float32"] / machine["clock"]
     assert per_cycle in (2 * 2 * lanes * n for lanes in (4, 8, 16) for n in (1, 2))
 

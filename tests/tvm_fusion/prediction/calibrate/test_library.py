@@ -167,4 +167,4 @@ def test_results_of_a_kernel_lie_in_memory_that_was_there():
         time_library(case, 1, 1 << 20)
     finally:
         torch.set_num_threads(threads)
-    assert sorted(faults)[len(faults) // 2] < 64  # of 3072 pages
+    assert sorted(faults)[len(faults) // 2] < 64  # There are 3072 pages.

@@ -240,7 +240,7 @@ def test_a_gather_without_inputs_is_refused():
 
 
 def test_memory_of_the_first_or_of_the_last_layers():
-    """What is held is most in the first layer of few, and in the last one of many."""
+    """Most is held in the first layer of few, and in the last one of many."""
     ops = [LoweredOp(f"op{n}") for n in (0, 1, 1, 1, 2)]
     few = EagerRun(ops, 10.0, (0, 90, 30, 31, 32, 20))
     more = EagerRun([*ops[:4], *ops[3:]], 14.0, (0, 91, 33, 34, 35, 36, 24))

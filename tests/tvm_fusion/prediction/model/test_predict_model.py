@@ -270,7 +270,7 @@ def test_native_is_the_newest_calibration_or_the_family(tmp_path, monkeypatch, r
 
 
 def test_types_and_tiles_of_a_cpu():
-    """Of a Xeon with tile registers: a peak a type, and kernels of these by their model."""
+    """A Xeon with tile registers has a peak for each type, and a model for kernels of these."""
     found = {
         precision: predict("sapphirerapids", dense_model(), threads=2, precision=precision)
         for precision in ("fp32", "bf16")
@@ -347,7 +347,7 @@ def test_a_cpu_that_nobody_measured_is_estimated_and_says_so(
     (tmp_path / "own.json").write_text(json.dumps(replace(machine, note="").to_json()))
     folder = tmp_path / "tvm-fusion" / "machines"
     folder.mkdir(parents=True)
-    (tmp_path / "own.json").replace(folder / f"{cpu}-d-2.json")  # of a CPU whose name goes on
+    (tmp_path / "own.json").replace(folder / f"{cpu}-d-2.json")  # The name of the CPU goes on.
     assert predict("native", threads=2).notes[0] == machine.note
     (folder / f"{cpu}-d-2.json").replace(folder / f"{cpu}-2.json")
     assert not any("estimated from" in note for note in predict("native", threads=2).notes)

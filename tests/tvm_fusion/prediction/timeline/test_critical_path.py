@@ -72,7 +72,7 @@ def test_synchronisation_of_an_idle_device() -> None:
 def test_kernel_of_the_host_runs_inside_its_op() -> None:
     timeline = run(op(launch(1, 100, HOST)), op(launch(2, 1)))
     assert micros(timeline.host_end) == 110 + 22
-    # In place of T2, and before T3.
+    # The kernel comes in place of T2, and before T3.
     mixed = run(op(launch(1, 100, HOST), launch(2, 1)))
     assert micros(mixed.host_end) == 10 + 100 + 4 + 3
 

@@ -85,7 +85,8 @@ def test_ranks_by_hand(tmp_path) -> None:
     assert [round(time / US) for time in (reduced.start, reduced.ready, reduced.end)] == [
         *(50, 120, 370)
     ]
-    # Without what it waits for rank 0 is busy from 0 to 150, and from 120 on by the reduction.
+    # Rank 0 does not count what it waits for: it is busy from 0 to 150, and from 120 on by the
+    # reduction.
     assert round(active_seconds(first) / US) == 100 + 40 + 220 + 30
     assert round(active_seconds(second) / US) == 300 + 30
 

@@ -84,5 +84,5 @@ def test_views_compute_nothing() -> None:
     assert host_call(view, []) is None
     copied = host_call(view, [event("aten::clone", ((4, 8),))])
     assert copied is not None and copied.op == "copy"
-    assert host_call(view, [event("aten::copy_", ((), ()))]) is None  # of a number
+    assert host_call(view, [event("aten::copy_", ((), ()))]) is None  # It copies a number.
     assert host_call(event("aten::mul", ()), []) is None

@@ -60,7 +60,7 @@ def test_t1_to_t5(tmp_path) -> None:
         ("t3", "a"): (1, 3),
         ("t3", "c"): (1, 4),
         ("t4", "cudaLaunchKernel"): (2, 10),
-        # From the end of the kernel, 118, to the end of the call, 122.
+        # Time from the end of the kernel, 118, to the end of the call, 122.
         ("t4", "cudaStreamSynchronize"): (1, 4),
         ("t5", "a"): (1, 3),
         ("whole", "b"): (1, 6),
@@ -136,7 +136,7 @@ def test_operators_and_pairs_take_more() -> None:
     assert overheads.t1("y", Op("b")) == pytest.approx(30e-6)
     assert overheads.t1("z", Op("b")) == pytest.approx(20e-6)
     assert overheads.t1("z", Op("c")) == pytest.approx(50e-6 / 3)
-    # With a prior of 2 a half of what b takes more than all, 3.3, and a third of the pair.
+    # A prior of 2 gives a half of what b takes more than all, 3.3, and a third of the pair.
     shared = Overheads(overheads.tables, prior=2.0)
     base = 50 / 3 + (20 - 50 / 3) / 2
     assert shared.t1("z", Op("b")) == pytest.approx(base * 1e-6)

@@ -130,7 +130,7 @@ def test_kernels_launched_before_the_trace(tmp_path) -> None:
 
 
 def test_first_reader_waits_for_a_collective(tmp_path) -> None:
-    """Without events of streams, the tensors of the execution trace say what depends on what."""
+    """The tensors of the execution trace show the dependences where streams have no events."""
     trace = Kineto()
     names = {"c10d::allreduce_": 0, "aten::other": 40, "aten::relu": 80, "aten::again": 120}
     collective = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 16}

@@ -152,7 +152,7 @@ def test_numbers_of_products_in_pairs(case, out_dtype, data, seed):
 
 @pytest.mark.parametrize("size", TILE_SIZES)
 def test_error_is_as_stated(size):
-    """That of the numbers before they were rounded to bfloat16, root mean square."""
+    """The stated error, root mean square, is that of the numbers before their rounding."""
     layer, random = ConvLayer(64, 64, (3, 3), padding=SAME), np.random.default_rng(4)
     case = Case((layer,), height=28, width=28)
     data, weight = random.standard_normal((1, 64, 28, 28)), random.standard_normal((64, 64, 3, 3))

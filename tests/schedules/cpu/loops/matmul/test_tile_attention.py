@@ -123,7 +123,7 @@ def test_cycles_grow_with_the_work():
 
 @pytest.mark.parametrize("cores", [2, 5, 64, 95, 96, 500])
 def test_both_forms_wait_for_the_core_with_the_most_tiles_of_rows(cores):
-    """On 64 cores each of the 96 tiles of 12 heads is a task: one core in two has two of them."""
+    """Each of the 96 tiles of 12 heads is a task of 64 cores: one core in two has two of them."""
     cpu, alone = (replace(CPU, num_cores=count) for count in (cores, 1))
     rounds, forks = -(-96 // cores), 2 * CPU.costs.fork
     separate = [BERT.separate_cycles(each) - forks for each in (cpu, alone)]

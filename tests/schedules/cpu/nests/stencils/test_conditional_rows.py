@@ -58,7 +58,7 @@ def test_rows_inside_a_border_share_their_loads(cpu, name, size):
     part = plan.parts[0]
     func = localize(plan.nest, part.rows, part.windows).func
     found = loops_of({"h": schedule(Elementwise(), func, target_of(cpu))}, cpu)["h"]
-    # Of what each row reads the two rows, or planes, beside it are shared but for the outermost.
+    # Rows share the two rows, or planes, beside them, but for the outermost.
     own = 3 if name == "heat2d" else 5
     inside = [loop for loop in found if loop.innermost and loop.fmas == 2 * ROWS]
     assert min(loop.loads for loop in inside) <= own * ROWS + 2
@@ -162,8 +162,8 @@ def test_more_ranks_than_rows():
 @pytest.mark.parametrize(
     "condition",
     [
-        lambda i, j: i + 1 < j,  # of a row and a column together
-        lambda i, j: i % 2 == 0,  # of every other row
+        lambda i, j: i + 1 < j,  # A condition on a row and a column together.
+        lambda i, j: i % 2 == 0,  # A condition on every other row.
     ],
 )
 def test_other_conditions_leave_rows_alone(condition):
