@@ -116,7 +116,7 @@ def schedule_function(
     for rule in rules:
         try:
             is_ours = isinstance(rule, Rule)
-            found = rule.take(facts) if is_ours else rule.apply(func, target, False)
+            result = rule.take(facts) if is_ours else rule.apply(func, target, False)
         except TVMFusionError as error:
             error.args = (f"{error}, in the kernel {name!r}",)
             raise  # tells the user what to do
@@ -124,8 +124,8 @@ def schedule_function(
             failed[rule_name(rule)] = _reason(error)
             _report(name, rule_name(rule), error)
             continue
-        if found is not None:
-            schedule = found[0] if isinstance(found, list) else found
+        if result is not None:
+            schedule = result[0] if isinstance(result, list) else result
             scheduled = schedule.mod["main"].with_attr("tirx.is_scheduled", True)
             if attributes.RULE not in scheduled.attrs:
                 scheduled = scheduled.with_attr(attributes.RULE, rule_name(rule))

@@ -148,10 +148,10 @@ def predict_attention(call: KernelCall, machine: Machine) -> Prediction | None:
     if not call.sizes.get("full"):
         return predict_jointly(ATTENTION, call, machine)
     sizes = {**call.sizes, "S": call.size("S") + (call.size("L", 1) - 1) // 2}
-    found = predict_jointly(ATTENTION, replace(call, sizes=sizes), machine)
-    if found is None:
+    prediction = predict_jointly(ATTENTION, replace(call, sizes=sizes), machine)
+    if prediction is None:
         return None
-    low, high = ((end / found.seconds) ** FARTHER for end in (found.low, found.high))
-    ends = found.seconds * low, found.seconds * high
-    beyond = (*found.extrapolated, "mask")
-    return replace(found, low=ends[0], high=ends[1], in_range=False, extrapolated=beyond)
+    low, high = ((end / prediction.seconds) ** FARTHER for end in (prediction.low, prediction.high))
+    ends = prediction.seconds * low, prediction.seconds * high
+    beyond = (*prediction.extrapolated, "mask")
+    return replace(prediction, low=ends[0], high=ends[1], in_range=False, extrapolated=beyond)

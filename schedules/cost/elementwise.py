@@ -160,10 +160,10 @@ def predict_layer_norm(call: KernelCall, machine: Machine) -> Prediction | None:
 
 def _predict(kernel: LearnedKernel, call: KernelCall, machine: Machine) -> Prediction | None:
     """Predict by the learned model; of dtypes without one, by the bytes of the rows."""
-    found = predict_learned(kernel, call, machine)
-    if found is not None or machine.kind != "gpu":
-        return found
+    prediction = predict_learned(kernel, call, machine)
+    if prediction is not None or machine.kind != "gpu":
+        return prediction
     moved = float(call.size("B") * call.size("H") * element_bytes(call.dtype))
     streamed = KernelCall("elementwise", {}, call.dtype, 0.0, moved, moved, call.name)
-    found = predict_streaming(streamed, machine)
-    return found and replace(found, in_range=False)
+    prediction = predict_streaming(streamed, machine)
+    return prediction and replace(prediction, in_range=False)

@@ -169,43 +169,43 @@ def _conv2d_features(sizes: Sizes, machine: Limits, roofline: np.ndarray, width:
 
 def _winograd(b, ic, oc, oh, ow, roofline, machine: Limits) -> list[np.ndarray]:
     """F(m x m, 3 x 3) for several m: useful share of its tiles, its products and their waves."""
-    found = []
+    features = []
     for m in _WINOGRAD_OUTPUTS:
         tiles = b * np.ceil(oh / m) * np.ceil(ow / m)
         points = (m + 2) ** 2
-        found.append(b * oh * ow / (tiles * m * m))
-        found.append(np.log(2 * tiles * ic * oc * points / machine.peak / roofline))
+        features.append(b * oh * ow / (tiles * m * m))
+        features.append(np.log(2 * tiles * ic * oc * points / machine.peak / roofline))
         for rows, columns in _WINOGRAD_TILES:
             blocks = points * np.ceil(tiles / rows) * np.ceil(oc / columns)
-            found += waves(blocks, 2.0 * rows * columns * ic, roofline, machine)
+            features += waves(blocks, 2.0 * rows * columns * ic, roofline, machine)
         blocks = np.ceil(tiles / 32) * np.ceil(oc / 64)
-        found += waves(blocks, 2.0 * 32 * 64 * ic * points, roofline, machine)[2:]
-    return found
+        features += waves(blocks, 2.0 * 32 * 64 * ic * points, roofline, machine)[2:]
+    return features
 
 
 def _spatial(b, oc, oh, ow, taps, roofline, machine: Limits) -> list[np.ndarray]:
     """Blocks of square output tiles by output channels."""
-    found = []
+    columns = []
     for side in _SPATIAL_TILES:
         tiles = b * np.ceil(oh / side) * np.ceil(ow / side)
-        found.append(b * oh * ow / (tiles * side * side))
+        columns.append(b * oh * ow / (tiles * side * side))
         for channels in (32, 64, 128):
             flops = 2.0 * side * side * channels * taps
-            found += waves(tiles * np.ceil(oc / channels), flops, roofline, machine)[2:]
-    return found
+            columns += waves(tiles * np.ceil(oc / channels), flops, roofline, machine)[2:]
+    return columns
 
 
 def _fourier(b, ic, oc, h, w, roofline, machine: Limits) -> list[np.ndarray]:
     """Transforms of whole images padded to a power of two, and of tiles of 32 x 32."""
-    found = []
+    columns = []
     whole = 2.0 ** np.ceil(np.log2(np.maximum(h, w)))
     pieces = np.ceil((h - 2) / 30) * np.ceil((w - 2) / 30)
     for side, count in ((whole, b), (32.0, b * pieces)):
         points = side * (side / 2 + 1)
         products = 8 * points * count * ic * oc / machine.peak
         moved = 8 * points * (count * (ic + oc) + ic * oc) * 2 / machine.bandwidth
-        found += [np.log(products / roofline), np.log(moved / roofline)]
-    return found + [np.maximum(h, w) / whole]
+        columns += [np.log(products / roofline), np.log(moved / roofline)]
+    return columns + [np.maximum(h, w) / whole]
 
 
 CONV2D = LearnedKernel(

@@ -220,21 +220,21 @@ def model_from_arrays(arrays: Mapping[str, np.ndarray]) -> LearnedModel:
     Raises ``PredictionError`` if one is missing, of another length, or holds what cannot be.
     """
     names = ("harness", "latency", "low", "high", "edges", "below", "above", "law")
-    found = []
+    constants = []
     for name in names:
         array = arrays.get(name, np.zeros(0) if name == "law" else None)
         if array is None or array.ndim != 1 or array.dtype.kind not in "iuf":
             raise PredictionError(f"no vector {name!r} of numbers")
         if not np.isfinite(array).all() or (array < 0).any():
             raise PredictionError(f"{name!r} holds what is no positive finite number")
-        found.append(array.astype(np.float64))
-    harness, latency, low, high, edges, below, above, _ = found
+        constants.append(array.astype(np.float64))
+    harness, latency, low, high, edges, below, above, _ = constants
     lengths = len(below) == len(above) == len(edges) + 1 and len(low) == len(high)
     if not lengths or len(harness) != len(latency) or not len(harness):
         raise PredictionError(f"two of the vectors {', '.join(names)} do not match in length")
     if (below > 1).any() or (above < 1).any() or (below == 0).any():
         raise PredictionError("'below' and 'above' do not enclose 1")
-    return LearnedModel(trees_from_arrays(arrays), *found)
+    return LearnedModel(trees_from_arrays(arrays), *constants)
 
 
 @lru_cache(maxsize=64)

@@ -229,17 +229,19 @@ def _from_owners(
     low = np.maximum(bounds[..., 0], wanted[..., 0].min(axis=0))
     high = np.minimum(bounds[..., 1], wanted[..., 1].max(axis=0))
     others = np.flatnonzero((low < high).all(axis=1))
-    found: list[Message] = []
+    messages: list[Message] = []
     for other in sorted((int(q) for q in others if q != rank), key=lambda q: (abs(q - rank), q)):
         shared = [intersection(region, owned[other]) for region in missing]
-        found += [Message(other, rank, buffer, region) for region in shared if region_size(region)]
+        messages += [
+            Message(other, rank, buffer, region) for region in shared if region_size(region)
+        ]
         missing = [rest for region in missing for rest in difference(region, owned[other])]
     if missing:
         raise OpError(
             f"rank {rank} reads region {missing[0]} of buffer {buffer!r}, which no rank owns; "
             "let the parts of its owners cover it"
         )
-    return found
+    return messages
 
 
 @dataclass(frozen=True)

@@ -71,20 +71,20 @@ class LoopNest:
 
         Given for each dimension; empty where every part uses the same.
         """
-        found = {stage.output: [set[int]() for _ in stage.axes] for stage in self.stages}
+        numbers = {stage.output: [set[int]() for _ in stage.axes] for stage in self.stages}
         for output, axes in zip(self.outputs, self.loops, strict=True):
             for number, axis in enumerate(axes):
-                found[output][axis].add(number)
+                numbers[output][axis].add(number)
         for stage, reads in zip(reversed(self.stages), reversed(self.reads), strict=True):
-            for same in zip(*(found[output] for output in stage.together), strict=True):
+            for same in zip(*(numbers[output] for output in stage.together), strict=True):
                 for dim in same:  # computed at the same places
                     dim.update(*same)
-            moved = dict(zip((a.var for a in stage.axes), found[stage.output], strict=True))
+            moved = dict(zip((a.var for a in stage.axes), numbers[stage.output], strict=True))
             for read in reads:
-                dims = found.setdefault(read.buffer, [set() for _ in read.indices])
+                dims = numbers.setdefault(read.buffer, [set() for _ in read.indices])
                 for dim, index in zip(dims, read.indices, strict=True):
                     dim.update(*(moved[v] for v in variables(index) if v in moved))
-        return {buffer: tuple(map(frozenset, dims)) for buffer, dims in found.items()}
+        return {buffer: tuple(map(frozenset, dims)) for buffer, dims in numbers.items()}
 
     @cached_property
     def may_trap(self) -> bool:
@@ -100,13 +100,13 @@ class LoopNest:
 
     def output_regions(self, rows: Region) -> dict[tirx.Buffer, list[Region]]:
         """Region of each output: its elements of a range of each distributed loop."""
-        found: dict[tirx.Buffer, list[Region]] = {}
+        regions: dict[tirx.Buffer, list[Region]] = {}
         for output, axes in zip(self.outputs, self.loops, strict=True):
             region = [(0, extent) for extent in shape_of(output)]
             for axis, ends in zip(axes, rows, strict=True):
                 region[axis] = ends
-            found[output] = [tuple(region)]
-        return found
+            regions[output] = [tuple(region)]
+        return regions
 
 
 def stage_of(nest: LoopNest, output: tirx.Buffer) -> Stage:
@@ -291,18 +291,18 @@ def _reads(stage: Stage) -> tuple[Read, ...]:
     return tuple(read for read in found if read.buffer not in stage.outputs)
 
 
-def _collect(expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], found: list[Read]) -> None:
+def _collect(expression: tirx.Expr, conditions: tuple[tirx.Expr, ...], reads: list[Read]) -> None:
     """Add the loads of an expression; those of a branch have its condition."""
     if is_if_then_else(expression):
         condition, first, second = expression.args
-        _collect(condition, conditions, found)
-        _collect(first, (*conditions, condition), found)
-        _collect(second, (*conditions, simplified(tirx.Not(condition))), found)
+        _collect(condition, conditions, reads)
+        _collect(first, (*conditions, condition), reads)
+        _collect(second, (*conditions, simplified(tirx.Not(condition))), reads)
         return
     if isinstance(expression, ir.TensorLoad):
-        found.append(Read(expression.source, tuple(expression.indices), conditions))
+        reads.append(Read(expression.source, tuple(expression.indices), conditions))
     for child in operands(expression):
-        _collect(child, conditions, found)
+        _collect(child, conditions, reads)
 
 
 def _divisors(expression: tirx.Expr) -> list[tirx.Expr]:

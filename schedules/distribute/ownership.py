@@ -47,30 +47,30 @@ class Owners:
     def of_rank(self, rank: int) -> dict[str, Region]:
         """Regions of each input that a rank owns."""
         place = self.partition.place(rank)
-        found: dict[str, Region] = {}
+        regions: dict[str, Region] = {}
         for buffer in self.nest.inputs:
             region = [(0, extent) for extent in shape_of(buffer)]
             for number, (dim, ends) in self.cuts[buffer.name].items():
                 region[dim] = ends[place[number]]
-            found[buffer.name] = tuple(region)
-        return found
+            regions[buffer.name] = tuple(region)
+        return regions
 
     def _cuts(self, buffer: tirx.Buffer, given: Sequence[int] | None) -> Cuts:
         """Dimension and parts of an input by the loop that moves the dimension."""
         moved = self.nest.varying.get(buffer, ())
-        found: Cuts = {}
+        cuts: Cuts = {}
         taken: set[int] = set()
         for number in range(len(self.nest.extents)):
             free = [d for d, loops in enumerate(moved) if number in loops and d not in taken]
             if free:
                 taken.add(free[0])
                 extent = shape_of(buffer)[free[0]]
-                found[number] = (free[0], self._parts(buffer, number, free[0], extent, given))
-        if given is not None and not found:
+                cuts[number] = (free[0], self._parts(buffer, number, free[0], extent, given))
+        if given is not None and not cuts:
             raise OpError(
                 f"owners are given of {buffer.name!r}, of which every part reads all: it is not cut"
             )
-        return found
+        return cuts
 
     def _parts(
         self,
@@ -150,7 +150,7 @@ def repeated_inputs(
     pairs = {repeat: nest.outputs[0].name} if isinstance(repeat, str) else dict(repeat or {})
     if len(set(pairs.values())) < len(pairs):
         raise OpError(f"repeat is {pairs}: two inputs cannot take one output")
-    found = {}
+    repeated = {}
     for name, taken in pairs.items():
         here = _named(nest.inputs, name, "inputs")
         out = _named(nest.outputs, taken, "outputs")
@@ -159,8 +159,8 @@ def repeated_inputs(
                 f"input {name!r} of shape {shape_of(here)} and type {here.dtype} cannot take the "
                 f"output, of shape {shape_of(out)} and type {out.dtype}, in the next step"
             )
-        found[here] = out
-    return found
+        repeated[here] = out
+    return repeated
 
 
 def _named(buffers: Sequence[tirx.Buffer], name: str, what: str) -> tirx.Buffer:
@@ -179,16 +179,16 @@ def rows_of_steps(
     Each computes what the next one reads; the last computes ``rows``.
     """
     axes = dict(zip(nest.outputs, nest.loops, strict=True))
-    found = [rows]
+    ranges = [rows]
     for _ in range(steps - 1):
-        computed = regions_computed(nest, nest.output_regions(found[0]))
+        computed = regions_computed(nest, nest.output_regions(ranges[0]))
         read = [
             tuple(computed[buffer][axis] for axis in axes[output])
             for buffer, output in again.items()
             if buffer in computed
         ]
-        found.insert(0, hull(read) if read else tuple((begin, begin) for begin, _ in rows))
-    return tuple(found)
+        ranges.insert(0, hull(read) if read else tuple((begin, begin) for begin, _ in rows))
+    return tuple(ranges)
 
 
 def needed_by_steps(
@@ -199,15 +199,15 @@ def needed_by_steps(
     The last round of a run may begin at any of the steps, so this is what any of them reads.
     """
     wanted = nest.output_regions(steps[-1])
-    found: dict[tirx.Buffer, list[Region]] = {}
+    needed: dict[tirx.Buffer, list[Region]] = {}
     for computed in reversed(steps):
         if nest.may_trap:  # Rows that the next step does not read may trap, too.
             wanted = nest.output_regions(computed)
         step = regions_needed(nest, wanted)
         for buffer, regions in step.items():
-            found[buffer] = union([*found.get(buffer, []), *regions])
+            needed[buffer] = union([*needed.get(buffer, []), *regions])
         wanted = {output: step.get(buffer, []) for buffer, output in again.items()}
-    return found
+    return needed
 
 
 def windows_of_steps(nest: LoopNest, steps: tuple[Region, ...]) -> dict[tirx.Buffer, Region]:

@@ -110,10 +110,10 @@ def partial_reduction(
     name = name_of(source, loop)
     stages = _without_copy(read, list(func.params))
     outputs = [stage for stage in stages if stage.output in list(func.params)]
-    found = [stage for stage in outputs if name in stage.loops[len(stage.axes) :]]
-    if not found or any(constant(n) is None for stage in stages for n in stage.shape):
+    reducing = [stage for stage in outputs if name in stage.loops[len(stage.axes) :]]
+    if not reducing or any(constant(n) is None for stage in stages for n in stage.shape):
         return None
-    stage = found[0]
+    stage = reducing[0]
     number = stage.loops.index(name) - len(stage.axes)
     if constant(stage.reduced[number].dom.extent) is None:
         return None
@@ -132,8 +132,8 @@ def partial_reduction(
     operator = "selection" if combine is not None else _operator(block, name)
 
     def factored(extent: int | None) -> tirx.PrimFunc:
-        found = _factored(block, name, number, bounds, extent)
-        parts = {old.output: new for old, new in zip(block, found, strict=True)}
+        reducing = _factored(block, name, number, bounds, extent)
+        parts = {old.output: new for old, new in zip(block, reducing, strict=True)}
         held = {buffer: new.output for buffer, new in parts.items()}
         params = [held.get(each, each) for each in (*func.params, *hidden)]
         return whole_function(params, [parts.get(each.output, each) for each in stages])
@@ -331,15 +331,15 @@ def combine_parts(
 
 def _new(stage: Stage) -> tirx.Expr | None:
     """Expression that a stage may take in place of its own; None if there is no single one."""
-    found: list[tirx.Expr] = []
+    leaves: list[tirx.Expr] = []
     for leaf in _choices(stage.value):
         held = isinstance(leaf, ir.TensorLoad) and leaf.source.same_as(stage.output)
-        if not held and not any(tvm_ffi.structural_equal(leaf, other) for other in found):
-            found.append(leaf)
-    if len(found) != 1 or isinstance(found[0], _CONSTANTS):
+        if not held and not any(tvm_ffi.structural_equal(leaf, other) for other in leaves):
+            leaves.append(leaf)
+    if len(leaves) != 1 or isinstance(leaves[0], _CONSTANTS):
         return None
     own = set(stage.outputs)
-    return None if any(load.source in own for load in loads(found[0])) else found[0]
+    return None if any(load.source in own for load in loads(leaves[0])) else leaves[0]
 
 
 def _choices(value: tirx.Expr) -> list[tirx.Expr]:

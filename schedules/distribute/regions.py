@@ -43,14 +43,14 @@ def index_values(
     about = [c for c in conditions if variables(c) <= variables(index)]
     predicate = _conjunction(about)
     point = [ir.Range.from_min_extent(index, tirx.const(1, str(index.ty.dtype)))]
-    found = _ends(sym.estimate_region_strict_bound(point, domain, predicate))
-    if found is not None:
-        return [found]
+    bounds = _ends(sym.estimate_region_strict_bound(point, domain, predicate))
+    if bounds is not None:
+        return [bounds]
     listed = _enumerate(index, domain, about)
     if listed is not None:
         return listed
-    found = _ends(sym.estimate_region_upper_bound(point, domain, predicate))
-    return None if found is None else [found]
+    bounds = _ends(sym.estimate_region_upper_bound(point, domain, predicate))
+    return None if bounds is None else [bounds]
 
 
 def known_conditions(conditions: Sequence[tirx.Expr], domain: Domain) -> list[tirx.Expr]:
@@ -75,15 +75,15 @@ def _ends(sets: Sequence[sym.IntSet] | None) -> tuple[int, int] | None:
 
 
 def _conjuncts(conditions: Sequence[tirx.Expr]) -> list[tirx.Expr]:
-    found: list[tirx.Expr] = []
+    conjuncts: list[tirx.Expr] = []
     for condition in conditions:
         if isinstance(condition, tirx.And) or op_name(condition) == "prim.logical_and":
-            found += _conjuncts(operands(condition))
+            conjuncts += _conjuncts(operands(condition))
         elif op_name(condition) == "prim.likely":
-            found += _conjuncts(condition.args)
+            conjuncts += _conjuncts(condition.args)
         else:
-            found.append(condition)
-    return found
+            conjuncts.append(condition)
+    return conjuncts
 
 
 _COMPARISONS = (tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.EQ, tirx.NE)
@@ -247,13 +247,13 @@ def _boxes(stage: Stage, read: Read, domain: Domain) -> list[Region]:
     sets: list[list[tuple[int, int]]] = []
     for index, extent in zip(read.indices, shape, strict=True):
         # A loaded index is in a dimension of which all parts use all.
-        found = [(0, extent)] if loads(index) else index_values(index, domain, known)
-        if found is None:
+        ranges = [(0, extent)] if loads(index) else index_values(index, domain, known)
+        if ranges is None:
             raise OpError(
                 f"block {stage.name!r} reads buffer {read.buffer.name!r} at the index {index}, "
                 "which cannot be bounded: what a part needs of it is unknown; distribute another "
                 "loop"
             )
-        sets.append(found)
+        sets.append(ranges)
     whole = tuple((0, extent) for extent in shape)
     return [intersection(tuple(box), whole) for box in itertools.product(*sets)]

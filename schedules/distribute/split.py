@@ -297,7 +297,7 @@ def _best(
     """The least time of some rows, and its number of chunks."""
     if rows == 0:
         return 0.0, 1
-    found = []
+    candidates = []
     # The best of all counts at any number of rows, so that more rows never take less time.
     for count in {min(count, rows) for count in ([chunks] if chunks else CHUNKS)}:
         each = rows / count
@@ -306,8 +306,8 @@ def _best(
         )
         first = (into + work.resident / figures.link, compute, out)
         stages = [first, *[(into, compute, out)] * (count - 1)]
-        found.append((figures.seconds(stages, slots), count))
-    return min(found)
+        candidates.append((figures.seconds(stages, slots), count))
+    return min(candidates)
 
 
 @dataclass(frozen=True)

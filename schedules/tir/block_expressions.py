@@ -146,19 +146,19 @@ def _stores(stmt: tirx.Stmt | None) -> list[tirx.BufferStore] | None:
     None of them reads what another one has written.
     """
     bound: dict[ir.Var, tirx.Expr] = {}
-    found: list[tirx.BufferStore] = []
+    stores: list[tirx.BufferStore] = []
     for part in list(stmt.seq) if isinstance(stmt, tirx.SeqStmt) else [stmt] if stmt else []:
-        if isinstance(part, tirx.Bind) and not found:
+        if isinstance(part, tirx.Bind) and not stores:
             bound[part.var] = substitute(part.value, bound)
             continue
-        written = {store.buffer for store in found}
+        written = {store.buffer for store in stores}
         if not isinstance(part, tirx.BufferStore) or any(
             load.source in written for load in loads(part.value)
         ):
             return None
         value = substitute(part.value, bound)
-        found.append(tirx.BufferStore(part.buffer, value, part.indices))
-    return found
+        stores.append(tirx.BufferStore(part.buffer, value, part.indices))
+    return stores
 
 
 def _loop_name(value: tirx.Expr | None) -> str:
@@ -188,13 +188,13 @@ def _axes_of(
     """The variable of each axis of a store, if all are there and cover it."""
     axes = []
     for index, extent in zip(store.indices, store.buffer.shape, strict=True):
-        found = [axis for axis in spatial if axis.var.same_as(index)]
-        if not found and constant(extent) == 1 and constant(index) == 0:
+        matches = [axis for axis in spatial if axis.var.same_as(index)]
+        if not matches and constant(extent) == 1 and constant(index) == 0:
             zero = tirx.Var("zero", "int64")
-            found = [tirx.IterVar(ir.Range(0, 1), zero, tirx.IterVar.DataPar)]
-        if not found or not _equal(found[0].dom.extent, extent):
+            matches = [tirx.IterVar(ir.Range(0, 1), zero, tirx.IterVar.DataPar)]
+        if not matches or not _equal(matches[0].dom.extent, extent):
             return None
-        axes.append(found[0])
+        axes.append(matches[0])
     used = {axis.var for axis in axes}
     if len(used) < len(axes):
         return None

@@ -65,15 +65,15 @@ def share_values(
 
 
 def _stores_outside_vectors(func: tirx.PrimFunc) -> set[tirx.BufferStore]:
-    found: set[tirx.BufferStore] = set()
+    stores: set[tirx.BufferStore] = set()
 
     def skip_vectors(loop: tirx.For) -> tvm_ffi.WalkResult:
         vector = loop.kind == tirx.ForKind.VECTORIZED
         return tvm_ffi.WalkResult.SKIP if vector else tvm_ffi.WalkResult.ADVANCE
 
-    callbacks = ((tirx.For, skip_vectors), (tirx.BufferStore, found.add))
+    callbacks = ((tirx.For, skip_vectors), (tirx.BufferStore, stores.add))
     tvm_ffi.structural_walk(func.body, callbacks, order="pre")
-    return found
+    return stores
 
 
 class _Shared:
@@ -151,17 +151,17 @@ class _Lets:
 
     def _used(self, exprs: Sequence[ir.Expr]) -> list[ir.Var]:
         """The let variables that expressions use, directly or through others."""
-        found: dict[ir.Var, None] = {}
+        used: dict[ir.Var, None] = {}
 
         def visit(var: ir.Var) -> None:
-            if var in self.values and var not in found:
+            if var in self.values and var not in used:
                 for expr in (self.values[var], *self.conditions.get(var, ())):
                     tvm_ffi.structural_walk(expr, (ir.Var, visit))
-                found[var] = None
+                used[var] = None
 
         for expr in exprs:
             tvm_ffi.structural_walk(expr, (ir.Var, visit))
-        return list(found)
+        return list(used)
 
 
 def _with_lane(realize: s_tir.SBlockRealize, loop: tirx.For) -> s_tir.SBlockRealize:

@@ -191,30 +191,30 @@ def parse_record(line: bytes) -> Record:
     ValueError
         If it is no record; the message says why.
     """
-    found = parse_line(line)
-    target_kind = found.pop("kind", None)
+    fields = parse_line(line)
+    target_kind = fields.pop("kind", None)
     if target_kind not in (CPU_KIND, *GPU_KINDS):
         raise ValueError("the kind of the target is not 'llvm', 'cuda' or 'opencl'")
-    times = _read_times(found.pop("times", {}))
+    times = _read_times(fields.pop("times", {}))
     checks = _CHECKS.keys()
-    if found.keys() != checks:
-        names = sorted(found.keys() ^ checks)
+    if fields.keys() != checks:
+        names = sorted(fields.keys() ^ checks)
         raise ValueError(f"the fields {', '.join(map(repr, names[:_SHOWN]))} are missing or extra")
     for name, expected in _CHECKS.items():
-        value = found[name]
+        value = fields[name]
         if expected is float and type(value) is int and value < 1 << 53:
-            value = found[name] = float(value)
+            value = fields[name] = float(value)
         if type(value) is not expected:
             raise ValueError(f"{name} is {value!r:.50}; expected {expected.__name__}")
     for name in ("default_seconds", "best_seconds"):
-        if not _is_time(found[name]):
-            raise ValueError(f"{name} is {found[name]!r}; expected a positive number")
+        if not _is_time(fields[name]):
+            raise ValueError(f"{name} is {fields[name]!r}; expected a positive number")
     for name in ("version", "vector_bits", "threads"):
-        if found[name] < 1:
-            raise ValueError(f"{name} is {found[name]}; expected a positive number")
-    if found["trials"] < 0:
-        raise ValueError(f"trials is {found['trials']}; expected none or more")
-    record = Record(**found, times=times)
+        if fields[name] < 1:
+            raise ValueError(f"{name} is {fields[name]}; expected a positive number")
+    if fields["trials"] < 0:
+        raise ValueError(f"trials is {fields['trials']}; expected none or more")
+    record = Record(**fields, times=times)
     if record.kind != target_kind:
         raise ValueError(
             f"{record.template!r} is not a template for targets of kind {target_kind!r}"

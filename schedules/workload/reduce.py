@@ -125,14 +125,14 @@ def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """
     if axes is None:
         return tuple(range(ndim))
-    found = []
+    normalized = []
     for axis in axes:
         if isinstance(axis, bool) or int(axis) != axis or not -ndim <= int(axis) < ndim:
             raise OpError(f"axis {axis} is out of range; data has {ndim} axes")
-        found.append(int(axis) % ndim)
-    if len(set(found)) < len(found):
+        normalized.append(int(axis) % ndim)
+    if len(set(normalized)) < len(normalized):
         raise OpError(f"axes {list(axes)} name an axis twice; give each reduced axis once")
-    return tuple(sorted(found))
+    return tuple(sorted(normalized))
 
 
 @dataclass(frozen=True)
@@ -160,16 +160,16 @@ class CanonicalLoops:
     @property
     def runs(self) -> tuple[tuple[str, Extent], ...]:
         """Kinds (``P`` or ``R``) and extents from outermost to innermost, neighbours merged."""
-        found: list[tuple[str, Extent]] = []
+        merged: list[tuple[str, Extent]] = []
         for axis, extent in enumerate(self.shape):
             if is_one(extent):
                 continue
             kind = "R" if axis in self.axes else "P"
-            if found and found[-1][0] == kind:
-                found[-1] = (kind, found[-1][1] * extent)
+            if merged and merged[-1][0] == kind:
+                merged[-1] = (kind, merged[-1][1] * extent)
             else:
-                found.append((kind, extent))
-        return tuple(found)
+                merged.append((kind, extent))
+        return tuple(merged)
 
     @property
     def form(self) -> Form:

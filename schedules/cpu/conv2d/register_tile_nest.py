@@ -96,22 +96,22 @@ def block_runs(ops: LayerOperands, tile: int) -> BlockRuns:
     return BlockRuns(groups, start, runs)
 
 
-def for_each_block_tile(found: BlockRuns, span: Span | None) -> Iterator[tuple[Index, int]]:
+def for_each_block_tile(runs: BlockRuns, span: Span | None) -> Iterator[tuple[Index, int]]:
     """Open loops over the tiles of output blocks; yields (first block, ``V``).
 
     ``span`` limits it to tiles ``[start, stop)``, counted over all groups.
     """
-    groups: Span = (0, found.groups)
-    if span is not None and found.groups > 1:
+    groups: Span = (0, runs.groups)
+    if span is not None and runs.groups > 1:
         start, stop = map(tirx.convert, span)
-        groups = tirx.floordiv(start, found.tiles), tirx.ceildiv(stop, found.tiles)
+        groups = tirx.floordiv(start, runs.tiles), tirx.ceildiv(stop, runs.tiles)
     with loop(*groups) as group:
-        before = group * found.tiles
-        for first, count, size in found.runs:
+        before = group * runs.tiles
+        for first, count, size in runs.runs:
             bounds = _clip(before, count, span)
             if bounds is not None:
                 with loop(*bounds) as tile:
-                    yield group * found.blocks + first + (tile - before) * size, size
+                    yield group * runs.blocks + first + (tile - before) * size, size
             before += count
 
 

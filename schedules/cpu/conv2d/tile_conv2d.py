@@ -118,7 +118,7 @@ def tile_conv2d_template(
     builder = KernelBuilder(
         func if cpu.emulates_tiles else func.with_attr(attributes.TILES, kernel.dtype)
     )
-    found = TileGeometry.of(kernel)
+    geometry = TileGeometry.of(kernel)
     with builder.body():
         pieces = knobs.unit_chunks * knobs.block_chunks
         with T.parallel(0, (1 if kernel.is_matrix else builder.batch) * pieces) as index:
@@ -126,8 +126,8 @@ def tile_conv2d_template(
             ops = operands(builder, kernel, image)
             if is_flat(ops):
                 ops = flatten(ops, 0, ops.output.height)
-            found = replace(found, lines=ops.output.height, width=ops.output.width)
-            pixel_groups, channel_groups = found.groups(knobs)
+            geometry = replace(geometry, lines=ops.output.height, width=ops.output.width)
+            pixel_groups, channel_groups = geometry.groups(knobs)
             pixels = chunk(
                 pixel_groups, tirx.floordiv(piece, knobs.block_chunks), knobs.unit_chunks
             )
@@ -137,47 +137,47 @@ def tile_conv2d_template(
             with T.sblock("tiles"):
                 T.reads()
                 T.writes()
-                ops = bordered(ops, found.width, *_lines(found, knobs, pixels))
-                write_tiles(ops, kernel, found, knobs, cpu, pixels, channels)
+                ops = bordered(ops, geometry.width, *_lines(geometry, knobs, pixels))
+                write_tiles(ops, kernel, geometry, knobs, cpu, pixels, channels)
     return builder.schedule()
 
 
 def write_tiles(
     ops: LayerOperands,
     kernel: Conv2DKernel,
-    found: TileGeometry,
+    geometry: TileGeometry,
     knobs: TileConv2DKnobs,
     cpu: CPUInfo,
     pixels: Span | None = None,
     channels: Span | None = None,
 ) -> None:
     """Write the loops over groups of tiles, of all pixels and channels if no others are given."""
-    sums, left = TileShape(knobs.rows, TILE_WORDS), TileShape(knobs.rows, found.depth)
-    right = TileShape(found.depth, TILE_WORDS)
+    sums, left = TileShape(knobs.rows, TILE_WORDS), TileShape(knobs.rows, geometry.depth)
+    right = TileShape(geometry.depth, TILE_WORDS)
     shapes = [sums] * _LEFT + [left] * (_RIGHT - _LEFT) + [right] * 2
     # CPUs that only emulate tiles may lack what rounds two vectors at once, and LLVM dies of it.
     rounds = kernel.out_dtype != "bfloat16" or cpu.half_dots == "vdpbf16ps"
     packed = packed_tiles(kernel, knobs) if cpu.vector_bits == TILE_BITS and rounds else 1
-    pixel_groups, channel_groups = found.groups(knobs)
+    pixel_groups, channel_groups = geometry.groups(knobs)
     with tile_unit(shapes, kernel.dtype, cpu) as unit:
-        nest = _TileNest(ops, found, knobs, unit, packed)
+        nest = _TileNest(ops, geometry, knobs, unit, packed)
         nest.write(pixels or (0, pixel_groups), channels or (0, channel_groups))
 
 
-def _unit(found: TileGeometry, knobs: TileConv2DKnobs, group: Index, number: int) -> Index:
+def _unit(geometry: TileGeometry, knobs: TileConv2DKnobs, group: Index, number: int) -> Index:
     """Tile ``number`` of a group of tiles of pixels, counted over all lines."""
-    units = found.lines * found.tiles_of_line(knobs.rows)
+    units = geometry.lines * geometry.tiles_of_line(knobs.rows)
     unit = group * knobs.pixel_tiles + number
     return tirx.min(unit, units - 1) if units % knobs.pixel_tiles else unit
 
 
-def _lines(found: TileGeometry, knobs: TileConv2DKnobs, pixels: Span) -> tuple[int, Span]:
+def _lines(geometry: TileGeometry, knobs: TileConv2DKnobs, pixels: Span) -> tuple[int, Span]:
     """Most lines of a chunk of groups of pixels, and the first and the last of this one."""
-    tiles = found.tiles_of_line(knobs.rows)
-    units = -(-found.groups(knobs)[0] // knobs.unit_chunks) * knobs.pixel_tiles
-    first = tirx.floordiv(_unit(found, knobs, pixels[0], 0), tiles)
-    last = tirx.floordiv(_unit(found, knobs, pixels[1] - 1, knobs.pixel_tiles - 1), tiles)
-    return min(found.lines, -(-(units - 1) // tiles) + 1), (first, last)
+    tiles = geometry.tiles_of_line(knobs.rows)
+    units = -(-geometry.groups(knobs)[0] // knobs.unit_chunks) * knobs.pixel_tiles
+    first = tirx.floordiv(_unit(geometry, knobs, pixels[0], 0), tiles)
+    last = tirx.floordiv(_unit(geometry, knobs, pixels[1] - 1, knobs.pixel_tiles - 1), tiles)
+    return min(geometry.lines, -(-(units - 1) // tiles) + 1), (first, last)
 
 
 def bordered(ops: LayerOperands, width: int, lines: int, span: Span) -> LayerOperands:
@@ -251,7 +251,7 @@ class _TileNest:
     ----------
     ops : LayerOperands
         The layer, whose source has its borders.
-    found : TileGeometry
+    geometry : TileGeometry
         Its tiles.
     knobs : TileConv2DKnobs
         The setting.
@@ -262,7 +262,7 @@ class _TileNest:
     """
 
     ops: LayerOperands
-    found: TileGeometry
+    geometry: TileGeometry
     knobs: TileConv2DKnobs
     unit: TileUnit
     packed: int
@@ -314,18 +314,18 @@ class _TileNest:
 
     def _first_channels(self, group: Index) -> Index:
         """First channel tile of a group."""
-        tiles, count = self.found.channel_tiles, self.knobs.channel_tiles
+        tiles, count = self.geometry.channel_tiles, self.knobs.channel_tiles
         first = group * count
         return tirx.min(first, tiles - count) if tiles % count else first
 
     def _pixel(self, group: Index, number: int) -> tuple[Index, Index]:
         """Line and column of the first pixel of a tile."""
-        found, rows = self.found, self.knobs.rows
-        tiles = found.tiles_of_line(rows)
-        unit = _unit(found, self.knobs, group, number)
+        geometry, rows = self.geometry, self.knobs.rows
+        tiles = geometry.tiles_of_line(rows)
+        unit = _unit(geometry, self.knobs, group, number)
         column = tirx.floormod(unit, tiles) * rows
-        if found.width % rows:
-            column = tirx.min(column, found.width - rows)
+        if geometry.width % rows:
+            column = tirx.min(column, geometry.width - rows)
         return tirx.floordiv(unit, tiles), column
 
     def _remember(self, channel: Index, pixel: Index) -> None:
@@ -341,12 +341,12 @@ class _TileNest:
 
     def _multiply(self, channel: Index, pixel: Index) -> None:
         """Sum up the products of a group, with the output of the group before between them."""
-        knobs, layer, steps = self.knobs, self.ops.layer, self.found.steps
+        knobs, layer, steps = self.knobs, self.ops.layer, self.geometry.steps
         for tile in range(knobs.pixel_tiles * knobs.channel_tiles):
             self.unit.zero(tile)
         first = self._first_channels(channel)
         weights = [bound(self._weight(first + n)) for n in range(knobs.channel_tiles)]
-        starts = [self._start(first + n) for n in range(self.found.loads(knobs))]
+        starts = [self._start(first + n) for n in range(self.geometry.loads(knobs))]
         origins = []
         for number in range(knobs.pixel_tiles):
             line, column = self._pixel(pixel, number)
@@ -370,11 +370,11 @@ class _TileNest:
 
     def _start(self, tile: Index) -> Index:
         """Place of the first word that a channel tile reads, from that of the pixel."""
-        layer, source, tiles = self.ops.layer, self.ops.source, self.found.group_tiles
+        layer, source, tiles = self.ops.layer, self.ops.source, self.geometry.group_tiles
         if layer.groups == 1:
             return 0
         group = tirx.floordiv(tile, tiles)
-        if tiles * layer.groups < self.found.channel_tiles:  # the last ones belong to none
+        if tiles * layer.groups < self.geometry.channel_tiles:  # the last ones belong to none
             group = tirx.min(group, layer.groups - 1)
         word = group * (layer.in_channels // layer.groups)
         block = tirx.floordiv(word, source.lanes)
@@ -383,7 +383,7 @@ class _TileNest:
     def _weight(self, tile: Index) -> Index:
         """Place of the weights of a channel tile."""
         each = self.ops.lanes // TILE_WORDS
-        block = self.found.steps * self.found.depth * self.ops.lanes
+        block = self.geometry.steps * self.geometry.depth * self.ops.lanes
         return tirx.floordiv(tile, each) * block + tirx.floormod(tile, each) * TILE_WORDS
 
     def _step(
@@ -394,10 +394,10 @@ class _TileNest:
         rows: tuple[Index, int] = (0, 0),
     ) -> None:
         """All products of a step; after each of them, its share of some rows of older sums."""
-        ops, found, knobs, layer = self.ops, self.found, self.knobs, self.ops.layer
-        taps = layer.kernel[0] * found.columns
+        ops, geometry, knobs, layer = self.ops, self.geometry, self.knobs, self.ops.layer
+        taps = layer.kernel[0] * geometry.columns
         tap = tirx.floormod(step, taps)
-        down, right = tirx.floordiv(tap, found.columns), tirx.floormod(tap, found.columns)
+        down, right = tirx.floordiv(tap, geometry.columns), tirx.floormod(tap, geometry.columns)
         moved = bound(
             tirx.floordiv(step, taps) * ops.source.block_stride
             + down * (layer.dilation[0] * ops.source.row_stride)
@@ -412,7 +412,7 @@ class _TileNest:
                 stride, place = layer.strides[1] * ops.source.step, origins[pixel][channel] + moved
                 self.unit.load(left, ops.source.buffer, place, stride)
             if pixel == 0:
-                place = weights[channel] + step * (found.depth * ops.lanes)
+                place = weights[channel] + step * (geometry.depth * ops.lanes)
                 self.unit.load(_RIGHT + channel % 2, ops.weight, place, ops.lanes)
             self.unit.multiply(number, left, _RIGHT + channel % 2)
             if count * knobs.channel_tiles > _FEW_VECTORS:

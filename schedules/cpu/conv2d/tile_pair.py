@@ -172,14 +172,14 @@ def _write_rows(
     cpu: CPUInfo,
 ) -> None:
     """Rows of a layer in tiles; lines are counted from the first of them."""
-    found = TileGeometry.of(rows_of(kernel, height))
+    geometry = TileGeometry.of(rows_of(kernel, height))
     with T.sblock("tiles"):
         T.reads()
         T.writes()
         if is_flat(ops):
             ops = flatten(ops, row, height)
         else:
-            ops = bordered(ops, found.width, height, (row, row + height - 1))
+            ops = bordered(ops, geometry.width, height, (row, row + height - 1))
             start = ops.source.first_row - row * ops.layer.strides[0]
             ops = replace(
                 ops,
@@ -187,8 +187,8 @@ def _write_rows(
                 output=_from_row(ops.output, row),
                 residual=None if ops.residual is None else _from_row(ops.residual, row),
             )
-        found = replace(found, lines=ops.output.height if is_flat(ops) else height)
-        write_tiles(ops, kernel, found, knobs, cpu)
+        geometry = replace(geometry, lines=ops.output.height if is_flat(ops) else height)
+        write_tiles(ops, kernel, geometry, knobs, cpu)
 
 
 def _from_row(image: FeatureMap, row: Index) -> FeatureMap:

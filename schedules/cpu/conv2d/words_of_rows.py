@@ -55,13 +55,13 @@ def widened(ops: LayerOperands, units: Span, knobs: Conv2DKnobs) -> LayerOperand
     )
     with loop(0, blocks) as block, T.serial(0, last - first) as pixel:
         at = source.offset + block * source.block_stride + (first + pixel) * source.step
-        found = source.buffer[_range(at, source.lanes)]
+        loaded = source.buffer[_range(at, source.lanes)]
         if ops.shifted:
-            wide = tirx.bitwise_xor(found, _vector(T.int32(_SHIFT), words))
+            wide = tirx.bitwise_xor(loaded, _vector(T.int32(_SHIFT), words))
         elif ops.pairs:
-            wide = widen_bits(T.reinterpret(f"uint16x{words * each}", found))
+            wide = widen_bits(T.reinterpret(f"uint16x{words * each}", loaded))
         else:
-            wide = T.reinterpret(f"int32x{words}", T.Cast(f"int16x{source.lanes}", found))
+            wide = T.reinterpret(f"int32x{words}", T.Cast(f"int16x{source.lanes}", loaded))
         place = _range((block * stored.block_stride + pixel * words) * each, words * each)
         T.buffer_store(stored.buffer, wide, [place])
     return replace(ops, source=stored)

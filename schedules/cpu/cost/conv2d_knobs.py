@@ -118,13 +118,13 @@ def shares(batch: int, cores: int, most: tuple[int, int]) -> list[tuple[int, int
     """
     if batch % cores == 0:
         return [(1, 1)]
-    found = set[tuple[int, int]]()
+    pairs = set[tuple[int, int]]()
     for rounds in {1, min(2, batch), batch}:
         pieces, largest = rounds * cores // batch, dict[int, int]()
         for pixels in range(1, min(pieces, most[0]) + 1):
             largest[min(pieces // pixels, most[1])] = pixels
-        found |= {(pixels, channels) for channels, pixels in largest.items()}
-    return [(1, 1), *sorted(found - {(1, 1)})]
+        pairs |= {(pixels, channels) for channels, pixels in largest.items()}
+    return [(1, 1), *sorted(pairs - {(1, 1)})]
 
 
 def _unit_groups(kernel: Conv2DKernel, longest: int, units: int, cpu: CPUInfo) -> list[int]:

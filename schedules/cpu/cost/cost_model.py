@@ -125,7 +125,7 @@ def default_conv2d_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
     shares = search.branches(
         enumerate(conv2d_space(kernel, cpu)),
         lambda knobs: (knobs.pixels, knobs.blocks, knobs.unit_chunks, knobs.block_chunks),
-        lambda found: found.nests.multiply_adds,
+        lambda costed: costed.nests.multiply_adds,
     )
     chains = [
         chain
@@ -134,7 +134,7 @@ def default_conv2d_knobs(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKnobs:
         for chain in search.branches(
             share,
             lambda knobs: (knobs.blocks_inside, knobs.ic_o),
-            lambda found: found.nests.multiply_adds + found.nests.tiles + found.nests.starts,
+            lambda costed: costed.nests.multiply_adds + costed.nests.tiles + costed.nests.starts,
         )
     ]
     for least, chain in sorted(chains, key=lambda branch: branch[0]):

@@ -231,14 +231,14 @@ def _nests(kernel: Conv2DKernel, knobs: FusedConv2DKnobs) -> list[tuple[tuple[st
     }
     usual = FusedConv2DKnobs.order
     levels = [level for level, name in enumerate(usual) if not once[name]]
-    found = []
+    nests = []
     for names in permutations(usual[level] for level in levels):
         order = list(usual)
         for level, name in zip(levels, names, strict=True):
             order[level] = name
-        found += [(tuple(order), place) for place in (0, *(level + 1 for level in levels))]
+        nests += [(tuple(order), place) for place in (0, *(level + 1 for level in levels))]
     default = (usual, FusedConv2DKnobs.compute_at)  # where ``h_o`` runs once, the same as place 0
-    return [default if nest == (usual, 0) and once["h_o"] else nest for nest in found]
+    return [default if nest == (usual, 0) and once["h_o"] else nest for nest in nests]
 
 
 @dataclass(frozen=True)

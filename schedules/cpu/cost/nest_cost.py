@@ -192,7 +192,7 @@ def nest_terms(nest: ConvNest, weight_levels: Sequence[int], cpu: CPUInfo) -> li
     again_cycles, late = _weights_again(nest, block_bytes, passes, cpu)
     waits = 0.0 if width else 1 - _asked_for(nest, passes)
     whole = block_bytes * vectors
-    found = []
+    terms = []
     for level in weight_levels:
         missed = 0.0
         if not width:
@@ -200,8 +200,8 @@ def nest_terms(nest: ConvNest, weight_levels: Sequence[int], cpu: CPUInfo) -> li
             missed *= waits
         weights = whole / bandwidth(level, cpu, nest.weight_shares) + again_cycles
         exposed = missed + costs.skip * skipped
-        found.append(Terms(*compute, weights, data, output, exposed))
-    return found
+        terms.append(Terms(*compute, weights, data, output, exposed))
+    return terms
 
 
 def multiply_adds(nest: ConvNest, cpu: CPUInfo) -> float:

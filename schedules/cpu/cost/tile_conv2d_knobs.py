@@ -325,14 +325,14 @@ def tile_conv2d_space(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[TileConv2D
 
 def _tilings(kernel: Conv2DKernel, cpu: CPUInfo) -> Iterator[tuple[int, int, int, int, int]]:
     """Rows of a tile, tiles of pixels and of channels, and parallel pieces of both."""
-    found = TileGeometry.of(kernel)
-    least = -(-found.width // TILE_ROWS)
-    sizes = {-(-found.width // count) for count in range(least, least + 3)}
+    geometry = TileGeometry.of(kernel)
+    least = -(-geometry.width // TILE_ROWS)
+    sizes = {-(-geometry.width // count) for count in range(least, least + 3)}
     for rows, (pixels, channels) in product(sorted(sizes, reverse=True), SHAPES):
-        units = found.lines * found.tiles_of_line(rows)
-        if pixels > units or channels > found.channel_tiles:
+        units = geometry.lines * geometry.tiles_of_line(rows)
+        if pixels > units or channels > geometry.channel_tiles:
             continue
-        groups = -(-units // pixels), -(-found.channel_tiles // channels)
+        groups = -(-units // pixels), -(-geometry.channel_tiles // channels)
         for parts in _pieces(kernel, groups, cpu):
             yield rows, pixels, channels, *parts
 
@@ -376,27 +376,27 @@ def tile_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> f
 
 def task_cycles(kernel: Conv2DKernel, knobs: TileConv2DKnobs, cpu: CPUInfo) -> TaskCycles:
     """Predict the clock cycles of the task with the most pixels and channels of an image."""
-    found, layer = TileGeometry.of(kernel), kernel.layers[0]
-    pixel_groups, channel_groups = found.groups(knobs)
+    geometry, layer = TileGeometry.of(kernel), kernel.layers[0]
+    pixel_groups, channel_groups = geometry.groups(knobs)
     pixels = -(-pixel_groups // knobs.unit_chunks)
     channels = -(-channel_groups // knobs.block_chunks)
     groups, tiles = pixels * channels, knobs.pixel_tiles * knobs.channel_tiles
-    products = groups * found.steps * tiles * max(knobs.rows, LEAST_ROWS) * SLOWDOWN
-    row = found.depth * WORD_BYTES
-    weights = found.steps * knobs.channel_tiles * row * TILE_WORDS
-    read = pixels * knobs.pixel_tiles * knobs.rows * found.steps * row
+    products = groups * geometry.steps * tiles * max(knobs.rows, LEAST_ROWS) * SLOWDOWN
+    row = geometry.depth * WORD_BYTES
+    weights = geometry.steps * knobs.channel_tiles * row * TILE_WORDS
+    read = pixels * knobs.pixel_tiles * knobs.rows * geometry.steps * row
     size = int(kernel.height or 1) * int(kernel.width or 1)
     data = size * layer.in_channels * ITEM_BYTES[kernel.dtype] / knobs.unit_chunks
-    times = channels * found.loads(knobs)
+    times = channels * geometry.loads(knobs)
     loads = groups * weights / load_rate(weights, cpu) + read * times / load_rate(data, cpu)
     finished = _FINISHED if packed_tiles(kernel, knobs) > 1 else _UNPACKED * _FINISHED
     endings = groups * tiles * knobs.rows * (STORED + finished)
     if knobs.interleaved:
         endings -= _HIDDEN * min(endings, products)
     borders = 2 * data / _COPIED if any(layer.padding) else 0.0
-    loops = groups * (_GROUP + _STEP * found.steps / knobs.unrolled)
+    loops = groups * (_GROUP + _STEP * geometry.steps / knobs.unrolled)
     busy = max(products, loads) + cpu.costs.leak * min(products, loads)
-    crossings = read / row * times * found.crossing * _CROSSING
+    crossings = read / row * times * geometry.crossing * _CROSSING
     busy += crossings + endings + borders + loops
     return TaskCycles(busy, weights * channels / _WEIGHTS, data / _DATA)
 

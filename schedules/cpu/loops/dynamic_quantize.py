@@ -113,7 +113,7 @@ class _Kernel:
         """Places of a vector of a step."""
         return T.ramp(step * self.step + long(vector * self.lanes), 1, self.lanes)
 
-    def _find(self, task: tirx.Expr, found: tirx.Buffer) -> None:
+    def _find(self, task: tirx.Expr, extremes: tirx.Buffer) -> None:
         """Write the extremes of a task, and its NaN or 0, of each lane."""
         every = T.ramp(0, 1, self.lanes)
         with T.sblock("find"):
@@ -133,9 +133,9 @@ class _Kernel:
             for kind, join in enumerate((tirx.min, tirx.max, add)):
                 value = reduce(join, (several[kind][every] for several in sums))
                 place = (long(kind) * long(self.tasks) + task) * long(self.lanes)
-                T.buffer_store(found, value, [T.ramp(place, 1, self.lanes)])
+                T.buffer_store(extremes, value, [T.ramp(place, 1, self.lanes)])
 
-    def _join(self, found: tirx.Buffer) -> list[tirx.Expr]:
+    def _join(self, extremes: tirx.Buffer) -> list[tirx.Expr]:
         """The extremes of all elements, and NaN or 0."""
         whole = T.sblock_alloc_buffer((3,), _FLOAT)
         for kind in range(3):
@@ -143,7 +143,7 @@ class _Kernel:
         each = self.tasks * self.lanes
         with T.serial(0, each) as place:
             for kind, join in enumerate((tirx.min, tirx.max, add)):
-                value = join(found[place + kind * each], whole[kind])
+                value = join(extremes[place + kind * each], whole[kind])
                 T.buffer_store(whole, value, [kind])
         with self._rest() as place:
             values = _extremes(self.x[place], [whole[kind] for kind in range(3)])

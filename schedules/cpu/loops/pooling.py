@@ -260,17 +260,17 @@ class PoolingWorkload:
         """
         values = json.loads(text)
         lists = {name: tuple(values[name]) for name in ("extents", "strides")}
-        found = cls(**{**values, **lists})
-        axes = range(len(found.extents))
-        numbers = (*found.extents, found.item_bytes)
+        workload = cls(**{**values, **lists})
+        axes = range(len(workload.extents))
+        numbers = (*workload.extents, workload.item_bytes)
         if not (
             all(type(number) is int and number > 0 for number in numbers)
-            and len(found.kinds) == len(found.strides) == len(axes)
-            and found.slide in axes
-            and found.vector in axes
+            and len(workload.kinds) == len(workload.strides) == len(axes)
+            and workload.slide in axes
+            and workload.vector in axes
         ):
             raise ValueError(f"{text:.100} describes no pooling")
-        return found
+        return workload
 
     @property
     def is_static(self) -> bool:

@@ -70,10 +70,11 @@ def suppress_boxes(
 ) -> tirx.PrimFunc:
     """Build the kernel of non-maximum suppression.
 
-    Returns ``main(boxes, scores, order, overlap, score, found, size)``: ``boxes`` [batch, boxes,
+    Returns ``main(boxes, scores, order, overlap, score, selected, size)``: ``boxes`` [batch, boxes,
     4]; ``scores`` [batch, classes, boxes] and ``order`` int64, the boxes of each class by falling
-    score; ``overlap`` and ``score`` [1], above which a box is suppressed and considered; ``found``
-    int64 [batch * classes * min(most, boxes), 3], image, class and box; ``size`` int64 [2].
+    score; ``overlap`` and ``score`` [1], above which a box is suppressed and considered;
+    ``selected`` int64 [batch * classes * min(most, boxes), 3], image, class and box; ``size`` int64
+    [2].
 
     Notes
     -----
@@ -97,7 +98,7 @@ def suppress_boxes(
         order: tirx.Buffer,
         overlap: tirx.Buffer,
         score: tirx.Buffer,
-        found: tirx.Buffer,
+        selected: tirx.Buffer,
         size: tirx.Buffer,
     ) -> None:
         start = T.sblock_alloc_buffer((1,), "int64")
@@ -113,12 +114,12 @@ def suppress_boxes(
                 with T.serial(start[0], size[0]) as other:
                     corners = [
                         _corners([places[image, which, i] for i in range(4)], centred, dtype)
-                        for which in (box, found[other, 2])
+                        for which in (box, selected[other, 2])
                     ]
                     with T.If(_overlaps(corners[0], corners[1], overlap[0], dtype)), T.Then():
                         T.buffer_store(is_kept, tirx.const(False, "bool"), [0])
                 with T.If(is_kept[0]), T.Then():
-                    _append(found, size, (image, kind, box))
+                    _append(selected, size, (image, kind, box))
 
     return cpu_kernel("NonMaxSuppression", buffers, write)
 

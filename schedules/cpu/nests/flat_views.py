@@ -40,18 +40,18 @@ def merge_shifted_loops(
     """
     func = kernel.sch.mod["main"]
     parameters = set(func.params)
-    found = {
+    shifted = {
         facts.name: facts
         for facts in known
         if facts is not None and _is_shifted(kernel, facts, parameters)
     }
-    if not found:
+    if not shifted:
         return kernel, known
     views = _Views()
     root = func.body
     body = root.block.body
     parts = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
-    parts = [_merge_nest(part, found, views) for part in parts]
+    parts = [_merge_nest(part, shifted, views) for part in parts]
     block = s_tir.SBlock(
         root.block.iter_vars,
         root.block.reads,
@@ -106,15 +106,15 @@ class _Views:
         return self._views[buffer]
 
 
-def _merge_nest(nest: tirx.Stmt, found: dict[str, BlockFacts], views: _Views) -> tirx.Stmt:
+def _merge_nest(nest: tirx.Stmt, shifted: dict[str, BlockFacts], views: _Views) -> tirx.Stmt:
     """The nest of one of the blocks found, with its loops merged; others stay."""
     stmt, loops = nest, []
     while isinstance(stmt, tirx.For):
         loops.append(stmt)
         stmt = stmt.body
-    if not isinstance(stmt, s_tir.SBlockRealize) or stmt.block.name_hint not in found:
+    if not isinstance(stmt, s_tir.SBlockRealize) or stmt.block.name_hint not in shifted:
         return nest
-    facts = found[stmt.block.name_hint]
+    facts = shifted[stmt.block.name_hint]
     axes, values = _merged_axes(stmt.block, facts)
     loop_vars = [tirx.Var(axis.var.name, axis.var.ty) for axis in axes]
     merged: tirx.Stmt = s_tir.SBlockRealize(

@@ -114,14 +114,14 @@ def _tests(loop: tirx.For, positions: Sequence[int]) -> list[ir.Expr]:
     axes = [axis.var for axis in realize.block.iter_vars]
     values = dict(zip(axes, realize.iter_values, strict=True))
     lanes = _lanes(realize, positions)
-    found: dict[str, ir.Expr] = {}
+    tests: dict[str, ir.Expr] = {}
     for condition in _conditions(realize.block.body):
         if not _of_rows(condition, lanes):
             continue
         for row in (loop.min, loop.min + loop.extent - 1):
             test = simplified(substitute(substitute(condition, values), {loop.loop_var: row}))
-            found[str(test)] = test
-    return list(found.values())
+            tests[str(test)] = test
+    return list(tests.values())
 
 
 def _lanes(realize: s_tir.SBlockRealize, positions: Sequence[int]) -> list[ir.Var]:

@@ -263,13 +263,13 @@ class _Buffers:
 
 
 def _count(stmt: tirx.Stmt, var: ir.Var) -> int:
-    found = [0]
+    count = [0]
 
     def visit(node: ir.Var) -> None:
-        found[0] += node.same_as(var)
+        count[0] += node.same_as(var)
 
     tvm_ffi.structural_walk(stmt, (ir.Var, visit))
-    return found[0]
+    return count[0]
 
 
 def _like(expr: ir.Expr, value: int) -> ir.Expr:

@@ -157,7 +157,7 @@ def _periods(loop: tirx.For) -> list[_Period]:
     for load in loads(block.body.value):
         if len(load.indices):  # A single number has no indices.
             by_buffer.setdefault(load.source, []).append(load)
-    analyzer, found = sym.Analyzer(), []
+    analyzer, periods = sym.Analyzer(), []
     for buffer, several in by_buffer.items():
         dtype = tvm_ffi.dtype(str(buffer.dtype))
         if str(dtype.bits) not in _TYPES or dtype.lanes > 1 or str(dtype) == "bool":
@@ -175,8 +175,8 @@ def _periods(loop: tirx.For) -> list[_Period]:
         planes = tirx.decl_buffer([period, lanes], str(dtype), "planes")
         name = f"tvm_fusion_planes_{period}_{lanes}_{dtype.bits}"
         at = aheads.index(first)
-        found.append(_Period(several[at], places[at], planes, name))
-    return found
+        periods.append(_Period(several[at], places[at], planes, name))
+    return periods
 
 
 def _loaded(loop: tirx.For, periods: Sequence[_Period]) -> tirx.Stmt:

@@ -76,18 +76,18 @@ class ReductionLoops:
         """
         values = json.loads(text)
         strides = tuple(map(tuple, values["strides"]))
-        found = cls(**{**values, "extents": tuple(values["extents"]), "strides": strides})
-        count = len(found.extents)
+        loops = cls(**{**values, "extents": tuple(values["extents"]), "strides": strides})
+        count = len(loops.extents)
         if not (
-            found.operator in (*OPERATORS, MAX_SUM_EXP)
-            and {found.dtype, found.acc_dtype} <= set(DTYPES)
-            and len(found.kinds) == count == found.kinds.count("P") + found.kinds.count("R")
-            and "R" in found.kinds
-            and all(type(extent) is int and extent > 0 for extent in found.extents)
-            and (not found.is_stream or found.kinds.endswith("RP"))
+            loops.operator in (*OPERATORS, MAX_SUM_EXP)
+            and {loops.dtype, loops.acc_dtype} <= set(DTYPES)
+            and len(loops.kinds) == count == loops.kinds.count("P") + loops.kinds.count("R")
+            and "R" in loops.kinds
+            and all(type(extent) is int and extent > 0 for extent in loops.extents)
+            and (not loops.is_stream or loops.kinds.endswith("RP"))
         ):
             raise ValueError(f"{text:.100} describes no reduction")
-        return found
+        return loops
 
     @property
     def is_static(self) -> bool:
@@ -401,14 +401,14 @@ def _worth_threads(loops: ReductionLoops, cores: int) -> bool:
     threads = KernelCall(op, {**sizes, "parallel": 1}, flops=loops.elements, read_bytes=moved)
     share = replace(threads, sizes={**sizes, "parallel": 0})  # Share of a core, if all had one.
     work = loops.elements * (8 if functions else 1)
-    found = compare(
+    comparison = compare(
         "split",
         f"{loops.operator} of {loops.elements} elements",
         {"threads": [threads], "one thread": [share] * cores},
         0.0,
         {"threads": (work + SERIAL_ELEMENTS) / 2, "one thread": work},
     )
-    return found.chosen == "threads"
+    return comparison.chosen == "threads"
 
 
 def _halved(lanes: int) -> tuple[int, ...]:

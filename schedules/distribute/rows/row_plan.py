@@ -275,15 +275,15 @@ def heighten(
     Raises ``OpError`` if an operation takes images of one height only, such as a fully connected
     layer.
     """
-    found: list[NetworkStage] = []
+    heightened: list[NetworkStage] = []
     for stage in stages:
         if stage.is_input:
-            found.append(replace(stage, rows=stage.rows * factor if stage.rows > 1 else 1))
+            heightened.append(replace(stage, rows=stage.rows * factor if stage.rows > 1 else 1))
             continue
         rows, read = stage.rows, []
         is_whole = all(operand.maps is None for operand in stage.operands)
         for operand in stage.operands:
-            before, source = stages[operand.stage], found[operand.stage]
+            before, source = stages[operand.stage], heightened[operand.stage]
             if operand.maps is None:
                 _check(stage, before, source)
                 read.append(operand)
@@ -293,8 +293,8 @@ def heighten(
                 maps, rows = _heighten(operand.maps, before.rows, source.rows, stage.rows)
                 read.append(StageOperand(operand.stage, maps))
         grain = rows if is_whole else stage.grain
-        found.append(replace(stage, rows=rows, operands=tuple(read), grain=grain))
-    return found
+        heightened.append(replace(stage, rows=rows, operands=tuple(read), grain=grain))
+    return heightened
 
 
 def _check(stage: NetworkStage, before: NetworkStage, after: NetworkStage) -> None:
@@ -309,19 +309,19 @@ def _heighten(
     maps: Sequence[RowMap], before: int, after: int, result: int
 ) -> tuple[tuple[RowMap, ...], int]:
     """Maps for an operand of ``after`` instead of ``before`` rows, and the rows of the result."""
-    found: list[RowMap] = []
+    heightened: list[RowMap] = []
     for index in reversed(range(len(maps))):
         one = maps[index]
         made = result if index == 0 else maps[index - 1].extent  # type: ignore[attr-defined]
         if isinstance(one, RowWindow):
             bottom = (made - 1) * one.stride + one.reach - one.top - before
-            found.append(replace(one, extent=after))
+            heightened.append(replace(one, extent=after))
             before, after = made, (after + one.top + bottom - one.reach) // one.stride + 1
         else:
             assert isinstance(one, Enlargement)
-            found.append(replace(one, extent=after))
+            heightened.append(replace(one, extent=after))
             before, after = made, after * one.factor
-    return tuple(reversed(found)), after
+    return tuple(reversed(heightened)), after
 
 
 EXCHANGE = "tvm_fusion.exchange_rows"

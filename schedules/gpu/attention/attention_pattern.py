@@ -436,16 +436,16 @@ class _Reader:
 
     def _from_scores(self) -> list[Stage]:
         """The stages that depend on the scores, up to the argument of softmax."""
-        follow, found = {self.scores.output}, []
+        follow, stages = {self.scores.output}, []
         if self.argument.same_as(self.scores.output):
             return []
         for stage in self.before:
             if any(load.source in follow for load in loads(stage.value)):
                 follow.add(stage.output)
-                found.append(stage)
+                stages.append(stage)
                 if stage.output.same_as(self.argument):
                     break
-        return found
+        return stages
 
     def _operand(self, product: Stage, factor: tirx.Expr, axis: int, depth: Extent) -> Operand:
         part = (len(product.axes) + axis,)

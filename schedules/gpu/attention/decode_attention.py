@@ -262,14 +262,14 @@ class _Block:
         is_key = kind == "key"
         operand = self.attention.key if is_key else self.attention.value
         lanes = self.key if is_key else self.value
-        found = []
+        loads = []
         for v in range(self.tile.vectors):
             inner = self._element(
                 v, int(self.attention.depth if is_key else self.attention.columns)
             )
             where = (at, inner) if is_key else (inner, at)
-            found.append((self._writer(operand, lanes, batch, *where), operand.value))
-        return found
+            loads.append((self._writer(operand, lanes, batch, *where), operand.value))
+        return loads
 
     def _element(self, v: int, length: int) -> tirx.Expr:
         """The first element of one of the lane's vectors; past the end that of the last vector."""

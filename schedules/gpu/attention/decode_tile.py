@@ -132,12 +132,12 @@ def _item_bytes(operand: Operand) -> int:
 
 def _vector(attention: AttentionFunction) -> int:
     """Neighbours of keys and values that a lane loads at once."""
-    found = []
+    widths = []
     for operand in (attention.key, attention.value):
         width = COSTS.widest_load // _item_bytes(operand)
         extent = constant(attention.depth if operand is attention.key else attention.columns)
         assert extent is not None, "lengths of keys and values are known"
         while width > 1 and (extent % width or operand_lanes(operand, width).vector < width):
             width //= 2
-        found.append(width)
-    return min(found)
+        widths.append(width)
+    return min(widths)

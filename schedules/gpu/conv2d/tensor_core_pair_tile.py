@@ -183,17 +183,17 @@ def candidates(pair: FusedConv2DWorkload) -> list[PairTile]:
     channels, around = pair.layer1.out_channels, 0
     if not pair.layer2.is_pointwise:
         around = sum(halo(pair.layer2, pair.mid_size[1]))
-    found = []
+    tiles = []
     for first, second in itertools.product(sized, repeat=2):
         pixels = second.rows + around
         if pair.layer1.is_depthwise:
             if first is second:
-                found.append(PairTile(None, second, _rounded(channels, second.depth), pixels))
+                tiles.append(PairTile(None, second, _rounded(channels, second.depth), pixels))
         # Blocks without a halo do not overlap.
         elif first.threads == second.threads and (around or second.rows % first.rows == 0):
             rounded = _rounded(channels, max(first.columns, second.depth))
-            found.append(PairTile(first, second, rounded, _rounded(pixels, first.rows)))
-    return found
+            tiles.append(PairTile(first, second, rounded, _rounded(pixels, first.rows)))
+    return tiles
 
 
 def _rounded(extent: int, part: int) -> int:

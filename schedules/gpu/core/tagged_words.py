@@ -82,22 +82,22 @@ def wait_for(
         for place in places:
             store_tagged(gpu, words, place, zero, tag)
 
-    found = T.alloc_buffer((len(places),), "int64", scope="local")
+    received = T.alloc_buffer((len(places),), "int64", scope="local")
     waits, turn = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(2))
     T.buffer_store(waits, one if condition is None else condition.astype("int32"), [0])
     T.buffer_store(turn, zero, [0])
     with T.While(waits[0] > zero):
         for number, (place, offset) in enumerate(places):
-            T.buffer_store(found, read_now(gpu, words, place, offset), [number])
+            T.buffer_store(received, read_now(gpu, words, place, offset), [number])
         # While the words are on their way.
         busy = tirx.const(BUSY_TURNS, "int32")
         with when(turn[0] > busy):
             wait(turn[0] - busy, give_up)
         T.buffer_store(turn, turn[0] + one, [0])
-        tags = [_high(found[number]) for number in range(len(places))]
+        tags = [_high(received[number]) for number in range(len(places))]
         is_old = tirx.NE(differences(gpu, tags, tag), zero)
         T.buffer_store(waits, is_old.astype("int32"), [0])
-    return [found[number].astype("int32") for number in range(len(places))]
+    return [received[number].astype("int32") for number in range(len(places))]
 
 
 def value_of(words: Sequence[tirx.Expr], dtype: str) -> tirx.Expr:

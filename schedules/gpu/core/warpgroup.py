@@ -305,8 +305,8 @@ class WarpgroupCore(RegisterOperations):
     def encode(source: BulkSource) -> tirx.Expr | None:
         """Emit what the host does before the launch; returns the map."""
         name = f"{source.buffer.name}_map"
-        found = tirx.Var(name, T.handle("tensormap").ty)
-        T.bind(T.tvm_stack_alloca("tensormap", 1), var=found)
+        tensor_map = tirx.Var(name, T.handle("tensormap").ty)
+        T.bind(T.tvm_stack_alloca("tensormap", 1), var=tensor_map)
         strides = [stride * i64(source.itemsize) for stride in source.strides]  # bytes
         rank, swizzle = len(source.box), _SWIZZLE if source.is_swizzled else 0
         steps = source.steps or (1,) * rank
@@ -315,10 +315,15 @@ class WarpgroupCore(RegisterOperations):
         dtype = str(source.buffer.dtype) if source.words == 1 else "uint64"
         T.evaluate(
             T.call_packed(
-                "runtime.cuTensorMapEncodeTiled", found, dtype, rank, source.buffer.data, *arguments
+                "runtime.cuTensorMapEncodeTiled",
+                tensor_map,
+                dtype,
+                rank,
+                source.buffer.data,
+                *arguments,
             )
         )
-        return found
+        return tensor_map
 
     def run(
         self,

@@ -156,26 +156,26 @@ class LaunchPlace:
         """Find or claim the slot and draw a ticket, on one thread of the block."""
         zero = tirx.const(0, "int32")
         lock = T.address_of(self._words[LOCK])
-        found, locked, turn = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(3))
-        T.buffer_store(found, tirx.const(-1, "int32"), [0])
+        slot, locked, turn = (T.alloc_buffer((1,), "int32", scope="local") for _ in range(3))
+        T.buffer_store(slot, tirx.const(-1, "int32"), [0])
         T.buffer_store(locked, zero, [0])
         T.buffer_store(turn, zero, [0])
-        with T.While(found[0] < zero):
+        with T.While(slot[0] < zero):
             names = self._read_names()
-            T.buffer_store(found, _find(names, self._name), [0])
+            T.buffer_store(slot, _find(names, self._name), [0])
             with T.If(tirx.EQ(locked[0], zero)):
-                with T.Then(), when(found[0] < zero, _find(names, i64(0)) >= zero):
+                with T.Then(), when(slot[0] < zero, _find(names, i64(0)) >= zero):
                     T.buffer_store(locked, try_lock(self._gpu, lock), [0])
                 with T.Else():
-                    self._claim(names, found)
+                    self._claim(names, slot)
                     T.buffer_store(locked, zero, [0])
                     publish(self._gpu, lock, zero)
-            with when(found[0] < zero, tirx.EQ(locked[0], zero)):
+            with when(slot[0] < zero, tirx.EQ(locked[0], zero)):
                 T.buffer_store(turn, turn[0] + tirx.const(1, "int32"), [0])
-                self.wait(turn[0], lambda: T.buffer_store(found, zero, [0]))
+                self.wait(turn[0], lambda: T.buffer_store(slot, zero, [0]))
         acquire(self._gpu)  # the slot's old content has been read before it is overwritten
-        T.buffer_store(self._place, found[0], [0])
-        at = i64(HEADER_WORDS) + _bounded(found[0]) * i64(ticket_stride(self._tiles)) + self._tile
+        T.buffer_store(self._place, slot[0], [0])
+        at = i64(HEADER_WORDS) + _bounded(slot[0]) * i64(ticket_stride(self._tiles)) + self._tile
         ticket = draw_ticket(self._gpu, T.address_of(self._words[at]), 2 * self._blocks)
         T.buffer_store(self._drawn, ticket, [0])
 
@@ -207,13 +207,13 @@ class LaunchPlace:
         reads = (read_now(self._gpu, self._names, i64(0), place) for place in range(PLACES))
         return [T.bind(name) for name in reads]
 
-    def _claim(self, names: list[tirx.Expr], found: tirx.Buffer) -> None:
+    def _claim(self, names: list[tirx.Expr], slot: tirx.Buffer) -> None:
         """Put the name into a free slot, if there is one, unless it has a slot by now."""
         zero = tirx.const(0, "int32")
-        with when(found[0] < zero):
-            T.buffer_store(found, _find(names, i64(0)), [0])
-            with when(found[0] >= zero):
-                publish(self._gpu, T.address_of(self._names[found[0]]), self._name)
+        with when(slot[0] < zero):
+            T.buffer_store(slot, _find(names, i64(0)), [0])
+            with when(slot[0] >= zero):
+                publish(self._gpu, T.address_of(self._names[slot[0]]), self._name)
 
     def _free(self) -> None:
         publish(self._gpu, self._known[2], i64(0))

@@ -184,7 +184,7 @@ def merge_axes(space: IterationSpace) -> IterationSpace:
 
 def _find_divisor(space: IterationSpace) -> tuple[int, int] | None:
     """An axis and a number by which some position divides it."""
-    found: list[tuple[int, int]] = []
+    divisors: list[tuple[int, int]] = []
 
     def note(node: tirx.FloorDiv | tirx.FloorMod) -> None:
         for number, axis in enumerate(space.axes):
@@ -192,12 +192,12 @@ def _find_divisor(space: IterationSpace) -> tuple[int, int] | None:
             if not axis.same_as(node.a) or extent is None or divisor is None:
                 continue
             if 1 < divisor < extent and extent % divisor == 0:
-                found.append((number, divisor))
+                divisors.append((number, divisor))
 
     for access in space.accesses:
         position = space.position(access)
         tvm_ffi.structural_walk(position, ((tirx.FloorDiv, note), (tirx.FloorMod, note)))
-    return found[0] if found else None
+    return divisors[0] if divisors else None
 
 
 def _are_one(space: IterationSpace, number: int) -> bool:

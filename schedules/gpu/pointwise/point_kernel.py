@@ -176,7 +176,7 @@ class PointWriter:
 def paddings_of(space: IterationSpace) -> dict[tirx.Var, Value]:
     """The values that are a read where it exists, and else a number, by the read's variable."""
     reads = {step.var: step for step in space.steps if isinstance(step, Read)}
-    found = {}
+    paddings = {}
     for step in space.steps:
         if not isinstance(step, Value) or not is_if_then_else(step.expression):
             continue
@@ -186,8 +186,8 @@ def paddings_of(space: IterationSpace) -> dict[tirx.Var, Value]:
         if read is None or not is_number or space.uses_of(read.var) > 1:
             continue
         if tvm_ffi.structural_equal(list(read.guards), [*step.guards, condition]):
-            found[read.var] = step
-    return found
+            paddings[read.var] = step
+    return paddings
 
 
 def write_points(lanes: Lanes, views: Views, start: tirx.Expr) -> None:

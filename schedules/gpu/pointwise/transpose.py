@@ -66,7 +66,7 @@ class Transpose(GPURule):
 
 def _find_crossing(space: IterationSpace) -> _Crossing | None:
     """Find the reads that are contiguous along one axis other than the last."""
-    found: dict[int, list[Read]] = {}
+    crossing: dict[int, list[Read]] = {}
     own = set(space.axes)
     for step in space.steps:
         linear = space.linear(step) if isinstance(step, Read) and not step.guards else None
@@ -78,10 +78,10 @@ def _find_crossing(space: IterationSpace) -> _Crossing | None:
             continue
         units = [k for k, factor in enumerate(linear[0]) if constant(factor) == 1]
         if len(units) == 1 and _is_long(space.extents[units[0]]):
-            found.setdefault(units[0], []).append(step)
-    if len(found) != 1 or not _is_long(space.extents[-1]):
+            crossing.setdefault(units[0], []).append(step)
+    if len(crossing) != 1 or not _is_long(space.extents[-1]):
         return None
-    [(axis, reads)] = found.items()
+    [(axis, reads)] = crossing.items()
     return _Crossing(space, axis, tuple(reads))
 
 

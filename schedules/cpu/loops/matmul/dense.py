@@ -218,13 +218,13 @@ def _open(facts: KernelFacts) -> _Opened | None:
         return None
     block, *consumers = [info.block_rv for info in kernel.blocks]
     grouped = separate_groups(kernel.sch, block)
-    found = block_facts(kernel.sch, block) if grouped else facts_of_inlined(facts)[0]
-    if found is None or not reducible(found):
+    inlined = block_facts(kernel.sch, block) if grouped else facts_of_inlined(facts)[0]
+    if inlined is None or not reducible(inlined):
         return None
-    product = find_product(kernel.sch, block, found)
+    product = find_product(kernel.sch, block, inlined)
     if product is None:
         return None
-    return _Opened(kernel, block, found, product, grouped, consumers)
+    return _Opened(kernel, block, inlined, product, grouped, consumers)
 
 
 def _workload(opened: _Opened) -> DenseWorkload | None:

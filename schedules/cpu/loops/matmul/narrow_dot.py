@@ -116,20 +116,20 @@ def _write_block(
         places = [
             T.ramp(block * long(size) + long(start), 1, _LANES) for start in range(0, size, _LANES)
         ]
-        found = {
+        sums_of = {
             name: T.sblock_alloc_buffer((_LANES,), dtype)
             for name, dtype in (("largest", FLOAT), ("sum", FLOAT), ("integers", "int32"))
         }
         every = T.ramp(0, 1, _LANES)
 
         def keep(name: str, value: tirx.Expr) -> None:
-            T.buffer_store(found[name], value, [every])
+            T.buffer_store(sums_of[name], value, [every])
 
         sizes = [_absolute(x[place]) for place in places]
         keep("largest", reduce(tirx.max, sizes))
         keep("sum", reduce(lambda a, b: a + b, (one * _all(1 / 64, FLOAT) for one in sizes)))
-        largest = T.bind(reduce(tirx.max, (found["largest"][lane] for lane in range(_LANES))))
-        sum_of_sizes = reduce(lambda a, b: a + b, (found["sum"][lane] for lane in range(_LANES)))
+        largest = T.bind(reduce(tirx.max, (sums_of["largest"][lane] for lane in range(_LANES))))
+        sum_of_sizes = reduce(lambda a, b: a + b, (sums_of["sum"][lane] for lane in range(_LANES)))
         nan = T.reinterpret(FLOAT, tirx.const(0x7FC00000, "int32"))
         unit = largest * tirx.const(1 / LARGEST, FLOAT)
         is_finite = sum_of_sizes <= tirx.const(_MOST, FLOAT)
@@ -139,9 +139,9 @@ def _write_block(
         for number, place in enumerate(places):
             rounded = tirx.nearbyint(x[place] * T.broadcast(factor, _LANES))
             whole = T.Cast(f"int32x{_LANES}", rounded)
-            keep("integers", whole if number == 0 else found["integers"][every] + whole)
+            keep("integers", whole if number == 0 else sums_of["integers"][every] + whole)
             T.buffer_store(integers, T.Cast(f"int8x{_LANES}", whole), [place])
-        sums = reduce(lambda a, b: a + b, (found["integers"][lane] for lane in range(_LANES)))
+        sums = reduce(lambda a, b: a + b, (sums_of["integers"][lane] for lane in range(_LANES)))
         T.buffer_store(total, T.Cast(FLOAT, sums), [block])
 
 

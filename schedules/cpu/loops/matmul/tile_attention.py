@@ -102,15 +102,15 @@ class AttentionShape:
 
     def cycles(self, cpu: CPUInfo) -> float:
         """Predict the clock cycles of the kernel: those of its busiest core, without its fork."""
-        found, columns = _Tiles(self), self.columns // TILE_WORDS
-        pieces = found.pieces(cpu.num_cores)
-        packing = found.key_tiles * found.words * _KEY + columns * found.pairs * TILE_WORDS * _VALUE
-        products = found.key_tiles * (found.words // found.step) + columns * found.pairs
-        row = 2 * found.pairs * _SCORE + _ROW + columns * _RESULT
-        row += (found.key_tiles + columns) * STORED
-        tile = products * max(found.rows, LEAST_ROWS) * SLOWDOWN + found.rows * row
+        tiles, columns = _Tiles(self), self.columns // TILE_WORDS
+        pieces = tiles.pieces(cpu.num_cores)
+        packing = tiles.key_tiles * tiles.words * _KEY + columns * tiles.pairs * TILE_WORDS * _VALUE
+        products = tiles.key_tiles * (tiles.words // tiles.step) + columns * tiles.pairs
+        row = 2 * tiles.pairs * _SCORE + _ROW + columns * _RESULT
+        row += (tiles.key_tiles + columns) * STORED
+        tile = products * max(tiles.rows, LEAST_ROWS) * SLOWDOWN + tiles.rows * row
         tasks = self.batch * self.heads * pieces
-        return -(-tasks // cpu.num_cores) * (packing + -(-found.row_tiles // pieces) * tile)
+        return -(-tasks // cpu.num_cores) * (packing + -(-tiles.row_tiles // pieces) * tile)
 
     def separate_cycles(self, cpu: CPUInfo) -> float:
         """Predict those of two products of float32 and a softmax, with two forks more.

@@ -311,12 +311,12 @@ class _Partials:
         return [(first, offset + k * outputs) for k in range(self.count)]
 
     def _states(self, words: Sequence[tirx.Expr]) -> list[State]:
-        found = []
+        states = []
         for workload in self.stage.workloads:
             values = []
             for dtype in field_dtypes(workload):
                 count = word_count(dtype)
                 values.append(tagged_words.value_of(words[:count], dtype))
                 words = words[count:]
-            found.append(tuple(values))
-        return found
+            states.append(tuple(values))
+        return states

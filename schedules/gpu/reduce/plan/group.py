@@ -169,15 +169,15 @@ class ReduceGroup:
     def _loads(self, along_row: bool = False) -> list[ir.TensorLoad]:
         """One read of each tensor in the values of reductions, and of elements stored with them."""
         m, n = tirx.Var("m", "int64"), tirx.Var("n", "int64")
-        found: dict[tirx.Buffer, ir.TensorLoad] = {}
+        by_source: dict[tirx.Buffer, ir.TensorLoad] = {}
         values = [reduction.value for reduction in self.reductions]
         values += [each.value for each in self.elements if each.stage < len(self.stages)]
         values += [each.value for each in self.columns]
         for value in values:
             for load in loads(value(m, n)):
                 if not along_row or any(uses(index, n) for index in load.indices):
-                    found.setdefault(load.source, load)
-        return list(found.values())
+                    by_source.setdefault(load.source, load)
+        return list(by_source.values())
 
 
 def element_bytes(load: ir.TensorLoad) -> int:

@@ -335,22 +335,22 @@ def _beside_loop(group: GroupWorkload, config: ReduceConfig, overlaps: bool) -> 
     """
     states = sum(map(word_count, fields_of(group.stages[0].workloads)))
     combine = _combine_cycles(config) * (1 + (states - 1) / 4)
-    found = {"head_cycles": 0.0, "head_trips": 0.0, "finish_cycles": combine, "finish_trips": 0.0}
+    figures = {"head_cycles": 0.0, "head_trips": 0.0, "finish_cycles": combine, "finish_trips": 0.0}
     if config.finish == "cluster":
-        found["finish_cycles"] += _CLUSTER_CYCLES
+        figures["finish_cycles"] += _CLUSTER_CYCLES
     elif config.finish == "atomic":
-        found["finish_trips"] = 1.0
+        figures["finish_trips"] = 1.0
     elif config.finish == "last_block":
         width = min(config.tile_outputs, config.threads)
         groups = min(config.threads // width, ceil_power_of_two(config.splits))
         reads = -(-config.splits // groups) * -(-config.tile_outputs // width)
-        found["finish_cycles"] += combine
-        found["finish_trips"] = _WORD_TRIPS + (reads - 1) / _UNROLLED
+        figures["finish_cycles"] += combine
+        figures["finish_trips"] = _WORD_TRIPS + (reads - 1) / _UNROLLED
         cycles, trips = _SLOT
         part = "head" if overlaps else "finish"
-        found[f"{part}_cycles"] += cycles
-        found[f"{part}_trips"] += trips
-    return found
+        figures[f"{part}_cycles"] += cycles
+        figures[f"{part}_trips"] += trips
+    return figures
 
 
 def _combine_cycles(config: ReduceConfig) -> float:
