@@ -57,15 +57,15 @@ def _law(sizes: Sizes, machine: Limits, width: int, constants: np.ndarray) -> np
         ),
     )
     parts = b * shared * along * np.ceil(heads / shared / 64)
-    each = np.maximum(np.ceil(parts / machine.multiprocessors), 1)
+    rounds = np.maximum(np.ceil(parts / machine.multiprocessors), 1)
     alone = along * np.ceil(b * shared / machine.multiprocessors)
     step = (
         constants[len(constants) // 2 :],
         (
-            each * _SIDE / machine.clock * (size / 128) ** constants[13],
+            rounds * _SIDE / machine.clock * (size / 128) ** constants[13],
             parts * 4 * 64 * _SIDE * size / machine.peak,
             streamed,
-            np.minimum(alone, _PIPELINED * each) * _SIDE / machine.clock,
+            np.minimum(alone, _PIPELINED * rounds) * _SIDE / machine.clock,
             b * shared / cycles,
         ),
     )

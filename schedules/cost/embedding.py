@@ -319,13 +319,13 @@ def predict_cpu_lookups(
     Raises ``PredictionError`` if the machine lacks a figure of its memories.
     """
     launch = (*tables, *beside)
-    each = [_predict_bags(table, launch, machine, is_backward) for table in tables]
-    slowest = max(each, key=lambda found: found.seconds)
+    predictions = [_predict_bags(table, launch, machine, is_backward) for table in tables]
+    slowest = max(predictions, key=lambda found: found.seconds)
     seconds, low, high, roofline = (
-        sum(getattr(found, name) for found in each)
+        sum(getattr(found, name) for found in predictions)
         for name in ("seconds", "low", "high", "roofline_seconds")
     )
-    in_range = all(found.in_range for found in each)
+    in_range = all(found.in_range for found in predictions)
     return Prediction(seconds, low, high, slowest.bound, roofline, slowest.model, in_range)
 
 

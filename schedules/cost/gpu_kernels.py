@@ -108,8 +108,8 @@ def predict_streaming(
     per_byte = kernel.turn_instructions / kernel.turn_bytes
     limit = min(reachable, _ISSUED * WARP * clock * count / per_byte)
     slots = count * kernel.resident
-    own = nbytes / kernel.blocks
-    share = own if loaded is None else loaded / kernel.blocks
+    block_bytes = nbytes / kernel.blocks
+    share = block_bytes if loaded is None else loaded / kernel.blocks
     turns = math.ceil(share / (kernel.threads * kernel.turn_bytes))
     latency, start = machine["latency.memory"], kernel.start_cycles / clock
     finish = (kernel.finish_cycles + _TICKET_CYCLES * (kernel.contenders - 1)) / clock
@@ -119,11 +119,13 @@ def predict_streaming(
     if kernel.blocks > slots:  # a block follows another one
         busy += start + finish
     whole, last = divmod(kernel.blocks, slots)
-    seconds = start + latency + finish + whole * math.hypot(busy, slots * own / limit)
+    seconds = start + latency + finish + whole * math.hypot(busy, slots * block_bytes / limit)
     if last:
         # A multiprocessor may issue and receive for one block more than the others have.
         most = max(per_byte / (_ISSUED * WARP), 1 / PORT_BYTES) / clock
-        seconds += math.hypot(busy, max(last * own / limit, -(-last // count) * own * most))
+        seconds += math.hypot(
+            busy, max(last * block_bytes / limit, -(-last // count) * block_bytes * most)
+        )
     here = min(kernel.resident, -(-kernel.blocks // count))
     return StreamingTime(
         seconds=seconds,

@@ -104,15 +104,15 @@ def trees_from_arrays(
         raise PredictionError("'scale' has not one number a tree")
     if is_leaf.sum() != len(leaf) or (~is_leaf).sum() != len(chosen) or base.shape != (1,):
         raise PredictionError("'leaf', 'bin' or 'base' has another length than 'split' asks for")
-    asked = split[~is_leaf].astype(np.int64)
-    if (asked >= len(counts)).any() or (chosen >= counts[asked]).any():
+    features = split[~is_leaf].astype(np.int64)
+    if (features >= len(counts)).any() or (chosen >= counts[features]).any():
         raise PredictionError("'split' or 'bin' names a feature or threshold that is not there")
     roots = np.cumsum(sizes) - sizes
     left = _left_children(~is_leaf, roots, sizes)
     column = np.zeros(len(split), np.intp)
-    column[~is_leaf] = asked
+    column[~is_leaf] = features
     threshold = np.full(len(split), np.inf, np.float32)
-    threshold[~is_leaf] = cuts[(np.cumsum(counts) - counts)[asked] + chosen]
+    threshold[~is_leaf] = cuts[(np.cumsum(counts) - counts)[features] + chosen]
     value = np.zeros(len(split), np.float32)
     value[is_leaf] = (leaf * np.repeat(scale.astype(np.float64), sizes)[is_leaf]).astype(np.float32)
     depth = _depth(left, roots)

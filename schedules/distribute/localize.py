@@ -313,13 +313,13 @@ def _write_block(
             local = _Rewriter(values, frame, buffers)
             if stage.init is not None:
                 with T.init():
-                    for each in stages:
-                        local.store(each, local.expression(each.init))
-            stored = [local.expression(each.value) for each in stages]
+                    for member in stages:
+                        local.store(member, local.expression(member.init))
+            stored = [local.expression(member.value) for member in stages]
             if len(stages) > 1:  # Every stage reads what was there before the first store.
                 stored = [T.bind(nan_by_bits(value)) for value in stored]
-            for each, value in zip(stages, stored, strict=True):
-                local.store(each, value)
+            for member, value in zip(stages, stored, strict=True):
+                local.store(member, value)
 
 
 def _type(axis: tirx.IterVar) -> str:

@@ -32,17 +32,17 @@ class Owners:
     """The parts of the inputs that ranks own."""
 
     def __init__(
-        self, nest: LoopNest, partition: Partition, given: dict[str, Sequence[int]]
+        self, nest: LoopNest, partition: Partition, bounds: dict[str, Sequence[int]]
     ) -> None:
         self.nest = nest
         self.partition = partition
         self.cuts: dict[str, Cuts] = {}
-        unknown = set(given) - {buffer.name for buffer in nest.inputs}
+        unknown = set(bounds) - {buffer.name for buffer in nest.inputs}
         if unknown:
             names = ", ".join(buffer.name for buffer in nest.inputs)
             raise OpError(f"owners are given of {sorted(unknown)[0]!r}; the inputs are {names}")
         for buffer in nest.inputs:
-            self.cuts[buffer.name] = self._cuts(buffer, given.get(buffer.name))
+            self.cuts[buffer.name] = self._cuts(buffer, bounds.get(buffer.name))
 
     def of_rank(self, rank: int) -> dict[str, Region]:
         """Regions of each input that a rank owns."""
@@ -55,7 +55,7 @@ class Owners:
             regions[buffer.name] = tuple(region)
         return regions
 
-    def _cuts(self, buffer: tirx.Buffer, given: Sequence[int] | None) -> Cuts:
+    def _cuts(self, buffer: tirx.Buffer, bounds: Sequence[int] | None) -> Cuts:
         """Dimension and parts of an input by the loop that moves the dimension."""
         moved = self.nest.varying.get(buffer, ())
         cuts: Cuts = {}
@@ -65,8 +65,8 @@ class Owners:
             if free:
                 taken.add(free[0])
                 extent = shape_of(buffer)[free[0]]
-                cuts[number] = (free[0], self._parts(buffer, number, free[0], extent, given))
-        if given is not None and not cuts:
+                cuts[number] = (free[0], self._parts(buffer, number, free[0], extent, bounds))
+        if bounds is not None and not cuts:
             raise OpError(
                 f"owners are given of {buffer.name!r}, of which every part reads all: it is not cut"
             )
@@ -198,15 +198,15 @@ def needed_by_steps(
 
     The last round of a run may begin at any of the steps, so this is what any of them reads.
     """
-    wanted = nest.output_regions(steps[-1])
+    outputs = nest.output_regions(steps[-1])
     needed: dict[tirx.Buffer, list[Region]] = {}
     for computed in reversed(steps):
         if nest.may_trap:  # Rows that the next step does not read may trap, too.
-            wanted = nest.output_regions(computed)
-        step = regions_needed(nest, wanted)
+            outputs = nest.output_regions(computed)
+        step = regions_needed(nest, outputs)
         for buffer, regions in step.items():
             needed[buffer] = union([*needed.get(buffer, []), *regions])
-        wanted = {output: step.get(buffer, []) for buffer, output in again.items()}
+        outputs = {output: step.get(buffer, []) for buffer, output in again.items()}
     return needed
 
 

@@ -117,17 +117,17 @@ def partial_reduction(
     number = stage.loops.index(name) - len(stage.axes)
     if constant(stage.reduced[number].dom.extent) is None:
         return None
-    block = [each for each in stages if each.output in stage.outputs]
-    others = {load.source for each in stages if each not in block for load in loads(each.value)}
-    if any(each not in block for each in outputs) or others & {*stage.outputs}:
+    block = [part for part in stages if part.output in stage.outputs]
+    others = {load.source for part in stages if part not in block for load in loads(part.value)}
+    if any(part not in block for part in outputs) or others & {*stage.outputs}:
         raise OpError(
             f"loop {name!r} of block {stage.name!r} is a reduction, which is distributed where its "
             "result is the only output, and no other block reads it"
         )
     bounds = _bounds(stage.reduced[number], name, ranks, sizes)
     extents = {end - begin for begin, end in itertools.pairwise(bounds)}
-    hidden = [each for each in stage.outputs if each not in list(func.params)]
-    made = [*(each for each in func.params if each in stage.outputs), *hidden]
+    hidden = [part for part in stage.outputs if part not in list(func.params)]
+    made = [*(part for part in func.params if part in stage.outputs), *hidden]
     combine = combine_parts(block, made, len(bounds) - 1) if len(block) > 1 else None
     operator = "selection" if combine is not None else _operator(block, name)
 
@@ -135,8 +135,8 @@ def partial_reduction(
         reducing = _factored(block, name, number, bounds, extent)
         parts = {old.output: new for old, new in zip(block, reducing, strict=True)}
         held = {buffer: new.output for buffer, new in parts.items()}
-        params = [held.get(each, each) for each in (*func.params, *hidden)]
-        return whole_function(params, [parts.get(each.output, each) for each in stages])
+        params = [held.get(part, part) for part in (*func.params, *hidden)]
+        return whole_function(params, [parts.get(part.output, part) for part in stages])
 
     exact = {extent: factored(extent) for extent in sorted(extents)}
     whole = factored(None) if len(extents) > 1 else exact[bounds[1]]
@@ -374,7 +374,7 @@ def _replaced(value: tirx.Expr, old: tirx.Expr, new: tirx.Expr) -> tirx.Expr:
     return tvm_ffi.structural_map(value, (type(old), replacement))
 
 
-def _selects(value: tirx.Expr, own: set[tirx.Buffer], states: set[tirx.Buffer]) -> bool:
+def _selects(value: tirx.Expr, outputs: set[tirx.Buffer], states: set[tirx.Buffer]) -> bool:
     """True if a value is one of its buffers' elements, chosen by comparisons of states."""
     if is_if_then_else(value):
         condition, *branches = value.args
@@ -383,10 +383,12 @@ def _selects(value: tirx.Expr, own: set[tirx.Buffer], states: set[tirx.Buffer]) 
     elif isinstance(value, tirx.Min | tirx.Max):
         condition, *branches = tirx.const(True, "bool"), value.a, value.b
     elif _is_cast_index(value):
-        return _selects(value.value, own, states)
+        return _selects(value.value, outputs, states)
     else:
-        return isinstance(value, ir.TensorLoad) and value.source in own
-    return _compares(condition, states) and all(_selects(each, own, states) for each in branches)
+        return isinstance(value, ir.TensorLoad) and value.source in outputs
+    return _compares(condition, states) and all(
+        _selects(each, outputs, states) for each in branches
+    )
 
 
 def _compares(condition: tirx.Expr, states: set[tirx.Buffer]) -> bool:

@@ -92,15 +92,15 @@ def sized(
     """
     if not isinstance(sizes, Iterable):
         raise OpError(f"sizes are {sizes!r}; expected a list of integers")
-    lists = [list(one) if isinstance(one, Iterable) else [one] for one in sizes]
-    if not any(isinstance(one, Iterable) for one in sizes):
+    lists = [list(counts) if isinstance(counts, Iterable) else [counts] for counts in sizes]
+    if not any(isinstance(counts, Iterable) for counts in sizes):
         lists = [[size for [size] in lists]]
-    lists = [integers(one, "sizes") for one in lists]
+    lists = [integers(counts, "sizes") for counts in lists]
     if len(lists) != len(extents):
         raise OpError(f"sizes are given for {len(lists)} loops; expected {len(extents)}")
     bounds = [
-        bounds_of(extent, one, f"loop {name!r}")
-        for name, extent, one in zip(names, extents, lists, strict=True)
+        bounds_of(extent, counts, f"loop {name!r}")
+        for name, extent, counts in zip(names, extents, lists, strict=True)
     ]
     partition = Partition(tuple(bounds))
     if ranks not in (None, partition.ranks):

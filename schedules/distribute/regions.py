@@ -168,8 +168,8 @@ def _evaluate(expression: tirx.Expr, grid: Mapping[ir.Var, np.ndarray]) -> np.nd
 
 def regions_needed(
     nest: LoopNest,
-    # What is wanted of outputs; :meth:`.LoopNest.output_regions` of a range of loops.
-    wanted: Mapping[tirx.Buffer, Sequence[Region]],
+    # Regions of outputs; :meth:`.LoopNest.output_regions` gives those of a range of loops.
+    outputs: Mapping[tirx.Buffer, Sequence[Region]],
 ) -> dict[tirx.Buffer, list[Region]]:
     """The elements of every buffer that regions of outputs need.
 
@@ -179,19 +179,19 @@ def regions_needed(
     ``OpError`` if what a block reads of a buffer cannot be bounded.
     """
     if nest.may_trap:
-        return _walk(nest, wanted, lambda stage, regions: [_region(nest, stage.output, regions)])
-    return _walk(nest, wanted, lambda stage, regions: regions)
+        return _walk(nest, outputs, lambda stage, regions: [_region(nest, stage.output, regions)])
+    return _walk(nest, outputs, lambda stage, regions: regions)
 
 
 def regions_computed(
-    nest: LoopNest, wanted: Mapping[tirx.Buffer, Sequence[Region]]
+    nest: LoopNest, outputs: Mapping[tirx.Buffer, Sequence[Region]]
 ) -> dict[tirx.Buffer, Region]:
     """The region of every buffer that a part which computes regions of outputs works on.
 
     As :func:`regions_needed`, but each block computes one region, without gaps, and all of the
     dimensions in which all parts use the same; so its reads can be more than what is needed.
     """
-    found = _walk(nest, wanted, lambda stage, regions: [_region(nest, stage.output, regions)])
+    found = _walk(nest, outputs, lambda stage, regions: [_region(nest, stage.output, regions)])
     return {buffer: _region(nest, buffer, regions) for buffer, regions in found.items()}
 
 

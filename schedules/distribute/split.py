@@ -48,7 +48,7 @@ def kept_rows(
     """
     sequence = operation_sequence(plan.nest, _rows_of_steps(plan, rank, rows), 1)
     [chunk] = sequence.chunks
-    mine = {buffer.name: one for buffer, [one] in plan.nest.output_regions(rows).items()}
+    mine = {buffer.name: part for buffer, [part] in plan.nest.output_regions(rows).items()}
     chunk = replace(chunk, copied={**chunk.copied, **mine})
     windows = dict(chunk.windows)
     into: list[tuple[str, Region]] = []
@@ -60,7 +60,7 @@ def kept_rows(
         if read:
             into += [(taker, region) for region in difference(read, made)]
         wanted = [*_sent(plan, rank, taker), *_reads(plan, rank, taker, others)]
-        out += [(output, one) for one in union([intersection(made, one) for one in wanted])]
+        out += [(output, part) for part in union([intersection(made, part) for part in wanted])]
     join_windows(plan.nest, plan.takers, windows)
     kept = KeptRows(plan.repeat, tuple(into), tuple(out), plan.deep)
     return replace(sequence, chunks=(replace(chunk, windows=windows),), kept=kept)

@@ -132,13 +132,13 @@ def _reach(nest: LoopNest, takers: Mapping[tirx.Buffer, tirx.Buffer]) -> int | N
             # Rows of a hidden buffer depend on where a part begins, and the order of a sum on its
             # rows.
             return None
-        own = stage.axes[0].var
+        row = stage.axes[0].var
         domain = domain_of(stage, [(0, int(axis.dom.extent)) for axis in stage.axes])
         for read in reads:
             if read.buffer not in takers and read.buffer not in nest.outputs:
                 continue
-            apart = simplified(read.indices[0] - own)
-            if own in variables(apart) or loads(apart):
+            apart = simplified(read.indices[0] - row)
+            if row in variables(apart) or loads(apart):
                 return None
             found = index_values(apart, domain, [])
             if not found:

@@ -56,10 +56,10 @@ def sample_knobs(
         (attributes.WORKLOAD, workload),
     ):
         sch.annotate(root, key, text)
-    settings = [_numbers(template, one) for one in space]
+    settings = [_numbers(template, setting) for setting in space]
     wanted = None if chosen is None else _numbers(template, chosen)
     for name in settings[0]:
-        counts = sorted(Counter(one[name] for one in settings).items())
+        counts = sorted(Counter(setting[name] for setting in settings).items())
         values = [value for value, _ in counts]
         decision = None if wanted is None else values.index(wanted[name])
         sampled = sch.sample_categorical(
@@ -67,7 +67,7 @@ def sample_knobs(
         )
         sch.annotate(root, attributes.KNOB + name, sampled)
         value = int(sch.get(sampled))
-        settings = [one for one in settings if one[name] == value]
+        settings = [setting for setting in settings if setting[name] == value]
 
 
 def decisions_of(func: tirx.PrimFunc) -> dict[str, Any]:

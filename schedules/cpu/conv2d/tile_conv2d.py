@@ -213,18 +213,18 @@ def bordered(ops: LayerOperands, width: int, lines: int, span: Span) -> LayerOpe
 
     with T.serial(0, blocks) as block:
         with T.serial(0, (last - first) * layer.strides[0] + reach[0]) as row:
-            to, at = bound(block * (height * step) + row * step), row + top
+            to, line = bound(block * (height * step) + row * step), row + top
 
             def clear(start: int, stop: int, to: Index = to) -> None:
                 if start < stop:
                     with loop(start, stop) as column:
                         T.buffer_store(copy, zeros, [pixel(to + column * words)])
 
-            with T.If(tirx.all(at >= 0, at < source.height)):
+            with T.If(tirx.all(line >= 0, line < source.height)):
                 with T.Then():
                     clear(0, min(before, width))
                     with loop(0, inside) as column:
-                        value = source.buffer[pixel(source.at(block, at, column))]
+                        value = source.buffer[pixel(source.at(block, line, column))]
                         T.buffer_store(copy, value, [pixel(to + (before + column) * words)])
                     clear(before + inside, width)
                 with T.Else():

@@ -261,11 +261,11 @@ class MeasuredCPU(CPUInfo):
         l1d, l2, l3 = _caches_of(machine)
         level = weights_level(kept_bytes, machine)
         all_cores = machine[f"bandwidth.{level}"] / machine["clock"]
-        one, nearest = all_cores / cores, family.bytes_per_cycle[2]
+        core_bytes, nearest = all_cores / cores, family.bytes_per_cycle[2]
         if level == "memory":  # which a few cores saturate, if they read different weights
             few = all_cores / min(cores, family.memory_cores)
-            one = max(one, min(few, family.weight_bytes_per_cycle))
-        one = min(one, nearest)
+            core_bytes = max(core_bytes, min(few, family.weight_bytes_per_cycle))
+        core_bytes = min(core_bytes, nearest)
         return cls(
             vector_bits=info.vector_bits,
             num_vector_registers=info.num_vector_registers,
@@ -283,8 +283,8 @@ class MeasuredCPU(CPUInfo):
             emulates_tiles=info.emulates_tiles,
             half_dots=info.half_dots,
             unlike=info.unlike,
-            memory_bytes_per_cycle=one,
-            memory_cores=all_cores / one,
+            memory_bytes_per_cycle=core_bytes,
+            memory_cores=all_cores / core_bytes,
             fork=machine.get("overhead.fork", FORK) * machine["clock"],
         )
 

@@ -870,13 +870,13 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
         places, block = _places(ops.output, tile), bound(tile.block * lanes)
         added = _places(ops.residual, tile) if ops.residual is not None else places
         values = []
-        for total, at, (_, v) in zip(sums, added, tile.cells(), strict=True):
+        for total, position, (_, v) in zip(sums, added, tile.cells(), strict=True):
             value = _load(total, 0, lanes)
             if complete and ops.scale is not None:
                 channel, floats = block + v * lanes, f"float32x{lanes}"
                 value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
                 value = value + _load(ops.bias, channel, lanes)
-            values.append(with_residual(ops, value, at) if complete else value)
+            values.append(with_residual(ops, value, position) if complete else value)
         if not complete or ops.out_dtype != "uint8" or lanes != PACKED_LANES:
             for value, place in zip(values, places, strict=True):
                 ops.output.store(ended(ops, value) if complete else value, place)

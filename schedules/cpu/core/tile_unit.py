@@ -168,13 +168,13 @@ class TileLoops(TileUnit):
     def _add_floats(self, total: int, left: int, right: int, row: Index, depth: int) -> None:
         sums = [T.alloc_buffer((TILE_WORDS,), "float32", layout=None) for _ in range(2)]
         whole = T.ramp(0, 1, TILE_WORDS)
-        for each in sums:
-            T.buffer_store(each, T.broadcast(T.float32(0), TILE_WORDS), [whole])
+        for buffer in sums:
+            T.buffer_store(buffer, T.broadcast(T.float32(0), TILE_WORDS), [whole])
         with T.serial(0, depth) as word:
             pair = self._factors(left, right, row, word)
-            for part, each in enumerate(sums):
+            for part, buffer in enumerate(sums):
                 first, second = (word_part(words, part) for words in pair)
-                T.buffer_store(each, each[whole] + first * second, [whole])
+                T.buffer_store(buffer, buffer[whole] + first * second, [whole])
         added = sums[0][whole] + sums[1][whole]
         before = T.reinterpret(f"float32x{TILE_WORDS}", self._row(total, row))
         self._put(total, row, T.reinterpret(f"int32x{TILE_WORDS}", before + added))

@@ -138,13 +138,15 @@ class TileGeometry:
             words, columns = columns * words, 1
         blocks = -(-(layer.in_channels // layer.groups) // lanes)
         tiles = -(-layer.out_channels // kernel.lanes) * (kernel.lanes // TILE_WORDS)
-        own = tiles if layer.groups == 1 else layer.out_channels // layer.groups // TILE_WORDS
+        group_tiles = (
+            tiles if layer.groups == 1 else layer.out_channels // layer.groups // TILE_WORDS
+        )
         steps = blocks * layer.kernel[0] * columns
         pixel = data_lanes(kernel) * ITEM_BYTES[kernel.dtype]
         step = gcd(layer.strides[1] * pixel, _LINE)  # Rows begin at multiples of it.
         starts = range(0, _LINE, step)
         crossing = sum(start + words * WORD_BYTES > _LINE for start in starts) / len(starts)
-        return cls(lines, width, words, steps, columns, tiles, own, crossing)
+        return cls(lines, width, words, steps, columns, tiles, group_tiles, crossing)
 
     def tiles_of_line(self, rows: int) -> int:
         """Tiles of a line."""

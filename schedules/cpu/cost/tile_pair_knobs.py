@@ -139,16 +139,16 @@ def tile_pair_cycles(kernel: Conv2DKernel, knobs: TilePairKnobs, cpu: CPUInfo) -
     mid = knobs.height * int(second.width or 1) * channels * item
     sizes = [layer.weight_elements() * item for layer in kernel.layers]
     last = task_cycles(rows_of(second, knobs.height), two, cpu)
-    each, weights = last.busy + _SHAPES, last.weights
+    piece_cycles, weights = last.busy + _SHAPES, last.weights
     if first.layers[0].is_depthwise:
-        each += _vector_cycles(first, cpu) / pieces
+        piece_cycles += _vector_cycles(first, cpu) / pieces
     else:
         start = task_cycles(rows_of(first, knobs.height), one, cpu)
-        each += start.busy + start.data + _SHAPES
+        piece_cycles += start.busy + start.data + _SHAPES
         weights += start.weights
     rounds = -(-tasks // cpu.num_cores)
     again = (rounds - 1) * sum(sizes) / load_rate(sum(sizes) + mid, cpu)
-    return rounds * each + weights + again + (FORK if tasks > 1 else 0.0)
+    return rounds * piece_cycles + weights + again + (FORK if tasks > 1 else 0.0)
 
 
 def _vector_cycles(kernel: Conv2DKernel, cpu: CPUInfo) -> float:

@@ -122,14 +122,14 @@ class _Kernel:
                 [T.sblock_alloc_buffer((self.lanes,), _FLOAT) for _ in range(3)]
                 for _ in range(_VECTORS)
             ]
-            for each in (one for several in sums for one in several):
-                T.buffer_store(each, T.broadcast(_number(0), self.lanes), [every])
+            for buffer in (one for several in sums for one in several):
+                T.buffer_store(buffer, T.broadcast(_number(0), self.lanes), [every])
             with loop as step:
                 for vector, several in enumerate(sums):
                     x = T.bind(self.x[self._vector(step, vector)])
-                    values = _extremes(x, [each[every] for each in several])
-                    for each, value in zip(several, values, strict=True):
-                        T.buffer_store(each, value, [every])
+                    values = _extremes(x, [buffer[every] for buffer in several])
+                    for buffer, value in zip(several, values, strict=True):
+                        T.buffer_store(buffer, value, [every])
             for kind, join in enumerate((tirx.min, tirx.max, add)):
                 value = reduce(join, (several[kind][every] for several in sums))
                 place = (long(kind) * long(self.tasks) + task) * long(self.lanes)

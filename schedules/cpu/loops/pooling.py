@@ -325,15 +325,15 @@ def pooling_cycles(workload: PoolingWorkload, knobs: PoolingKnobs, cpu: CPUInfo)
     width, slides = (workload.extents[k] or 64 for k in (workload.vector, workload.slide))
     vectors = workload.volume("S") // width * -(-width // lanes)
     chain = 4.0 / (knobs.pixels if workload.in_lanes else 1)
-    each = max(1 / cpu.costs.loads_per_cycle, chain)
+    step_cycles = max(1 / cpu.costs.loads_per_cycle, chain)
     if not workload.in_lanes and workload.strides[workload.vector] != 1:
-        each += _GATHER * lanes
+        step_cycles += _GATHER * lanes
     steps = vectors * workload.volume("R")
     if workload.in_lanes:
         steps = steps // slides * -(-slides // knobs.pixels) * min(knobs.pixels, slides)
     cores = cpu.num_cores if knobs.threads else 1
     copy = vectors * 4.0 * knobs.copied
-    busy = (steps * each + copy + vectors / knobs.pixels * _TASK) / cores
+    busy = (steps * step_cycles + copy + vectors / knobs.pixels * _TASK) / cores
     return busy + (cpu.costs.fork if knobs.threads else 0.0)
 
 

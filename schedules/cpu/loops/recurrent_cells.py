@@ -366,15 +366,17 @@ class _Writer:
             groups = cell.hidden // (chains * unrolled)
             with T.serial(0, groups) as group:
                 for line in range(lines):
-                    at = ((rows.number * groups + group) * lines + line) * line_elements(cell.dtype)
-                    prefetch(self.flat["weights"], weights + ahead + at, level=2)
+                    offset = ((rows.number * groups + group) * lines + line) * line_elements(
+                        cell.dtype
+                    )
+                    prefetch(self.flat["weights"], weights + ahead + offset, level=2)
                 for turn, ((chain, row, place), total) in itertools.product(
                     range(unrolled), totals.items()
                 ):
                     k = (group * unrolled + turn) * chains + chain
                     value = source[base + (first + row) * cell.padded + k]
-                    at = weights + ((place - chosen[0]) * cell.hidden + k) * LANES
-                    product = T.broadcast(value, LANES) * self.flat["weights"][_ramp(at)]
+                    offset = weights + ((place - chosen[0]) * cell.hidden + k) * LANES
+                    product = T.broadcast(value, LANES) * self.flat["weights"][_ramp(offset)]
                     self._store(total, total[_ramp(0)] + product, 0)
             for row, place in tile:
                 value, *others = (totals[chain, row, place][_ramp(0)] for chain in range(chains))

@@ -146,13 +146,13 @@ def _corners(box: Sequence[tirx.Expr], centred: bool, dtype: str) -> list[tirx.E
 
 
 def _overlaps(
-    one: Sequence[tirx.Expr], other: Sequence[tirx.Expr], most: tirx.Expr, dtype: str
+    first: Sequence[tirx.Expr], other: Sequence[tirx.Expr], most: tirx.Expr, dtype: str
 ) -> tirx.Expr:
     """True if the shared area of two boxes is a larger part of their union than ``most``."""
     zero = tirx.const(0, dtype)
-    sides = [tirx.min(one[i + 2], other[i + 2]) - tirx.max(one[i], other[i]) for i in range(2)]
+    sides = [tirx.min(first[i + 2], other[i + 2]) - tirx.max(first[i], other[i]) for i in range(2)]
     shared = tirx.max(sides[0], zero) * tirx.max(sides[1], zero)
-    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (first, other)]
     union = areas[0] + areas[1] - shared
     has_area = [tirx.all(area > zero) for area in (*areas, shared, union)]
     return tirx.all(*has_area, shared / union > most)

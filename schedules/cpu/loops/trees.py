@@ -89,7 +89,7 @@ def trees(
     }
     count = rows.value if isinstance(rows, tirx.IntImm) else LANES
     together = max(lanes for lanes in (1, 2, 4, LANES) if lanes <= max(count, 1))
-    each = -(-forest.trees // chunks)
+    chunk_trees = -(-forest.trees // chunks)
 
     def write(*arguments: tirx.Buffer) -> None:
         descents = _Descents(forest, rows, together, *arguments)
@@ -107,8 +107,8 @@ def trees(
             with T.grid(end - start, long(forest.outputs)) as (row, column):
                 neutral = tirx.const(NEUTRAL[forest.aggregate], forest.dtype)
                 T.buffer_store(descents.out, neutral, [chunk, start + row, column])
-            last = tirx.min((chunk + long(1)) * long(each), long(forest.trees))
-            descents.write(chunk, (start, end), (chunk * long(each), last))
+            last = tirx.min((chunk + long(1)) * long(chunk_trees), long(forest.trees))
+            descents.write(chunk, (start, end), (chunk * long(chunk_trees), last))
 
     return cpu_kernel("TreeEnsemble", buffers, write)
 
@@ -144,15 +144,19 @@ class _Descents:
         (start, end), (first, last) = rows, own_trees
         groups = tirx.floordiv(end - start, long(self.lanes))
         with T.serial(long(0), tirx.ceildiv(last - first, long(abreast))) as group:
-            own = [T.bind(first + group * long(abreast) + long(lane)) for lane in range(abreast)]
+            several = [
+                T.bind(first + group * long(abreast) + long(lane)) for lane in range(abreast)
+            ]
             with T.serial(long(0), groups) as step:
                 base = T.bind(start + step * long(self.lanes))
-                self._descend(chunk, [base + long(lane) for lane in range(self.lanes)], own, last)
+                self._descend(
+                    chunk, [base + long(lane) for lane in range(self.lanes)], several, last
+                )
             base = T.bind(start + groups * long(self.lanes))
             if self.lanes > 1:
                 with T.If(base < end), T.Then():
                     places = [base + long(lane) for lane in range(self.lanes)]
-                    self._descend(chunk, places, own, last, end)
+                    self._descend(chunk, places, several, last, end)
 
     def _descend(
         self,

@@ -159,19 +159,19 @@ def _over_views(
 
     def place(buffer: ir.Var, indices: Sequence[tirx.Expr]) -> tirx.Expr:
         access = domain.access(buffer, indices)
-        at = access.offset
+        offset = access.offset
         for axis, group in zip(axes, groups, strict=True):
             first = {facts.vars[k]: tirx.const(0, str(facts.vars[k].ty.dtype)) for k in group}
             if len(group) > 1:
-                at = substitute(at, first) + axis.var * access.strides[group[-1]]
-        return Analyzer().simplify(substitute(at, values))
+                offset = substitute(offset, first) + axis.var * access.strides[group[-1]]
+        return Analyzer().simplify(substitute(offset, values))
 
     def load(node: ir.TensorLoad) -> ir.TensorLoad:
         return views.of(node.source)[place(node.source, list(node.indices))]
 
     def store(node: tirx.BufferStore) -> tirx.BufferStore:
-        at = place(node.buffer, list(node.indices))
-        return tirx.BufferStore(views.of(node.buffer), node.value, [at])
+        offset = place(node.buffer, list(node.indices))
+        return tirx.BufferStore(views.of(node.buffer), node.value, [offset])
 
     body = state_init(block).body
     body = tvm_ffi.structural_map(body, [(ir.TensorLoad, load), (tirx.BufferStore, store)])

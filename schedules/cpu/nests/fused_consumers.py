@@ -78,7 +78,7 @@ def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.
     dimensions whole with a variable for each; likewise the others, unless it reshapes them.
     """
     loads = [load for load in facts.loads if load.buffer in ready]
-    own: list[ir.Var] = []
+    variables: list[ir.Var] = []
     for load in loads:
         if not tvm_ffi.structural_equal(load.indices, loads[0].indices) or not _is_reshape(
             facts, load
@@ -87,8 +87,8 @@ def _own_variables(facts: BlockFacts, ready: dict[ir.Var, set[int]]) -> list[ir.
         for d in ready[load.buffer]:
             if _walker(facts, load, d) is None:
                 return None
-            own.append(load.indices[d])
-    return own if loads else None
+            variables.append(load.indices[d])
+    return variables if loads else None
 
 
 def _walker(facts: BlockFacts, load: Access, dimension: int) -> int | None:

@@ -236,13 +236,13 @@ class _Buffers:
         ]
 
     def with_own(self, piece: tirx.Stmt, buffers: Sequence[ir.Var]) -> tirx.Stmt:
-        own: dict[ir.Var, ir.Expr] = {}
+        replacements: dict[ir.Var, ir.Expr] = {}
         for buffer in buffers:
-            own[buffer] = tirx.decl_buffer(
+            replacements[buffer] = tirx.decl_buffer(
                 buffer.shape, str(buffer.dtype), buffer.name, scope=buffer.scope()
             )
-        self._added += own.values()
-        return substitute(piece, own)
+        self._added += replacements.values()
+        return substitute(piece, replacements)
 
     def allocate(self, func: tirx.PrimFunc) -> tirx.PrimFunc:
         if not self._added:

@@ -228,14 +228,14 @@ def _text(period: _Period) -> str:
     """LLVM IR of the function that loads a period."""
     count, lanes = map(int, period.planes.shape)
     bits = tvm_ffi.dtype(str(period.planes.dtype)).bits
-    given = {"total": count * lanes, "lanes": lanes, "bits": bits, "size": bits // 8}
+    numbers = {"total": count * lanes, "lanes": lanes, "bits": bits, "size": bits // 8}
     planes = [
         _PLANE.format(
             n=n,
             places=", ".join(f"i32 {lane * count + n}" for lane in range(lanes)),
             offset=n * lanes * bits // 8,
-            **given,
+            **numbers,
         )
         for n in range(count)
     ]
-    return _TEXT.format(name=period.name, planes="".join(planes), **given)
+    return _TEXT.format(name=period.name, planes="".join(planes), **numbers)

@@ -58,10 +58,10 @@ def work_groups(
     """
     root = func.body.block
     body = _grouped(root.body)
-    own = _private(body, root.alloc_buffers)
-    if own is None:
+    private = _private(body, root.alloc_buffers)
+    if private is None:
         return None
-    body = substitute(body, own)
+    body = substitute(body, private)
     body = tvm_ffi.structural_map(body, (tirx.For, _of_known_length))
     called = _called(body)
     if called is None or not all(map(_is_known_vector, nodes(body, ir.Expr))):
@@ -73,7 +73,7 @@ def work_groups(
         root.name_hint,
         body,
         root.init,
-        [own.get(buffer, buffer) for buffer in root.alloc_buffers],
+        [private.get(buffer, buffer) for buffer in root.alloc_buffers],
         root.match_buffers,
         root.annotations,
     )
@@ -140,15 +140,15 @@ def _private(body: tirx.Stmt, buffers: Sequence[ir.Var]) -> dict[ir.Var, ir.Var]
         return None
     groups = [loop for loop in nodes(body, tirx.For) if loop.kind == tirx.ForKind.THREAD_BINDING]
     used = [set(nodes(group, ir.Var)) for group in groups]
-    own = [each for each in buffers if sum(each in variables for variables in used) == 1]
-    sizes = list(map(buffer_bytes, own))
+    private = [buffer for buffer in buffers if sum(buffer in variables for variables in used) == 1]
+    sizes = list(map(buffer_bytes, private))
     if 0 in sizes or sum(sizes) > _PRIVATE_BYTES:
         return None
     return {
-        each: tirx.decl_buffer(
-            each.shape, str(each.dtype), each.name, scope="local", layout=each.ty.layout
+        buffer: tirx.decl_buffer(
+            buffer.shape, str(buffer.dtype), buffer.name, scope="local", layout=buffer.ty.layout
         )
-        for each in own
+        for buffer in private
     }
 
 

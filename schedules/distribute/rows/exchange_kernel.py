@@ -132,14 +132,14 @@ class _Writer:
                 self._say(table.INSIDE)
                 sends, receives = self._field(table.SENDS), self._field(table.RECEIVES)
                 with T.serial(T.int64(0), sends) as message:
-                    slot, at = self._awaited(message, full=False)
-                    self._pack(at, slot + T.int64(table.SLOT_HEADER), own)
-                    T.evaluate(_call("slot_send", slot, self._field(table.BYTES, at)))
+                    slot, message_place = self._awaited(message, full=False)
+                    self._pack(message_place, slot + T.int64(table.SLOT_HEADER), own)
+                    T.evaluate(_call("slot_send", slot, self._field(table.BYTES, message_place)))
                 with T.serial(T.int64(0), self._field(table.KEPT)):
                     self._copy(self._place(sends + receives), held, own)
                 with T.serial(T.int64(0), receives) as message:
-                    slot, at = self._awaited(sends + message, full=True)
-                    self._copy(at, held, slot + T.int64(table.SLOT_HEADER))
+                    slot, message_place = self._awaited(sends + message, full=True)
+                    self._copy(message_place, held, slot + T.int64(table.SLOT_HEADER))
                     T.evaluate(_call("slot_take", slot))
                 self._say(table.AFTER)
 

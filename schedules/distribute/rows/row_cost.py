@@ -285,7 +285,7 @@ def _exchange_seconds(
     network: Network,
     processor: Processor,
 ) -> np.ndarray:
-    stage, held, own = stages[index], placement.held[index], placement.computed[index]
+    stage, held, computed = stages[index], placement.held[index], placement.computed[index]
     ranks = len(held)
     source, dest, _, _ = placement.transfers(index).T
     sizes = placement.sent_bytes(stages, index).astype(float)
@@ -296,7 +296,7 @@ def _exchange_seconds(
     if index in placement.by_channels:
         kept = (held[:, 1] - held[:, 0]) * (placement.blocks(stages, index) / stage.blocks)
     else:
-        kept = np.minimum(held[:, 1], own[:, 1]) - np.maximum(held[:, 0], own[:, 0])
+        kept = np.minimum(held[:, 1], computed[:, 1]) - np.maximum(held[:, 0], computed[:, 0])
     is_copied = (size > 0) & (stage.flops == 0)  # convolutions write where the rest arrives
     copied = np.where(is_copied, 2.0 * stage.row_bytes * np.maximum(kept, 0), 0.0)
     calls = np.where(messages > 0, KERNEL_SECONDS if network.is_shared else PYTHON_SECONDS, 0.0)
@@ -323,18 +323,18 @@ def segments(
 def _segment(
     stages: Sequence[NetworkStage], placement: RowPlacement, cost: RowCost, begin: int, end: int
 ) -> Segment:
-    own, held = placement.computed[end], placement.held[end]
+    computed, held = placement.computed[end], placement.held[end]
     is_exchanged = end in placement.exchanged
     sent = placement.transfers(end) if is_exchanged else np.zeros((0, 4), np.int64)
     by_channels = end in placement.by_channels
     rows = sent[:, 3] - sent[:, 2]
-    received = rows if by_channels else np.bincount(sent[:, 1], rows, len(own))
+    received = rows if by_channels else np.bincount(sent[:, 1], rows, len(computed))
     inside = slice(begin, end + 1)
     return Segment(
         first=stages[begin].name,
         last=stages[end].name,
         stages=end + 1 - begin,
-        rows=tuple((int(low), int(high)) for low, high in own),
+        rows=tuple((int(low), int(high)) for low, high in computed),
         recomputed=_recomputed(stages, placement, range(begin, end + 1)),
         end=_kind(held) if is_exchanged else "result",
         halo=int(received.max(initial=0)),

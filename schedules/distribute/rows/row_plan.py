@@ -311,16 +311,16 @@ def _heighten(
     """Maps for an operand of ``after`` instead of ``before`` rows, and the rows of the result."""
     heightened: list[RowMap] = []
     for index in reversed(range(len(maps))):
-        one = maps[index]
+        window = maps[index]
         made = result if index == 0 else maps[index - 1].extent  # type: ignore[attr-defined]
-        if isinstance(one, RowWindow):
-            bottom = (made - 1) * one.stride + one.reach - one.top - before
-            heightened.append(replace(one, extent=after))
-            before, after = made, (after + one.top + bottom - one.reach) // one.stride + 1
+        if isinstance(window, RowWindow):
+            bottom = (made - 1) * window.stride + window.reach - window.top - before
+            heightened.append(replace(window, extent=after))
+            before, after = made, (after + window.top + bottom - window.reach) // window.stride + 1
         else:
-            assert isinstance(one, Enlargement)
-            heightened.append(replace(one, extent=after))
-            before, after = made, after * one.factor
+            assert isinstance(window, Enlargement)
+            heightened.append(replace(window, extent=after))
+            before, after = made, after * window.factor
     return tuple(reversed(heightened)), after
 
 

@@ -501,13 +501,13 @@ def _moved(
     stage: Stage, load: ir.TensorLoad, indices: Sequence[tirx.Expr]
 ) -> list[tirx.Expr] | None:
     """Return where a stage that transposes or reshapes stores the element at some indices."""
-    own = [axis.var for axis in stage.axes]
+    axes = [axis.var for axis in stage.axes]
     at = {index: place for index, place in zip(load.indices, indices, strict=True)}
-    if all(var in at or constant(size) == 1 for var, size in zip(own, stage.shape, strict=True)):
-        return [at.get(var, i64(0)) for var in own]
+    if all(var in at or constant(size) == 1 for var, size in zip(axes, stage.shape, strict=True)):
+        return [at.get(var, i64(0)) for var in axes]
     shape = load.source.shape
-    analyzer = IterationSpace(tuple(own), stage.shape, (), ()).analyzer()
-    same = analyzer.can_prove_equal(ravel(load.indices, shape), ravel(own, stage.shape))
+    analyzer = IterationSpace(tuple(axes), stage.shape, (), ()).analyzer()
+    same = analyzer.can_prove_equal(ravel(load.indices, shape), ravel(axes, stage.shape))
     return unravel(ravel(indices, shape), stage.shape) if same else None
 
 

@@ -204,13 +204,13 @@ class _Block:
         for r in range(self.tile.rows):
             batch, query, _ = self._row(r)
             with T.serial(i64(0), i64(-(-width // THREADS))) as turn:
-                at = T.bind(turn * i64(THREADS) + self.thread)
-                with when(at < i64(width)):
-                    T.buffer_store(self.queries, tirx.const(0, FLOAT), [i64(r * width) + at])
-                with when(at < depth):
-                    writer = self._writer(operand, single, batch, query, at)
+                column = T.bind(turn * i64(THREADS) + self.thread)
+                with when(column < i64(width)):
+                    T.buffer_store(self.queries, tirx.const(0, FLOAT), [i64(r * width) + column])
+                with when(column < depth):
+                    writer = self._writer(operand, single, batch, query, column)
                     T.buffer_store(
-                        self.queries, writer.value(operand.value, 0), [i64(r * width) + at]
+                        self.queries, writer.value(operand.value, 0), [i64(r * width) + column]
                     )
 
     def _writer(
@@ -236,7 +236,10 @@ class _Block:
         batch = self._row(0)[0]
         last = i64(attention.n) - i64(1)
         places = [T.bind(tirx.min(key, last)) for key in keys]
-        key, value = ([self._loads(kind, batch, at) for at in places] for kind in ("key", "value"))
+        key, value = (
+            [self._loads(kind, batch, key_place) for key_place in places]
+            for kind in ("key", "value")
+        )
         for r in range(tile.rows):
             for u in range(tile.keys):
                 T.buffer_store(self.scores, self._product(r, key[u]), [r * tile.keys + u])
@@ -244,9 +247,9 @@ class _Block:
         single = logit_lanes(attention, 1)
         for r in range(tile.rows):
             own, query, _ = self._row(r)
-            for u, at in enumerate(places):
+            for u, key_place in enumerate(places):
                 e = r * tile.keys + u
-                where = [*own, query, at]
+                where = [*own, query, key_place]
                 store_logits(attention, single, self.views, where, self.scores, [e], 1)
                 with when(keys[u] >= end):
                     T.buffer_store(self.scores, tirx.const(float("-inf"), FLOAT), [e])
@@ -316,7 +319,7 @@ class _Block:
 
     def _rescale(self, r: int) -> None:
         """Replace the logits of a row by weights; rescale what was summed up so far."""
-        keys, each = self.tile.keys, self.tile.vectors * self.tile.vector
+        keys, length = self.tile.keys, self.tile.vectors * self.tile.vector
         most, rescaling = registers(1), registers(1)
         T.buffer_store(most, self.maximum[r], [0])
         for e in range(r * keys, (r + 1) * keys):
@@ -330,7 +333,7 @@ class _Block:
         for e in range(r * keys, (r + 1) * keys):
             T.buffer_store(self.scores, _weight(self.attention, self.scores[e], reference[0]), [e])
             T.buffer_store(self.total, self.total[r] + self.scores[e], [r])
-        for e in range(r * each, (r + 1) * each):
+        for e in range(r * length, (r + 1) * length):
             T.buffer_store(self.output, self.output[e] * rescaling[0], [e])
 
     def _add(self, u: int, loaded: Sequence[tuple[PointWriter, tirx.Expr]]) -> None:

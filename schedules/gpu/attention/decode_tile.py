@@ -109,15 +109,15 @@ def decode_cycles(attention: AttentionFunction, tile: DecodeTile, gpu: GPUInfo) 
     n = constant(attention.n) or _LONG
     outputs = (constant(attention.batches) or 1) * (constant(attention.m) or 1)
     groups = -(-outputs // tile.rows)
-    each = sum(_item_bytes(operand) for operand in (attention.key, attention.value)) / 2
+    item_bytes = sum(_item_bytes(operand) for operand in (attention.key, attention.value)) / 2
     blocks = groups * tile.splits
-    loads = 2 * tile.keys * tile.vectors * tile.vector * each * THREADS
+    loads = 2 * tile.keys * tile.vectors * tile.vector * item_bytes * THREADS
     needed = COSTS.hiding_threads * COSTS.widest_load * COSTS.loads_in_flight
     resident = min(tile.resident, -(-blocks // gpu.multiprocessors))
     speed = COSTS.memory_bytes * min(1.0, resident * loads / needed)
     waves = -(-blocks // (gpu.multiprocessors * resident))
     steps = -(-n // (tile.splits * tile.units * tile.keys))
-    moved = steps * tile.units * tile.keys * 2 * tile.width * each
+    moved = steps * tile.units * tile.keys * 2 * tile.width * item_bytes
     cycles = max(1.0, blocks / gpu.multiprocessors) * moved / speed + waves * COSTS.block_latency
     if tile.splits == 1:
         return cycles

@@ -155,10 +155,10 @@ class RowSoftmax:
         """Turn scores of the keys from ``first`` on into weights; rescale the sum of them."""
         self._logits(first)
         for half in range(2 * self.blocks):
-            own = self._own(half, self.tile.keys)
+            elements = self._own(half, self.tile.keys)
             higher = registers(1)
             T.buffer_store(higher, self.maximum[half], [0])
-            for e in own:
+            for e in elements:
                 T.buffer_store(higher, tirx.max(higher[0], self.scores[e]), [0])
             self._over_quad(higher, 0, tirx.max)
             # While all logits are -inf, any other reference avoids the difference of infinities.
@@ -170,8 +170,8 @@ class RowSoftmax:
             T.buffer_store(self.rescaling, rescaling, [half])
             T.buffer_store(self.maximum, higher[0], [half])
             T.buffer_store(self.total, self.total[half] * self.rescaling[half], [half])
-            weights = self._powers(reference[0], [self.scores[e] for e in own])
-            for e, weight in zip(own, weights, strict=True):
+            weights = self._powers(reference[0], [self.scores[e] for e in elements])
+            for e, weight in zip(elements, weights, strict=True):
                 T.buffer_store(self.scores, weight, [e])
                 T.buffer_store(self.total, self.total[half] + self.scores[e], [half])
 

@@ -266,13 +266,13 @@ class _Block:
         """Emitter of the products of a step of a chunk."""
         tile, layer = gemm.tile, self.pair.second.layer
         pixels, width = self.pair.mid_pixels(self.tile), self.pair.mid_size(self.tile)[1]
-        own = [gemm.place.pixel + j * tile.pixel_threads for j in range(tile.thread_pixels)]
+        columns = [gemm.place.pixel + j * tile.pixel_threads for j in range(tile.thread_pixels)]
         seen = [
             T.bind(
                 pixel // self.tile.width * (layer.strides[0] * width)
                 + pixel % self.tile.width * layer.strides[1]
             )
-            for pixel in own
+            for pixel in columns
         ]
 
         def add(step: Index, half: int) -> None:

@@ -63,10 +63,10 @@ class FirstLayer:
         items = tile.chunk * strips * width
         for turn in range(self.pair.columns(tile)):
             item = self.thread + turn * tile.threads
-            own = block + item // (strips * width)
+            out_block = block + item // (strips * width)
             y, x = item % (strips * width) // width * tile.rows, item % width
             with when(None if (turn + 1) * tile.threads <= items else item < items):
-                channel = T.bind(tirx.min(own, shape.const(shape.out_blocks - 1)))
+                channel = T.bind(tirx.min(out_block, shape.const(shape.out_blocks - 1)))
                 plane = self.image * shape.planes + channel
                 data, weight, _ = self.views
                 top, left = T.bind(self.row + y), T.bind(self.column + x)
@@ -78,7 +78,7 @@ class FirstLayer:
                 for number in range(tile.rows):
                     at = item // (strips * width) * (height * width) + (y + number) * width + x
                     with when(None if height % tile.rows == 0 else y + number < height):
-                        self._keep(at, sums, number, bias, (top + number, left), own)
+                        self._keep(at, sums, number, bias, (top + number, left), out_block)
 
     def _dense(self) -> Callable[[tirx.Expr], None]:
         """Emit a dense layer: a matrix product as in a single convolution, on the rectangle."""

@@ -213,12 +213,12 @@ class _FirstPart(ThreadPart):
         lanes = classify(space, width, [matmul.accumulator])
         lanes = lanes if lanes.is_aligned else classify(space, 1, [matmul.accumulator])
         held = hold([tirx.const(0, store.buffer.dtype)] * ELEMENTS, store.buffer.dtype)
-        own = T.bind(self.first[0] + i64(row))
+        pixel = T.bind(self.first[0] + i64(row))
         first = self.first[1] + i64(self.column + (group + self.lane % QUAD) * ELEMENTS)
         conditions = [
             place < i64(extent)
             for place, part, extent in (
-                (own, self.tile.rows, matmul.m),
+                (pixel, self.tile.rows, matmul.m),
                 (first, self.tile.columns, matmul.n),
             )
             if self.left.starts_anywhere or not divides(part, extent)
@@ -226,7 +226,7 @@ class _FirstPart(ThreadPart):
         with when(*conditions):
             for start in range(0, ELEMENTS, lanes.vector):
                 each = range(start, start + lanes.vector)
-                points = [[*self.batch, own, first + i64(k)] for k in each]
+                points = [[*self.batch, pixel, first + i64(k)] for k in each]
                 writer = PointWriter(lanes, self.views, points)
                 writer.give(matmul.accumulator, [values[k] for k in each])
                 writer.steps()
@@ -254,8 +254,8 @@ class _ThreadPart:
     def write(self) -> None:
         """Emit the whole part."""
         second, tile = self.pair.second, self.tile
-        own = second.left, tile.mid, 0, tile.threads, self.views, [self.row]
-        left = _Intermediate(*own)
+        arguments = second.left, tile.mid, 0, tile.threads, self.views, [self.row]
+        left = _Intermediate(*arguments)
         if self.pair.first is None:
             self._fill()
         elif self.workload.layer2.is_pointwise:
@@ -264,7 +264,7 @@ class _ThreadPart:
             skipped = self._multiply_with_halo(self.pair.first)
             image = i64(math.prod(self.workload.mid_size))
             first = T.bind((self.row % image).astype("int32"))
-            left = _Windows(self.workload, tile, first, skipped, *own)
+            left = _Windows(self.workload, tile, first, skipped, *arguments)
         with T.serial(i64(0), ceildiv(second.n, tile.second.columns)) as number:
             sync()  # the stages are used again
             corner = self.row, T.bind(number * i64(tile.second.columns))

@@ -36,14 +36,14 @@ def convert_by_bits(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def _as_attribute(bind: tirx.Bind) -> tirx.Stmt:
     """A bound value as an attribute, which TVM's pass reads; it fails on reinterpretations."""
-    asked: list[bool] = []
+    casts: list[bool] = []
 
     def look(call: ir.Call) -> None:
         is_bits = getattr(call.op, "name", "") == "tirx.reinterpret"
-        asked.append(is_bits and str(call.args[0].ty.dtype) == "bfloat16")
+        casts.append(is_bits and str(call.args[0].ty.dtype) == "bfloat16")
 
     tvm_ffi.structural_walk(bind.value, (ir.Call, look))
-    if any(asked):
+    if any(casts):
         return bind
     return tirx.AttrStmt(bind.var, attributes.BIND, bind.value, tirx.Evaluate(0))
 

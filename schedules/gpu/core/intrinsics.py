@@ -229,7 +229,7 @@ def read_now(gpu: GPUInfo, words: tirx.Buffer, index: tirx.Expr, offset: int = 0
     )
 
 
-def differences(gpu: GPUInfo, values: Sequence[tirx.Expr], wanted: tirx.Expr) -> tirx.Expr:
+def differences(gpu: GPUInfo, values: Sequence[tirx.Expr], expected: tirx.Expr) -> tirx.Expr:
     """An int32 that is zero if all of these are as wanted, by as short a chain as possible."""
 
     def call(name: str, table: str, *arguments: tirx.Expr) -> tirx.Expr:
@@ -238,9 +238,9 @@ def differences(gpu: GPUInfo, values: Sequence[tirx.Expr], wanted: tirx.Expr) ->
         return T.bind(T.cuda.func_call(name, *arguments, source_code=source, return_type="int32"))
 
     if gpu.kind == "opencl":
-        return functools.reduce(tirx.bitwise_or, (tirx.bitwise_xor(x, wanted) for x in values))
+        return functools.reduce(tirx.bitwise_or, (tirx.bitwise_xor(x, expected) for x in values))
     pairs = [(values[k], values[min(k + 1, len(values) - 1)]) for k in range(0, len(values), 2)]
-    found = [call("differ", _DIFFER, *pair, wanted) for pair in pairs]
+    found = [call("differ", _DIFFER, *pair, expected) for pair in pairs]
     while len(found) > 1:
         rest = found[3:] or [found[-1]]
         found = [*found[3:], call("any", _ANY, *(found + rest)[:3])]

@@ -542,7 +542,7 @@ class WarpgroupCore(RegisterOperations):
         width = min(columns, self.type.warpgroup_columns)
         product = T.ptx[f"wgmma.mma_async.sync.aligned.m{ROWS}n{width}{self.type.warpgroup_suffix}"]
         for step, first in itertools.product(range(STEPS), range(0, columns, width)):
-            own = [sums[e] for e in range(first // 2, (first + width) // 2)]
+            part = [sums[e] for e in range(first // 2, (first + width) // 2)]
             factors = [*registers[4 * step : 4 * step + 4]]
             for begin, layout in zip(begins, layouts, strict=True):
                 place = layout.place(first if layout is right[0] else 0, step)
@@ -552,7 +552,7 @@ class WarpgroupCore(RegisterOperations):
                 options += [1, 1]  # signs
             if self.type.transposes:
                 options += [int(each.rows_first) for each in layouts]
-            T.evaluate(product(*own, *factors, *options))
+            T.evaluate(product(*part, *factors, *options))
 
     def _rounded(self, layout: Layout, place: tirx.Expr) -> list[tirx.Expr]:
         """A stage of 64 rows from a byte on, rounded to TF32, in registers."""

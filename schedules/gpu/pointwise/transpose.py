@@ -67,14 +67,14 @@ class Transpose(GPURule):
 def _find_crossing(space: IterationSpace) -> _Crossing | None:
     """Find the reads that are contiguous along one axis other than the last."""
     crossing: dict[int, list[Read]] = {}
-    own = set(space.axes)
+    axes = set(space.axes)
     for step in space.steps:
         linear = space.linear(step) if isinstance(step, Read) and not step.guards else None
         if linear is None or not isinstance(step, Read) or not linear[0]:
             continue
         names = {variable for index in step.indices for variable in variables(index)}
         earlier = {other.var for other in space.steps}
-        if names & earlier or not names & own or constant(linear[0][-1]) in (0, 1):
+        if names & earlier or not names & axes or constant(linear[0][-1]) in (0, 1):
             continue
         units = [k for k, factor in enumerate(linear[0]) if constant(factor) == 1]
         if len(units) == 1 and _is_long(space.extents[units[0]]):
@@ -172,14 +172,14 @@ class _Tile:
 
     def _store(self, across: tirx.Expr) -> None:
         place = self._place(across, self.fast)
-        at = self.fast * i64(_TILE + 1) + across
+        element = self.fast * i64(_TILE + 1) + across
 
         def fetch(read: Read, _: Names) -> tirx.Expr | None:
             tile = self.shared.get(read.var)
             if tile is None:
                 return None
             is_bool = str(read.buffer.dtype) == "bool"
-            return tirx.NE(tile[at], tirx.const(0, "uint8")) if is_bool else tile[at]
+            return tirx.NE(tile[element], tirx.const(0, "uint8")) if is_bool else tile[element]
 
         lanes = classify(self.crossing.space, 1)
         with when(*self._exists(place)):

@@ -337,15 +337,15 @@ class _Head:
         def step(number: Index, tiles: Sequence[Index]) -> None:
             word = number * kernel.step
             self.unit.load(_QUERIES, kernel.query, query + word, stride)
-            for at, tile in enumerate(tiles):
+            for register, tile in enumerate(tiles):
                 place = (tile * kernel.words + word) * TILE_WORDS
                 self.unit.load(_KEYS, self._keys, place, TILE_WORDS)
-                self.unit.multiply(at, _QUERIES, _KEYS)
+                self.unit.multiply(register, _QUERIES, _KEYS)
 
         size = kernel.rows * TILE_WORDS
 
-        def store(at: int, tile: Index) -> None:
-            self.unit.store(at, self._scores, tile * size)
+        def store(register: int, tile: Index) -> None:
+            self.unit.store(register, self._scores, tile * size)
 
         self._sum_up(kernel.key_tiles, kernel.words // kernel.step, step, store)
 
@@ -356,17 +356,17 @@ class _Head:
         def step(number: Index, tiles: Sequence[Index]) -> None:
             place, stride = number * TILE_WORDS, kernel.pairs * TILE_WORDS
             self.unit.load(_WEIGHTS, self._weights, place, stride)
-            for at, tile in enumerate(tiles):
+            for register, tile in enumerate(tiles):
                 place = (tile * kernel.pairs + number) * TILE_ELEMENTS
                 self.unit.load(_VALUES, self._values, place, TILE_WORDS)
-                self.unit.multiply(at, _WEIGHTS, _VALUES)
+                self.unit.multiply(register, _WEIGHTS, _VALUES)
 
-        def store(at: int, tile: Index) -> None:
-            self.unit.store(at, self._sums, at * TILE_ELEMENTS)
+        def store(register: int, tile: Index) -> None:
+            self.unit.store(register, self._sums, register * TILE_ELEMENTS)
             start = ((self.image * shape.rows + first) * shape.heads + self.head) * shape.columns
             place = bound(start + tile * TILE_WORDS)
             with T.serial(0, kernel.rows) as row:
-                sums = self._sums[_ramp(at * TILE_ELEMENTS + row * TILE_WORDS, TILE_WORDS)]
+                sums = self._sums[_ramp(register * TILE_ELEMENTS + row * TILE_WORDS, TILE_WORDS)]
                 total = T.broadcast(self._totals[row], TILE_WORDS)
                 value = T.reinterpret(_FLOATS, sums) / total
                 value = round_to_bits(value) if shape.out_dtype == _HALF else value
@@ -388,13 +388,13 @@ class _Head:
             if not count:
                 continue
             with loop(0, count) as group:
-                numbers = [start + group * size + at for at in range(size)]
-                for at in range(size):
-                    self.unit.zero(at)
+                numbers = [start + group * size + register for register in range(size)]
+                for register in range(size):
+                    self.unit.zero(register)
                 with loop(0, steps) as number:
                     step(number, numbers)
-                for at, tile in enumerate(numbers):
-                    store(at, tile)
+                for register, tile in enumerate(numbers):
+                    store(register, tile)
 
     def _weigh(self, first: Index, row: Index) -> None:
         """Exponentials of a row of scores as words, and their sum."""

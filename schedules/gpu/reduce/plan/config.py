@@ -171,17 +171,17 @@ def thread_registers(
     row_outputs: Sequence[int] = (),
 ) -> int:
     """Registers of a thread of sister reductions, as the compiler uses them."""
-    own = COSTS.own_registers + COSTS.input_registers * len(row_inputs)
-    own += COSTS.output_registers * len(row_outputs)
-    own += config.vector * -(-max(row_outputs, default=0) // 4)  # one vector is held at a time
+    overhead = COSTS.own_registers + COSTS.input_registers * len(row_inputs)
+    overhead += COSTS.output_registers * len(row_outputs)
+    overhead += config.vector * -(-max(row_outputs, default=0) // 4)  # one vector is held at a time
     has_positions = bool(row_outputs) and any(workload.is_arg for workload in workloads)
     if 8 in row_inputs or "float64" in fields_of(workloads) or has_positions:
-        own += COSTS.wide_registers
+        overhead += COSTS.wide_registers
     if 1 in row_inputs and any(workload.is_arg for workload in workloads):
         # Bytes are compared as words; positions are words, too.
         in_row = COSTS.byte_position_registers * config.vector
-        own += in_row if config.form == "x" else COSTS.wide_registers
-    return own + _registers(workloads, row_inputs, config.vector, config.unroll)
+        overhead += in_row if config.form == "x" else COSTS.wide_registers
+    return overhead + _registers(workloads, row_inputs, config.vector, config.unroll)
 
 
 def fields_of(workloads: Sequence[ReduceWorkload]) -> list[str]:
