@@ -158,14 +158,14 @@ def _read_scores(graph: Graph, expr: relax.Expr) -> _Scores | None:
         return _Scores(value)
     if name == "relax.add":
         for scaled, mask in (value.args, [*value.args][::-1]):
-            found = _read_scores(graph, scaled)
-            if found is not None and found.mask is None and _same_type(scaled, expr):
-                return found._replace(mask=mask)
+            inner = _read_scores(graph, scaled)
+            if inner is not None and inner.mask is None and _same_type(scaled, expr):
+                return inner._replace(mask=mask)
     if name in ("relax.multiply", "relax.divide"):
-        number, found = _number(value.args[1]), _read_scores(graph, value.args[0])
-        if number and found is not None and found.mask is None:
+        number, inner = _number(value.args[1]), _read_scores(graph, value.args[0])
+        if number and inner is not None and inner.mask is None:
             factor = number if name == "relax.multiply" else 1 / number
-            return found._replace(scale=found.scale * factor)
+            return inner._replace(scale=inner.scale * factor)
     return None
 
 

@@ -174,14 +174,14 @@ def prim_func(
 
 def _inputs(values: Mapping[relax.Var, relax.Expr]) -> list[relax.Expr]:
     """Variables and constants from outside; numbers in arithmetic are a part of the function."""
-    found: dict[relax.Expr, None] = {}
+    inputs: dict[relax.Expr, None] = {}
     for value in values.values():
         for argument in value.args[1:2] if is_causal(value) else value.args:
             is_number = op_name(value) in _ARITHMETIC and _is_number(argument)
             is_tensor = isinstance(argument.ty, relax.TensorType)
             if is_tensor and argument not in values and not is_number:
-                found[argument] = None
-    return list(found)
+                inputs[argument] = None
+    return list(inputs)
 
 
 def _is_number(expr: relax.Expr) -> bool:

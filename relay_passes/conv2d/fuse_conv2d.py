@@ -330,13 +330,13 @@ def _choose(candidates: list[_Candidate]) -> list[_Candidate]:
     """Withdraw candidates that share a convolution with a better one."""
     chosen: dict[relax.Var, _Candidate] = {}
     result = list(candidates)
-    wanted = [index for index, candidate in enumerate(candidates) if candidate.decision.fuse]
-    measured = _best_by_records(candidates, wanted)
+    gaining = [index for index, candidate in enumerate(candidates) if candidate.decision.fuse]
+    measured = _best_by_records(candidates, gaining)
 
     def rank(index: int) -> tuple[Any, ...]:
         return index not in measured, candidates[index].priority(), index
 
-    for index in sorted(wanted, key=rank):
+    for index in sorted(gaining, key=rank):
         candidate = candidates[index]
         ends = (candidate.pair.first.output, candidate.pair.second.output)
         rival = next((chosen[end] for end in ends if end in chosen), None)
@@ -352,15 +352,15 @@ def _choose(candidates: list[_Candidate]) -> list[_Candidate]:
     return result
 
 
-def _best_by_records(candidates: list[_Candidate], wanted: list[int]) -> set[int]:
+def _best_by_records(candidates: list[_Candidate], gaining: list[int]) -> set[int]:
     """Pairs without a common convolution that save the most measured time.
 
     Those of chains without a record for one of their pairs are left out.
     """
-    by_first = {candidates[index].pair.first.output: index for index in wanted}
-    later = {candidates[index].pair.second.output for index in wanted}
+    by_first = {candidates[index].pair.first.output: index for index in gaining}
+    later = {candidates[index].pair.second.output for index in gaining}
     best: set[int] = set()
-    for index in wanted:
+    for index in gaining:
         if candidates[index].pair.first.output in later:
             continue  # not the first of its chain
         here: int | None = index

@@ -86,14 +86,14 @@ def decide(
     knobs = default_fused_knobs(kernel, cpu)
     apart = _winograd_apart(workload, target, winograd)
     fused = _call("cpu.fused_conv2d", estimate(kernel, knobs, cpu).cycles)
-    found = compare(
+    comparison = compare(
         "fuse",
         f"{workload.layer1}, {workload.layer2} @{workload.height}x{workload.width}",
         {"fused": [fused], "separate": _separate(workload, cpu, data, out, apart)},
         LEAST_GAIN,
     )
-    reason = _explain(workload, cpu, knobs, found.gain, apart)
-    return Decision(found.chosen == "fused", reason, found.gain)
+    reason = _explain(workload, cpu, knobs, comparison.gain, apart)
+    return Decision(comparison.chosen == "fused", reason, comparison.gain)
 
 
 def recorded_decision(
@@ -119,19 +119,19 @@ def recorded_decision(
     if target.kind.name != "llvm":
         return None
     pair, cpu = pair_workload(workload), CPUInfo.from_target(target)
-    found = recorded_form(records, pair, cpu, winograd)
-    if found is None:
+    recorded = recorded_form(records, pair, cpu, winograd)
+    if recorded is None:
         return None
     best = {True: inf, False: inf}
     for form in FORMS.settings(pair, cpu):
-        seconds = found.seconds.get(form.title(2), inf)
+        seconds = recorded.seconds.get(form.title(2), inf)
         best[form.fused] = min(best[form.fused], seconds)
     saved = best[False] - best[True] if inf not in best.values() else None
     gain = saved / best[True] if saved is not None else 0.0
     subject = f"{workload.layer1}, {workload.layer2} @{workload.height}x{workload.width}"
-    chosen, source = found.form.title(2), found.about["source"]
-    by_record("fuse", subject, found.seconds, chosen, source)
-    return Decision(found.form.fused, found.text, gain, saved, found.about)
+    chosen, source = recorded.form.title(2), recorded.about["source"]
+    by_record("fuse", subject, recorded.seconds, chosen, source)
+    return Decision(recorded.form.fused, recorded.text, gain, saved, recorded.about)
 
 
 def _winograd_apart(

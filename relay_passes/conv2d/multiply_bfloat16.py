@@ -183,13 +183,13 @@ class _Rewriter(PyExprMutator):
         return self._weights[constant, turned]
 
     def _convolve(self, call: relax.Call) -> relax.Call:
-        given = call.attrs
+        attrs = call.attrs
         return relax.op.nn.conv2d(
             *map(self._half, call.args),
-            strides=given.strides,
-            padding=given.padding,
-            dilation=given.dilation,
-            groups=given.groups,
+            strides=attrs.strides,
+            padding=attrs.padding,
+            dilation=attrs.dilation,
+            groups=attrs.groups,
             out_dtype=_FLOAT,
         )
 
@@ -227,16 +227,16 @@ class _Rewriter(PyExprMutator):
     def _follow(self, binding: relax.VarBinding) -> relax.Expr | None:
         """Follow a product of rows to its only reader, of pixels: an addition or an activation."""
         value, var = binding.value, binding.var
-        found = next((arg for arg in _arguments(value) if arg in self._pixels), None)
-        if found is None or self._uses[found] > 1 or not _is_float(var):
+        source = next((arg for arg in _arguments(value) if arg in self._pixels), None)
+        if source is None or self._uses[source] > 1 or not _is_float(var):
             return None
-        pixels = self._pixels[found]
+        pixels = self._pixels[source]
         if read_activation(binding) is not None:
             others = value.args[1:]
             return self._in_rows(var, relax.Call(value.op, [pixels, *others], value.attrs))
-        if op_name(value) != _ADD or not _same_shape(var, found):
+        if op_name(value) != _ADD or not _same_shape(var, source):
             return None
-        other = value.args[1] if value.args[0].same_as(found) else value.args[0]
+        other = value.args[1] if value.args[0].same_as(source) else value.args[0]
         added = self._addend(other, var, pixels)
         return None if added is None else self._in_rows(var, relax.op.add(pixels, added))
 

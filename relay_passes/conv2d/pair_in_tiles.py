@@ -133,7 +133,7 @@ def decide_pair(kernel: Conv2DKernel, cpu: CPUInfo) -> Decision:
     in_tiles = takes_tiles(kernel.apart()[0], cpu)
     ops = "cpu.tile_conv2d" if in_tiles else "cpu.conv2d", "cpu.tile_conv2d"
     apart = list(map(_call, ops, separate_cycles(kernel, cpu)))
-    found = compare(
+    comparison = compare(
         "fuse",
         f"{workload.layer1}, {workload.layer2} @{workload.height}x{workload.width}",
         {
@@ -143,12 +143,12 @@ def decide_pair(kernel: Conv2DKernel, cpu: CPUInfo) -> Decision:
         LEAST_GAIN,
     )
     kib, width = workload.mid_bytes() / 1024, workload.out_size[1]
-    reason = f"predicted {found.gain:+.1%}: "
-    if found.chosen == "fused":
+    reason = f"predicted {comparison.gain:+.1%}: "
+    if comparison.chosen == "fused":
         reason += f"{kib:.0f} KiB between the layers stay in cache, {knobs.height}x{width} pixels"
     else:
         reason += "separate kernels share the cores and the weights better"
-    return Decision(found.chosen == "fused", reason, found.gain)
+    return Decision(comparison.chosen == "fused", reason, comparison.gain)
 
 
 def _call(op: str, cycles: float) -> KernelCall:

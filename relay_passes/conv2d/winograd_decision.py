@@ -117,7 +117,7 @@ def decide_winograd(
     tile, plan = min(plans.items(), key=lambda item: item[1].cycles)
     words = replace(layer, in_channels=-(-layer.in_channels // WORDS.get(dtype, 1)))
     direct = direct_cycles(words, batch, out_size, cpu, "float32")
-    found = compare(
+    comparison = compare(
         "winograd",
         f"{layer} @{height}x{width}",
         {
@@ -126,4 +126,4 @@ def decide_winograd(
         },
         LEAST_GAIN,
     )
-    return WinogradDecision(tile, plan.cycles, found.gain, found.chosen != "direct")
+    return WinogradDecision(tile, plan.cycles, comparison.gain, comparison.chosen != "direct")

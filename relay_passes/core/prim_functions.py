@@ -98,7 +98,7 @@ class ElementFunction:
         """
         extents = self._extents(call)
         values = dict(zip(self.variables, element, strict=True))
-        found = []
+        pairs = []
         operands = [e for e in call.args[1].fields if isinstance(e.ty, relax.TensorType)]
         for load in loads(self.value):
             known = (k for k, param in enumerate(self.params) if load.source.same_as(param))
@@ -107,15 +107,15 @@ class ElementFunction:
                 continue
             operand = operands[position]
             indices = [substitute(index, values | extents) for index in load.indices]
-            found.append((operand, indices))
-        return found
+            pairs.append((operand, indices))
+        return pairs
 
     def _extents(self, call: relax.Call) -> dict[tirx.Var, tirx.Expr]:
         """Values of the function's symbolic extents in the call."""
-        found: dict[tirx.Var, tirx.Expr] = {}
+        extents: dict[tirx.Var, tirx.Expr] = {}
         operands = [e for e in call.args[1].fields if isinstance(e.ty, relax.TensorType)]
         for param, operand in zip([*self.params, self.output], [*operands, call], strict=True):
             for inner, outer in zip(param.shape, operand.ty.shape, strict=True):
                 if isinstance(inner, tirx.Var):
-                    found[inner] = outer
-        return found
+                    extents[inner] = outer
+        return extents

@@ -126,15 +126,15 @@ class _Writer:
 
     def exchange(self, index: int, number: int, messages: np.ndarray) -> None:
         """Emit an exchange after a stage, if the rank takes part in it."""
-        own, held = self._computed(index), self._range(self._placement.held[index])
+        computed, held = self._computed(index), self._range(self._placement.held[index])
         source, dest = messages[:, 0], messages[:, 1]
         sends, receives = bool((source == self._rank).any()), bool((dest == self._rank).any())
         if not sends and not receives:
             return
         mine = []
-        if own[0] < own[1]:
+        if computed[0] < computed[1]:
             shares = self._shares
-            mine = [shares[index] if index in shares else self._found[index][own]]
+            mine = [shares[index] if index in shares else self._found[index][computed]]
         # The last exchange's result keeps them in order, which FuseOps would not: ranks would wait
         # for each other in different ones.
         arguments = relax.Tuple([relax.prim_value(number), *mine, *self._last])
@@ -180,16 +180,16 @@ class _Writer:
 
     def _take(self, index: int, rows: Range) -> relax.Var:
         """Rows of a stage, cut from others that hold them."""
-        found = self._found[index]
-        if rows not in found:
+        ranges = self._found[index]
+        if rows not in ranges:
             low, high = min(
-                (held for held in found if held[0] <= rows[0] and rows[1] <= held[1]),
+                (held for held in ranges if held[0] <= rows[0] and rows[1] <= held[1]),
                 key=lambda held: held[1] - held[0],
             )
             begin, end = rows[0] - low, rows[1] - low
-            cut = relax.op.strided_slice(found[low, high], [AXIS], [begin], [end])
-            found[rows] = self.builder.emit(cut)
-        return found[rows]
+            cut = relax.op.strided_slice(ranges[low, high], [AXIS], [begin], [end])
+            ranges[rows] = self.builder.emit(cut)
+        return ranges[rows]
 
     def _computed(self, index: int) -> Range:
         return self._range(self._placement.computed[index])
@@ -299,7 +299,7 @@ def _inputs(
 
 
 def _exchanges(bound: Sequence[BoundStage], placement: RowPlacement) -> tuple[RowExchange, ...]:
-    found = []
+    exchanges = []
     for index in placement.exchanged:
         var = bound[index].var
         by_channels = index in placement.by_channels
@@ -309,8 +309,10 @@ def _exchanges(bound: Sequence[BoundStage], placement: RowPlacement) -> tuple[Ro
             tuple((int(begin), int(end)) for begin, end in rows)
             for rows in (width * placement.computed[index], placement.held[index])
         )
-        found.append(RowExchange(var.name, tuple(shape), str(var.ty.dtype), own, held, by_channels))
-    return tuple(found)
+        exchanges.append(
+            RowExchange(var.name, tuple(shape), str(var.ty.dtype), own, held, by_channels)
+        )
+    return tuple(exchanges)
 
 
 _LARGE = 4  # times the bytes of the images; estimated

@@ -70,15 +70,15 @@ class ExchangeInPlace:
 def _windows(plan: RankPlan, function: str) -> dict[int, Window]:
     """Rows that ranks with a program have computed, within those that they need after each."""
     ranks = [rank for rank, part in enumerate(plan.parts) if part.function == function]
-    found = {}
+    windows = {}
     for number, exchange in enumerate(plan.exchanges):
         places = set()
         for rank in ranks:
             both = zip(exchange.own_region(rank), exchange.held_region(rank), strict=True)
             places.add(tuple((b - low, e - low) for (b, e), (low, _) in both))
         if len(places) == 1:
-            found[number] = places.pop()
-    return found
+            windows[number] = places.pop()
+    return windows
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ class _Program:
             window = windows.get(int(fields[0].value))
             if len(fields) < 2 or window is None:  # a rank may have nothing to send
                 continue
-            own = fields[1]
+            source = fields[1]
             if not _is_inside(window, _shape(binding.var.ty)):
                 continue
-            others = [each for each in self._readers[own] if not each.var.same_as(binding.var)]
-            produced = self._convolution(self._values.get(own)) is not None
+            others = [each for each in self._readers[source] if not each.var.same_as(binding.var)]
+            produced = self._convolution(self._values.get(source)) is not None
             if produced and all(map(self._reads_images, others)):
-                self.views[own] = _View(own, window)
-                self._larger[own] = binding.var.ty
-                self._silent[binding.var] = own
+                self.views[source] = _View(source, window)
+                self._larger[source] = binding.var.ty
+                self._silent[binding.var] = source
 
     def fold_slices(self) -> None:
         """Find slices of images that convolutions alone read."""

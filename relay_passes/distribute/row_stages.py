@@ -46,11 +46,11 @@ def read_row_stages(func: relax.Function) -> list[BoundStage]:
     message names the variable.
     """
     places: dict[relax.Var, int] = {}
-    found: list[BoundStage] = []
+    stages: list[BoundStage] = []
 
     def add(bound: BoundStage) -> None:
-        places[bound.var] = len(found)
-        found.append(bound)
+        places[bound.var] = len(stages)
+        stages.append(bound)
 
     for param in func.params:
         add(_parameter(param))
@@ -63,9 +63,9 @@ def read_row_stages(func: relax.Function) -> list[BoundStage]:
                 )
             add(_bound(binding, places))
     result = func.body.body
-    if not found[-1].var.same_as(result):
-        found.append(_result(result, places))
-    return found
+    if not stages[-1].var.same_as(result):
+        stages.append(_result(result, places))
+    return stages
 
 
 def _parameter(param: relax.Var) -> BoundStage:

@@ -135,14 +135,14 @@ def _channel_blocks(mod: IRModule, target: Target) -> ChannelBlocks:
 
 
 def _calls_of(func: relax.Function) -> list[relax.Call]:
-    found: list[relax.Call] = []
+    calls: list[relax.Call] = []
 
     def look(expr: relax.Expr) -> None:
         if isinstance(expr, relax.Call):
-            found.append(expr)
+            calls.append(expr)
 
     relax.analysis.post_order_visit(func, look)
-    return found
+    return calls
 
 
 def _takes_on_cpu(kernel: Conv2DKernel) -> bool:
@@ -289,18 +289,18 @@ class _Packer(relax.PyExprMutator):
     def _visit_pack_binding(self, binding: relax.VarBinding) -> None:
         """Drop a pack of an already packed tensor, else remember it."""
         source = binding.value.args[0]
-        found = self.scope.lookup(source)
+        packed = self.scope.lookup(source)
         local = isinstance(binding.var, relax.DataflowVar)
-        if found is None:
+        if packed is None:
             super().visit_var_binding_(binding)
             if isinstance(source, relax.Var):
                 twin = Packed(self.visit_expr(binding.var), int(source.ty.shape.values[1]))
                 self.scope.packed[source] = twin
-        elif local or not isinstance(found.expr, relax.DataflowVar):
-            self.set_var_remap(binding.var, found.expr)
+        elif local or not isinstance(packed.expr, relax.DataflowVar):
+            self.set_var_remap(binding.var, packed.expr)
         else:
             # The block's output has to be bound in it, to a name that may leave it.
-            self._replace(binding, found.expr)
+            self._replace(binding, packed.expr)
 
     def _remember_unpacked(self, binding: relax.VarBinding) -> None:
         """Remember the packed twin of a tensor that the function itself unpacks."""

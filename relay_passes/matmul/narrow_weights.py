@@ -73,24 +73,24 @@ class NarrowWeights:
             key = int(matrix.value.data_ptr()), axis
             if key not in rounded:
                 rounded[key] = _rounded(matrix, self.bits, axis)
-            found = rounded[key]
-            return None if found is None else graph.emit(found)
+            narrow = rounded[key]
+            return None if narrow is None else graph.emit(narrow)
 
         def multiply(graph: Graph, call: relax.Call) -> Value:
             x, matrix = call.args
             if not isinstance(matrix, GenericConst) or x.ty.ndim < 2:
                 return None
-            found = wide(graph, matrix, 0)
+            narrow = wide(graph, matrix, 0)
             dtype = call.attrs.out_dtype or None
-            return None if found is None else relax.op.matmul(x, found, dtype)
+            return None if narrow is None else relax.op.matmul(x, narrow, dtype)
 
         def look_up(graph: Graph, call: relax.Call) -> Value:
             table, rows = call.args
             is_table = isinstance(table, GenericConst) and is_lookup(call)
             if not is_table or _is_factor(graph.func, graph.current):
                 return None
-            found = wide(graph, table, 1)
-            return None if found is None else relax.op.take(found, rows, 0, call.attrs.mode)
+            narrow = wide(graph, table, 1)
+            return None if narrow is None else relax.op.take(narrow, rows, 0, call.attrs.mode)
 
         rules: dict[str, list[Rule]] = {"relax.matmul": [multiply]}
         if self.bits < 16:

@@ -87,18 +87,18 @@ class Bindings:
 
     def products(self, norms: Iterable[Norm]) -> dict[relax.Var, NormProduct]:
         """The products that norms take part in, by their last values."""
-        found: dict[relax.Var, NormProduct] = {}
+        by_start: dict[relax.Var, NormProduct] = {}
         for norm in norms:
             for end in (norm.data, *self.readers[norm.result]):
                 steps = self._steps(end) if end is not None else None
                 assert steps is not None, "a norm is read by products"
-                known = found.setdefault(steps[0], NormProduct(steps))
+                known = by_start.setdefault(steps[0], NormProduct(steps))
                 known.steps = max(known.steps, steps, key=len)
                 if end is norm.data:
                     known.is_data = True
                 else:
                     known.norms[norm.result] = norm
-        return {product.end: product for product in found.values()}
+        return {product.end: product for product in by_start.values()}
 
     def _norm(self, var: relax.Var) -> Norm | None:
         """The norm bound to a variable, if it is one that products compute and read."""
@@ -455,16 +455,16 @@ class _Fusion:
             end = graph.current
             if end not in self.functions:
                 return None
-            function, given = self.functions[end], self.inputs.get(end)
-            pattern = _FUSIBLE if given is None else _OPAQUE
+            function, moments = self.functions[end], self.inputs.get(end)
+            pattern = _FUSIBLE if moments is None else _OPAQUE
             assert function.func is not None, "the product was read from it"
             name = builder.add_func(function.func.with_attr("op_pattern", pattern), NAME)
             arguments = [known.get(argument, argument) for argument in function.arguments]
-            if given is None:
+            if moments is None:
                 return relax.call_tir(name, arguments, end.ty)
-            types = [given.data.ty, given.sums.ty, given.squares.ty]
+            types = [moments.data.ty, moments.sums.ty, moments.squares.ty]
             results = graph.emit(relax.call_tir(name, arguments, types))
-            for number, placeholder in enumerate((given.sums, given.squares), start=1):
+            for number, placeholder in enumerate((moments.sums, moments.squares), start=1):
                 known[placeholder] = graph.emit(relax.TupleGetItem(results, number))
             return relax.TupleGetItem(results, 0)
 

@@ -140,7 +140,7 @@ def _is_zero(operand: relax.Expr) -> bool:
 
 def _in_type(name: str, narrow: str, wide: str) -> Legalize:
     """Compute what one type cannot in another."""
-    own = _registered(name)
+    registered = _registered(name)
 
     def computed(*operands: te.Tensor) -> te.Tensor:
         result = getattr(topi, name)(*(topi.cast(operand, wide) for operand in operands))
@@ -148,7 +148,7 @@ def _in_type(name: str, narrow: str, wide: str) -> Legalize:
 
     def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         if str(call.args[0].ty.dtype) != narrow:
-            return own(builder, call)
+            return registered(builder, call)
         return builder.call_te(computed, *call.args, primfunc_name_hint=f"tir_{name}")
 
     return legalize

@@ -173,8 +173,8 @@ def _check_operands(
     integers, scale, *zero = (operand.ty for operand in operands)
     types = [str(ty.dtype) for ty in (integers, scale, *zero)]
     axis, block = int(call.attrs["axis"]), int(call.attrs["block"])
-    wanted = [*shape]
-    wanted[axis] = -(-shape[axis] // block)
+    extents = [*shape]
+    extents[axis] = -(-shape[axis] // block)
     is_known = types[0] in kinds and types[1] == "float32"
     if not is_known or any(kind not in ZEROS for kind in types[2:]):
         expected = " or ".join(kinds)
@@ -182,8 +182,8 @@ def _check_operands(
             f"{op}: operands of {', '.join(types)}; expected {expected}, float32 and {ZEROS}"
         )
     for ty in (scale, *zero):
-        if [int(extent) for extent in ty.shape] != wanted:
-            raise OpError(f"{op}: scales of shape {ty.shape}; expected {wanted}")
+        if [int(extent) for extent in ty.shape] != extents:
+            raise OpError(f"{op}: scales of shape {ty.shape}; expected {extents}")
 
 
 def _infer_taken(call: relax.Call, _: relax.BlockBuilder | None = None) -> relax.TensorType:

@@ -336,17 +336,17 @@ def _scratch(func: tirx.PrimFunc) -> list[tirx.Buffer]:
     """The buffers in device memory that a function allocates; none if a size is unknown."""
     if func.attrs and "tirx.is_host_func" in func.attrs:
         return []
-    found: list[tirx.Buffer] = []
+    buffers: list[tirx.Buffer] = []
     tvm_ffi.structural_walk(
         func.body,
         [
-            (s_tir.SBlock, lambda block: found.extend(block.alloc_buffers)),
-            (tirx.AllocBuffer, lambda stmt: found.append(stmt.buffer)),
+            (s_tir.SBlock, lambda block: buffers.extend(block.alloc_buffers)),
+            (tirx.AllocBuffer, lambda stmt: buffers.append(stmt.buffer)),
         ],
     )
-    found = [buffer for buffer in found if buffer.scope() == "global"]
-    extents = [constant(extent) for buffer in found for extent in buffer.shape]
-    return [] if None in extents else found
+    buffers = [buffer for buffer in buffers if buffer.scope() == "global"]
+    extents = [constant(extent) for buffer in buffers for extent in buffer.shape]
+    return [] if None in extents else buffers
 
 
 def _without(body: tirx.Stmt, scratch: list[tirx.Buffer]) -> tirx.Stmt:

@@ -194,13 +194,13 @@ class MarkConstants:
 
         def look(expr: relax.Expr) -> None:
             if isinstance(expr, relax.Call) and op_name(expr) == "relax.call_tir":
-                found = {
+                fixed = {
                     place
                     for place, argument in enumerate(expr.args[1].fields)
                     if isinstance(argument, GenericConst)
                 }
                 name = expr.args[0].name_hint
-                constants[name] = constants.get(name, found) & found
+                constants[name] = constants.get(name, fixed) & fixed
             elif isinstance(expr, relax.Call) and op_name(expr) is not None:
                 for argument in expr.args:
                     if isinstance(argument, GlobalVar):

@@ -189,13 +189,13 @@ def _line(blocks: tuple[int, int], values: tuple[int, int]) -> _Line | None:
 
 def _lines(first: _Nest, second: _Nest) -> list[_Line] | None:
     """Lines of all integers over the number of blocks; None if one has none."""
-    found = []
+    lines = []
     for values in zip(first.integers, second.integers, strict=True):
         line = _line((first.blocks, second.blocks), values)
         if line is None:
             return None
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def _with_integers(

@@ -146,14 +146,14 @@ class _Rewriter(PyExprMutator):
         self.products: set[relax.Var] = set()
         self.uses = _Uses()
 
-    def visit_call_(self, given: relax.Call) -> relax.Expr:
+    def visit_call_(self, original: relax.Call) -> relax.Expr:
         """Rewrite one call."""
-        call = self.visit_expr_post_order(given)
+        call = self.visit_expr_post_order(original)
         name = op_name(call)
         if name in PRODUCTS and any(map(_is_narrow, call.args)):
             return call if call.attrs.out_dtype is not None else self._product(call)
         if name in self.followers:
-            return self._follow(call, [self.uses.count[operand] == 1 for operand in given.args])
+            return self._follow(call, [self.uses.count[operand] == 1 for operand in original.args])
         if name in ELEMENTWISE | SUMS | REDUCTIONS:
             followed = self._follow(call, [False] * len(call.args))
             if not followed.same_as(call):

@@ -129,13 +129,13 @@ class _Rewriter(PyExprMutator):
         if rule is None:
             return call
         try:
-            found = self.builder_.normalize(rule(self, call))
+            lowered = self.builder_.normalize(rule(self, call))
         except OpError:
             return call
-        if not tvm_ffi.structural_equal(found.ty, call.ty):
+        if not tvm_ffi.structural_equal(lowered.ty, call.ty):
             return call
         self.count += 1
-        return found
+        return lowered
 
 
 def _reduce(rewriter: PyExprMutator, call: relax.Call) -> relax.Expr:

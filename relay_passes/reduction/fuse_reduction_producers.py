@@ -207,16 +207,16 @@ class Absorption:
 
     def _members_reading(self, var: relax.Var) -> set[relax.Var]:
         """The members of kernels that need a taken producer."""
-        found: set[relax.Var] = set()
+        readers: set[relax.Var] = set()
         queue, seen = [var], {var}
         while queue:
             for user in self.calls.users[queue.pop()]:
                 if user in self.kernels:
-                    found.add(user)
+                    readers.add(user)
                 elif user in self.taken and user not in seen:
                     seen.add(user)
                     queue.append(user)
-        return found
+        return readers
 
     def _domain(self, member: relax.Var) -> int:
         """Number of elements that a member of a kernel computes or reduces."""
@@ -226,18 +226,18 @@ class Absorption:
 
     def _upstream(self, var: relax.Var) -> tuple[set[relax.Var], list[relax.Expr]]:
         """The absorbed producers before ``var``, and the tensors that all of them and it read."""
-        found: set[relax.Var] = set()
+        producers: set[relax.Var] = set()
         leaves: dict[relax.Expr, None] = {}
         queue = [var]
         while queue:
             current = queue.pop()
             for operand in self.calls.tensors(current):
-                if operand in self.taken and operand not in found:
-                    found.add(operand)
+                if operand in self.taken and operand not in producers:
+                    producers.add(operand)
                     queue.append(operand)
                 elif operand not in self.taken:
                     leaves[operand] = None
-        return found, list(leaves)
+        return producers, list(leaves)
 
     def _is_expensive(self, var: relax.Var) -> bool:
         name = self.calls.call(var).args[0]

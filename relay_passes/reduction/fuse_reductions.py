@@ -201,7 +201,7 @@ class _Rewriter(PyExprMutator):
 
 def _kernels(groups: ReductionGroups) -> dict[Unit, ReductionGroup]:
     """The groups of more than one reduction, with their producers."""
-    found: dict[Unit, ReductionGroup] = {}
+    kernels: dict[Unit, ReductionGroup] = {}
     order = groups.order
     for group in groups.groups:
         members = group.members
@@ -209,8 +209,8 @@ def _kernels(groups: ReductionGroups) -> dict[Unit, ReductionGroup]:
         if len(computes) > 1:
             in_order = sorted(computes, key=order.position.__getitem__)
             turn = max(order.position[var] for var in members)
-            found[Unit(tuple(in_order), frozenset(members), turn)] = group
-    return found
+            kernels[Unit(tuple(in_order), frozenset(members), turn)] = group
+    return kernels
 
 
 def _others(kernels: Iterable[Unit], groups: ReductionGroups) -> Iterator[Unit]:

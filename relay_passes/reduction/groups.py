@@ -167,7 +167,7 @@ class ReductionGroups:
     def rows_of(self, var: relax.Var) -> ReductionGroup | None:
         """The chain of whole rows that reads most of the data of a sum of columns."""
         before: dict[tuple[int | None, int | None], frozenset[relax.Expr]] = {}
-        most, found = 0, None
+        most, best = 0, None
         for group in self.groups:
             space = group.space
             if [kind for kind, _ in space.runs] == ["P", "R"] and self.is_chain(group):
@@ -177,8 +177,8 @@ class ReductionGroups:
                 own = before[extents] & (self.large_inputs(group) | group.members)
                 shared = sum(map(count_bytes, own))
                 if shared > most:
-                    most, found = shared, group
-        return found
+                    most, best = shared, group
+        return best
 
     def large_inputs(self, group: ReductionGroup) -> frozenset[relax.Expr]:
         """The inputs of a group with at least as many elements as it reduces."""

@@ -122,13 +122,13 @@ def _between(
     maximum: relax.Var,
 ) -> list[relax.Var]:
     """The users of the maximum on the paths to ``data``, in the order of the block."""
-    found, queue = {data}, [data]
+    between, queue = {data}, [data]
     while queue:
         for tensor in groups.calls.tensors(queue.pop()):
-            if tensor != maximum and maximum in reached.get(tensor, ()) and tensor not in found:
-                found.add(tensor)
+            if tensor != maximum and maximum in reached.get(tensor, ()) and tensor not in between:
+                between.add(tensor)
                 queue.append(tensor)
-    return sorted(found, key=groups.order.position.__getitem__)
+    return sorted(between, key=groups.order.position.__getitem__)
 
 
 def _together(
@@ -179,7 +179,7 @@ _IN_FLIGHT = 2  # times the bytes that hide the latency: blocks also wait betwee
 
 def find_column_sums(groups: ReductionGroups) -> dict[relax.Var, int]:
     """Sums whose columns a kernel of rows may sum, and of how many rows at a time."""
-    found: dict[relax.Var, int] = {}
+    sums: dict[relax.Var, int] = {}
     for var in groups.calls.reductions:
         workload = groups.calls.workload(var)
         is_sum = workload.operator == "sum" and workload.acc_dtype == "float32"
@@ -194,8 +194,8 @@ def find_column_sums(groups: ReductionGroups) -> dict[relax.Var, int]:
         if count and width:
             rows = _rows(count, width // count, groups.gpu)
             if rows > 1:
-                found[var] = rows
-    return found
+                sums[var] = rows
+    return sums
 
 
 def with_column_sums(

@@ -107,13 +107,13 @@ class RowSpace:
         axes = self._kinds_of_axes(shape)
         if axes is None:
             return unravel(self.tile, shape)
-        found: list[tirx.Expr] = [i64(0)] * len(shape)
+        element: list[tirx.Expr] = [i64(0)] * len(shape)
         for letter, var in (("P", self.m), ("R", self.n)):
             chosen = [axis for axis, of in enumerate(axes) if of == letter]
             indices = unravel(var, [shape[axis] for axis in chosen])
             for axis, index in zip(chosen, indices, strict=True):
-                found[axis] = index
-        return found
+                element[axis] = index
+        return element
 
     def _places(
         self, kind: str, other: str, indices: list[tirx.Expr], shape: Shape
@@ -135,17 +135,17 @@ class RowSpace:
 
     def _kinds_of_axes(self, shape: Shape) -> list[str] | None:
         """Kind of each axis of tiles: ``P`` or ``R``; None if one has parts of both."""
-        found = ["P"] * len(shape)
+        kinds = ["P"] * len(shape)
         rest = [axis for axis, extent in enumerate(shape) if not is_one(extent)]
         for letter, extent in self.runs:
             size: Extent = 1
             while rest and not self._is_equal(size, extent):
                 axis = rest.pop(0)
                 size = size * extent_of(shape[axis])
-                found[axis] = letter
+                kinds[axis] = letter
             if not self._is_equal(size, extent):
                 return None
-        return found
+        return kinds
 
     def _tile(self) -> tirx.Expr:
         """The row-major position of element ``(m, n)`` of the data."""
@@ -186,22 +186,22 @@ def calls_between(
 ) -> frozenset[relax.Var]:
     """A call and those that compute members from it; nothing if no member is."""
     after = {var}
-    found: set[relax.Var] = set()  # the calls that members read
+    before: set[relax.Var] = set()  # the calls that members read
     queue = [var]
     while queue:
         current = queue.pop()
         for user in calls.users.get(current, ()):
             if user in members:
-                found.add(current)
+                before.add(current)
             elif user in calls.injective and user not in after and space.kind(user) is not None:
                 after.add(user)
                 queue.append(user)
-    queue = list(found)
+    queue = list(before)
     while queue:
-        new = after.intersection(calls.tensors(queue.pop())) - found
-        found |= new
+        new = after.intersection(calls.tensors(queue.pop())) - before
+        before |= new
         queue += new
-    return frozenset(found)
+    return frozenset(before)
 
 
 def tensors_in_place(
@@ -211,16 +211,16 @@ def tensors_in_place(
 
     Nothing if one of them is not read at the place that is written.
     """
-    found: set[relax.Expr] = set()
+    in_place: set[relax.Expr] = set()
     queue = [var]
     while queue:
         current = queue.pop()
         large = frozenset(e for e in calls.tensors(current) if space.kind(e) == TILE)
         if not agrees(current, large):
             return frozenset()
-        queue += [e for e in large - found if e in calls.injective and not is_stored(calls, e)]
-        found |= large
-    return frozenset(found)
+        queue += [e for e in large - in_place if e in calls.injective and not is_stored(calls, e)]
+        in_place |= large
+    return frozenset(in_place)
 
 
 def calls_after(
@@ -242,13 +242,13 @@ def tensors_before(
     def large(var: relax.Var) -> Iterator[relax.Expr]:
         return (tensor for tensor in calls.tensors(var) if space.kind(tensor) == TILE)
 
-    found: set[relax.Expr] = {var for var in members if space.kind(var) == TILE}
+    tensors: set[relax.Expr] = {var for var in members if space.kind(var) == TILE}
     queue = list(members)
     while queue:
-        new = set(large(queue.pop())) - found
-        found |= new
+        new = set(large(queue.pop())) - tensors
+        tensors |= new
         queue += [tensor for tensor in new if tensor in calls.injective]
-    return frozenset(found)
+    return frozenset(tensors)
 
 
 def pays_off(
@@ -263,15 +263,15 @@ def pays_off(
     ``blocks``: blocks of the kernel that run at once. ``more``: the tensors that the kernel moves
     in addition. ``alone``: those that a kernel of its own would move. ``gpu``: the device.
     """
-    moved, own = (sum(map(count_bytes, tensors)) for tensors in (more, alone))
+    moved, apart = (sum(map(count_bytes, tensors)) for tensors in (more, alone))
     busy = min(blocks, gpu.multiprocessors)
     cycles = {
         "one kernel": moved / (busy * COSTS.memory_bytes),
-        "two kernels": COSTS.launch + own / (gpu.multiprocessors * COSTS.memory_bytes),
+        "two kernels": COSTS.launch + apart / (gpu.multiprocessors * COSTS.memory_bytes),
     }
     alternatives = {
         "one kernel": [_store(moved, busy, 0)],
-        "two kernels": [_store(own, gpu.multiprocessors, 1)],
+        "two kernels": [_store(apart, gpu.multiprocessors, 1)],
     }
     found = compare("store", subject.name, alternatives, 0.0, cycles)
     return found.chosen == "one kernel"

@@ -251,21 +251,21 @@ class BlockOrder:
                 readers[other].append(number)
         ready = [(units[number].turn, number) for number, w in enumerate(waiting) if not w]
         heapq.heapify(ready)
-        found: list[Unit] = []
+        in_order: list[Unit] = []
         while ready:
             _, number = heapq.heappop(ready)
-            found.append(units[number])
+            in_order.append(units[number])
             for reader in readers[number]:
                 waiting[reader].discard(number)
                 if not waiting[reader]:
                     heapq.heappush(ready, (units[reader].turn, reader))
-        if len(found) < len(units):
-            left = [var.name for unit in units if unit not in found for var in unit.computes]
+        if len(in_order) < len(units):
+            left = [var.name for unit in units if unit not in in_order for var in unit.computes]
             raise OpError(
                 f"bindings {', '.join(left)} depend on each other in a cycle once some are merged; "
                 "expected convex units: check BlockOrder.is_convex first"
             )
-        return found
+        return in_order
 
     def _add_fences(self) -> None:
         """Prevent reordering across a binding that defines extents or writes into its argument."""

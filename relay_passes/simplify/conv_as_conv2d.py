@@ -76,14 +76,14 @@ def _as_image(graph: Graph, sequence: relax.Expr) -> relax.Expr:
 
 def row_image(graph: Graph, sequence: relax.Expr) -> relax.Expr | None:
     """The image of one row that ``sequence`` is a reshape of, if a convolution computed it."""
-    found = image_of(graph, sequence)
-    if found is None or len(sequence.ty.shape) != 3:
+    image = image_of(graph, sequence)
+    if image is None or len(sequence.ty.shape) != 3:
         return None
-    batch, channels, rows, columns = found.ty.shape.values
+    batch, channels, rows, columns = image.ty.shape.values
     if not isinstance(rows, tirx.IntImm) or int(rows) != 1:
         return None
     same = map(tvm_ffi.structural_equal, [batch, channels, columns], sequence.ty.shape.values)
-    return found if all(same) else None
+    return image if all(same) else None
 
 
 def image_of(graph: Graph, tensor: relax.Expr) -> relax.Expr | None:
@@ -318,8 +318,8 @@ def split_conv_transpose(graph: Graph, call: relax.Expr) -> Value:
     attrs, (convolution, layout, kernel_layout) = call.attrs, OPS[call.op.name]
     layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or attrs.data_layout)
     values = numbers(weight)
-    sizes, wanted = _spatial(data), _spatial(call)
-    if values is None or layouts != (layout, kernel_layout, layout) or not sizes or not wanted:
+    sizes, outputs = _spatial(data), _spatial(call)
+    if values is None or layouts != (layout, kernel_layout, layout) or not sizes or not outputs:
         return None
     if any(int(step) != 1 for step in attrs.dilation):
         return None
@@ -330,7 +330,7 @@ def split_conv_transpose(graph: Graph, call: relax.Expr) -> Value:
     ]
     if not all(axes):
         return None
-    rows = [-(-size // stride) for size, stride in zip(wanted, strides, strict=True)]
+    rows = [-(-size // stride) for size, stride in zip(outputs, strides, strict=True)]
     groups, batch = int(attrs.groups), data.ty.shape.values[0]
     channels = values.shape[1] * groups
 
@@ -338,13 +338,13 @@ def split_conv_transpose(graph: Graph, call: relax.Expr) -> Value:
         """[N, O, *phases, *rows] of some phases of each axis."""
         source, padding = _window(graph, data, sizes, rows, phases)
         packed = tensor_constant(_weights(values, phases, groups), weight.ty.dtype)
-        found = graph.emit(
+        convolved = graph.emit(
             convolution(
                 source, packed, padding=padding, groups=groups, out_dtype=attrs.out_dtype or None
             )
         )
         counts = [phase.count for phase in phases]
-        return graph.emit(relax.op.reshape(found, [batch, channels, *counts, *rows]))
+        return graph.emit(relax.op.reshape(convolved, [batch, channels, *counts, *rows]))
 
     def join(axis: int, chosen: tuple[Phases, ...]) -> relax.Expr:
         if axis == len(axes):
@@ -357,10 +357,10 @@ def split_conv_transpose(graph: Graph, call: relax.Expr) -> Value:
     turned = graph.emit(relax.op.permute_dims(join(0, ()), [0, 1, *order]))
     whole = [row * stride for row, stride in zip(rows, strides, strict=True)]
     image = relax.op.reshape(turned, [batch, channels, *whole])
-    if whole == wanted:
+    if whole == outputs:
         return image
     places = list(range(2, 2 + count))
-    return relax.op.strided_slice(graph.emit(image), places, [0] * count, wanted)
+    return relax.op.strided_slice(graph.emit(image), places, [0] * count, outputs)
 
 
 def _spatial(tensor: relax.Expr) -> list[int] | None:

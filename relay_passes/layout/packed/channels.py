@@ -28,15 +28,15 @@ def pack_concat(scope: Scope, binding: relax.VarBinding) -> Packed | None:
         return None
     axis = int(call.attrs.axis) % 4
     keeps_blocks = _keeps_blocks(channels, axis, scope.blocks)
-    found = [scope.lookup(tensor) for tensor in fields]
-    if not any(found) or not scope.is_worth_packing(binding):
+    sources = [scope.lookup(tensor) for tensor in fields]
+    if not any(sources) or not scope.is_worth_packing(binding):
         return None
     if not keeps_blocks:
         return _regroup(scope, binding, sum(channels)) if axis == 1 else None
     # Packing one input costs a pass over it, which a following convolution pays back.
     if binding.var not in scope.uses.wanted and not all(
         tensor is not None or isinstance(source, GenericConst)
-        for tensor, source in zip(found, fields, strict=True)
+        for tensor, source in zip(sources, fields, strict=True)
     ):
         return None
     packed = [scope.pack(tensor) for tensor in fields]

@@ -142,7 +142,7 @@ def pack_binary(scope: Scope, binding: relax.VarBinding) -> Packed | None:
     return scope.result(packed, channels, bound)
 
 
-def _operand(scope: Scope, expr: relax.Expr, channels: int, wanted: bool) -> PackedOperand | None:
+def _operand(scope: Scope, expr: relax.Expr, channels: int, required: bool) -> PackedOperand | None:
     """``expr`` as an operand, or None where its layout would cost too much."""
     if isinstance(expr, tirx.FloatImm | tirx.IntImm):
         return PackedOperand(lambda: expr, abs(float(expr.value)), abs(float(expr.value)))
@@ -163,7 +163,7 @@ def _operand(scope: Scope, expr: relax.Expr, channels: int, wanted: bool) -> Pac
     if isinstance(expr, GenericConst):
         constant = relax.const(expr.value.numpy().reshape(rank4), str(expr.ty.dtype))
         return PackedOperand(lambda: scope.pack(constant).expr, 0.0, 0.0)
-    if wanted or rank4[2:] == [1, 1]:
+    if required or rank4[2:] == [1, 1]:
         return PackedOperand(lambda: _pack_rank4(scope, expr, rank4), 0.0, 0.0)
     return None
 

@@ -119,14 +119,14 @@ class Packing:
         if form.startswith(("quantized", "pairs", "words", "chunks")):
             lanes = WORD_BYTES if form.endswith("_first") else inner
             lanes = math.gcd(extents[1], inner) if form.endswith("_grouped") else lanes
-            own, padding, chosen = extents[1], 0, None
+            inputs, padding, chosen = extents[1], 0, None
             if form.endswith("_diagonal"):
-                chosen = _diagonal(blocks[0] * block, own)
-                own, padding, lanes = TILE_WORDS, 1, math.gcd(TILE_WORDS, inner)
+                chosen = _diagonal(blocks[0] * block, inputs)
+                inputs, padding, lanes = TILE_WORDS, 1, math.gcd(TILE_WORDS, inner)
             word = WORDS["bfloat16" if form.startswith("words") else element_type(form, "int8")]
             word = lanes if form == "chunks" else word
-            count = channel_blocks(own, lanes)
-            padding += count * lanes - own
+            count = channel_blocks(inputs, lanes)
+            padding += count * lanes - inputs
             split = (blocks[0], block, count, lanes // word, word, *extents[2:])
             return cls((tail[0], padding, 0, 0), split, (0, 2, 5, 6, 3, 1, 4), chosen)
         split = (blocks[0], block, blocks[1], block, *extents[2:])
