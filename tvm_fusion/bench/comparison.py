@@ -124,21 +124,21 @@ def compare(
     """
     if precision == "auto":
         precision = chosen_precision(precision, resolve(options.get("target", "native")))
-    asked = {"weights": weights, "precision": precision, "fast_math": fast_math}
+    settings = {"weights": weights, "precision": precision, "fast_math": fast_math}
     plain = {"weights": None, "precision": "fp32", "fast_math": False}
-    asked = {name: value for name, value in asked.items() if value != plain[name]}
-    if not asked:
+    settings = {name: value for name, value in settings.items() if value != plain[name]}
+    if not settings:
         raise InvalidInputError(
             "compare() got nothing to compare: pass weights='int8', precision='bf16' or the like; "
             "precision='auto' is fp32 where bf16 is no faster"
         )
-    outputs = _errors(model, {}, options, asked, inputs, runs)
+    outputs = _errors(model, {}, options, settings, inputs, runs)
     inner: tuple[TensorErrors, ...] = ()
     if layers:
         opened, names = _with_layers(model)
-        found = _errors(opened, names, options, asked, inputs, runs)
+        found = _errors(opened, names, options, settings, inputs, runs)
         inner = tuple(each for each in found if each.operator)
-    return Comparison(outputs, inner, len(inputs) if inputs else runs, asked)
+    return Comparison(outputs, inner, len(inputs) if inputs else runs, settings)
 
 
 def _errors(
@@ -152,8 +152,8 @@ def _errors(
     """Errors of all outputs of a model."""
     exact, rounded = (compile_model(model, **common, **more) for more in ({}, options))
     refuse_open_shapes(exact.inputs, InvalidInputError, "a comparison needs its size: bind it")
-    given = inputs or [{}] * runs
-    unknown = {name for feed in given for name in feed} - {spec.name for spec in exact.inputs}
+    supplied = inputs or [{}] * runs
+    unknown = {name for feed in supplied for name in feed} - {spec.name for spec in exact.inputs}
     if unknown:
         raise InvalidInputError(
             f"the model has no input {', '.join(map(repr, sorted(unknown)))}; expected some of "
@@ -161,7 +161,7 @@ def _errors(
         )
     feeds = [
         random_inputs(exact.inputs, seed, normal=True) | dict(feed)
-        for seed, feed in enumerate(given)
+        for seed, feed in enumerate(supplied)
     ]
     pairs = [(_call(exact, feed), _call(rounded, feed)) for feed in feeds]
     return tuple(

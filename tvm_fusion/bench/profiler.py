@@ -247,13 +247,13 @@ def _fastest(
     runs: int,
 ) -> tuple[float, list[tuple[str, float]]]:
     """Result of :func:`_time` in the round with the fastest run."""
-    found = []
+    results = []
     for number in range(rounds):
         if number:
             time.sleep(1)
             machine.set_instrument(None)
-        found.append(crew.run(_time, machine, feed, runs))
-    return min(found, key=lambda one: one[0])
+        results.append(crew.run(_time, machine, feed, runs))
+    return min(results, key=lambda one: one[0])
 
 
 def _time(

@@ -174,14 +174,14 @@ def include_folders(library: Path) -> list[Path]:
         key=lambda place: len(Path(os.path.commonpath([place.absolute(), library])).parts),
         reverse=True,
     )
-    found: list[Path] = []
+    folders: list[Path] = []
     for header in HEADERS:
         folder = next((place for place in places if (place / header).exists()), None)
         if folder is None:
             raise TargetError(f"CUDA header {header} was not found: {_ADVICE}")
-        if folder not in found:
-            found.append(folder)
-    return found
+        if folder not in folders:
+            folders.append(folder)
+    return folders
 
 
 def _options(fast_math: bool) -> tuple[str, ...]:

@@ -122,16 +122,16 @@ def _resolve_all(
     """Several CPUs, those with the widest vectors and the most features last."""
     if machine is not None:
         raise TargetError("machine= has the figures of one CPU: leave it out with several targets")
-    found = {str(each): each for each in (resolve(one, cores=threads) for one in targets)}
-    if not found:
+    resolved = {str(target): target for target in (resolve(one, cores=threads) for one in targets)}
+    if not resolved:
         raise TargetError("the list of targets is empty; expected at least one CPU")
-    for each in found.values():
-        if len(found) > 1 and is_gpu(each):
+    for target in resolved.values():
+        if len(resolved) > 1 and is_gpu(target):
             raise TargetError(
-                f"several targets in one file are CPUs, and {each.kind.name!r} is a GPU: compile "
+                f"several targets in one file are CPUs, and {target.kind.name!r} is a GPU: compile "
                 "for it alone"
             )
-    return sorted(found.values(), key=_rank)
+    return sorted(resolved.values(), key=_rank)
 
 
 def _rank(target: tvm.target.Target) -> tuple[int, int]:

@@ -158,15 +158,15 @@ def decisions_table(decisions: Sequence[Mapping[str, Any]], source: str) -> Tabl
     table = Table(title="times that were compared", caption=f"figures of the model: {source}")
     for heading in ("decision", "of", "chosen", "us", "other", "us", "by"):
         table.add_column(heading, justify="right" if heading == "us" else "left")
-    for one in decisions:
-        chosen = one["chosen"]
-        others = {name: time for name, time in one["seconds"].items() if name != chosen}
+    for decision in decisions:
+        chosen = decision["chosen"]
+        others = {name: time for name, time in decision["seconds"].items() if name != chosen}
         other = min(others, key=others.__getitem__, default="")
         first, second = (
-            f"{one['seconds'][name] * 1e6:.1f}" if name else "" for name in (chosen, other)
+            f"{decision['seconds'][name] * 1e6:.1f}" if name else "" for name in (chosen, other)
         )
-        by = "model" if one["source"] == MODEL else f"record, {one['source']}"
-        table.add_row(one["decision"], one["subject"], chosen, first, other, second, by)
+        by = "model" if decision["source"] == MODEL else f"record, {decision['source']}"
+        table.add_row(decision["decision"], decision["subject"], chosen, first, other, second, by)
     return table
 
 

@@ -100,13 +100,13 @@ def load_records(files: Sequence[Path], versions: Mapping[str, int]) -> Records:
     ``versions``: templates that exist, with their versions. Records of others are ignored, with one
     warning for all. Raises TuningError if a file cannot be read.
     """
-    found: list[tuple[str, Record]] = []
+    named: list[tuple[str, Record]] = []
     ignored = 0
     for file in files:
         read = read_records(file)
         current = [one for one in read if versions.get(one.template) == one.version]
         ignored += len(read) - len(current)
-        found += [(file.name, one) for one in reversed(current)]
+        named += [(file.name, one) for one in reversed(current)]
     if ignored:
         warnings.warn(
             f"{ignored} tuning records are for other versions of the templates, and are "
@@ -114,7 +114,7 @@ def load_records(files: Sequence[Path], versions: Mapping[str, int]) -> Records:
             RecordWarning,
             stacklevel=2,
         )
-    return Records(found)
+    return Records(named)
 
 
 SHIPPED = Path(__file__).resolve().parents[1] / "database"

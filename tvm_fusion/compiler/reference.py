@@ -63,14 +63,14 @@ def onnx_reference(model: Any, compiled: CompiledModel, seed: int) -> Reference:
         try:
             feed = random_inputs(inputs, seed, normal=True)
             session = runtime.InferenceSession(source, settings, ["CPUExecutionProvider"])
-            wanted = session.run(outputs, feed)
+            expected = session.run(outputs, feed)
         except Exception as error:  # ONNX Runtime has no common class
             reason = str(error).strip().splitlines()[0]
             raise EngineError(
                 f"check=True: ONNX Runtime does not run the model, so that there is nothing to "
                 f"compare with: {reason}"
             ) from error
-        yield list(feed.values()), wanted
+        yield list(feed.values()), expected
 
     return Reference("ONNX Runtime", dtypes, trials())
 
@@ -117,18 +117,18 @@ def check_numbers(reference: Reference, compiled: CompiledModel, coarsest: str |
 
 
 def _compare(
-    spec: TensorSpec, found: np.ndarray, wanted: np.ndarray, tolerance: float, name: str
+    spec: TensorSpec, output: np.ndarray, expected: np.ndarray, tolerance: float, name: str
 ) -> None:
     """Refuse an output that differs from the right one."""
-    if found.shape != wanted.shape:
-        what = f"the shape is {found.shape} instead of {wanted.shape}"
-    elif wanted.dtype.kind in "iub":
-        share = float(np.mean(found != wanted)) if wanted.size else 0.0
+    if output.shape != expected.shape:
+        what = f"the shape is {output.shape} instead of {expected.shape}"
+    elif expected.dtype.kind in "iub":
+        share = float(np.mean(output != expected)) if expected.size else 0.0
         if share <= _MOST_DIFFERENT:
             return
         what = f"{share:.1%} of the elements differ; the tolerance is {_MOST_DIFFERENT:.0%}"
     else:
-        error = relative_error([found], [wanted])
+        error = relative_error([output], [expected])
         if error <= tolerance:
             return
         what = f"the largest error is {error:.2g} of its largest magnitude; the tolerance is "

@@ -170,10 +170,10 @@ class SpecializedModel:
     def _variant(self, sizes: Sizes) -> CompiledModel:
         key = tuple(sizes[name] for name in self.dimensions)
         with self._lock:
-            found = self._variants.get(key)
+            variant = self._variants.get(key)
             mine: Future[_Variant] | None = None
-            if found is None:
-                found = mine = self._variants[key] = Future()
+            if variant is None:
+                variant = mine = self._variants[key] = Future()
             self._variants.move_to_end(key)
             while len(self._variants) > self._kept:
                 self._variants.popitem(last=False)
@@ -185,7 +185,7 @@ class SpecializedModel:
                     if self._variants.get(key) is mine:
                         del self._variants[key]
                 mine.set_exception(error)
-        return found.result().model
+        return variant.result().model
 
     def _compile(self, sizes: Sizes) -> _Variant:
         shapes = {

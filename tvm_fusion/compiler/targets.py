@@ -489,13 +489,13 @@ def _host_mattr() -> list[str]:
     return more + less
 
 
-def _make(config: Any, given: Any) -> Target:
+def _make(config: Any, text: Any) -> Target:
     """The target of a configuration; an error shows the user's input."""
     try:
         return Target(config)
     except (ValueError, TypeError) as error:
         reason = str(error).partition(" Target creation from")[0]
-        raise TargetError(f"target {_show(given)} is not valid: {reason}") from error
+        raise TargetError(f"target {_show(text)} is not valid: {reason}") from error
 
 
 def _plain(value: Any) -> Any:

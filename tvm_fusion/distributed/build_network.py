@@ -148,15 +148,15 @@ def compile_for_ranks(
 
 def _digest(mod: tvm.IRModule, functions: Sequence[str]) -> str:
     """SHA-256 of the constants in some functions."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
 
     def look(expr: relax.Expr) -> None:
         if isinstance(expr, GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
-            found.update(np.ascontiguousarray(expr.value.numpy()).reshape(-1).view(np.uint8).data)
+            digest.update(np.ascontiguousarray(expr.value.numpy()).reshape(-1).view(np.uint8).data)
 
     for name in functions:
         relax.analysis.post_order_visit(mod[name], look)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def resolve_ranks(

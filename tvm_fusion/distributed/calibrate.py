@@ -112,7 +112,7 @@ class PairExchange:
 
 def _route_seconds(world: World, shape: ParcelShape) -> dict[Route, float]:
     """Seconds of an exchange of parcels of one shape, by each route that they can take."""
-    found: dict[Route, float] = {}
+    seconds: dict[Route, float] = {}
     usual, meet = world.packing, PairExchange(world, ParcelShape(4, 4), len(ROUTES))
     for number, route in enumerate(ROUTES):
         if (route == "slot" and not world.has_slots(shape.nbytes)) or (
@@ -123,10 +123,10 @@ def _route_seconds(world: World, shape: ParcelShape) -> dict[Route, float]:
         pair = PairExchange(world, shape, number)
         pair()
         world.packing = usual
-        found[route] = renewed_seconds(world, meet, pair.renew, pair, _ROUTE_SECONDS)
+        seconds[route] = renewed_seconds(world, meet, pair.renew, pair, _ROUTE_SECONDS)
         pair.forget()
     meet.forget()
-    return found
+    return seconds
 
 
 def calibrate(world: World) -> Machine:

@@ -220,7 +220,7 @@ def measure_collectives(
         )
     unit = 4 * ranks.size
     sizes = sorted({-(-message // unit) * unit for message in messages})
-    found = {}
+    curves = {}
     for kind, start in kinds.items():
         seconds, differ = _curve(ranks, start, sizes, rounds)
         origin = (
@@ -228,8 +228,8 @@ def measure_collectives(
             f"{date.today().isoformat()}; rounds differ by {differ:.0%}"
         )
         points = tuple(map(float, sizes))
-        found[kind, ranks.size] = Curve(kind, ranks.size, points, tuple(seconds), origin)
-    return Collectives(found)
+        curves[kind, ranks.size] = Curve(kind, ranks.size, points, tuple(seconds), origin)
+    return Collectives(curves)
 
 
 def _curve(

@@ -46,13 +46,13 @@ def describe_memory(
 
 def _places(array: np.ndarray) -> str:
     try:
-        found = bytes_on_nodes(array)
+        nodes = bytes_on_nodes(array)
     except TargetError as error:
         return f"unknown, {error}"
     return ", ".join(
         f"{100 * size / array.nbytes:.1f} % "
         + ("not touched yet" if node == UNTOUCHED else f"on node {node}")
-        for node, size in found.items()
+        for node, size in nodes.items()
     )
 
 
@@ -289,7 +289,7 @@ class LocalProgram:
         self, reduction: PartialReduction, owned: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, ...]:
         """Results of a reduction, from the parts of all ranks."""
-        parts = [self.world.all_gather(own)[:, 0] for own in owned]
+        parts = [self.world.all_gather(field)[:, 0] for field in owned]
         if reduction.combine is None:
             [values] = parts
             combine = _COMBINE[reduction.operator]
@@ -297,8 +297,8 @@ class LocalProgram:
                 return (np.asarray(combine.reduce(values, axis=0, dtype=values.dtype)),)
         stacked = [aligned_empty(each.shape, each.dtype) for each in parts]
         results = [aligned_empty(each.shape[1:], each.dtype) for each in parts]
-        for own, part in zip(stacked, parts, strict=True):
-            own[...] = part
+        for field, part in zip(stacked, parts, strict=True):
+            field[...] = part
         self._crew.run(self._combine, *map(tvm_ffi.from_dlpack, (*stacked, *results)))
         return tuple(results[: reduction.results])
 

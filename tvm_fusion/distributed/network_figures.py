@@ -36,7 +36,7 @@ def read_figures(
     if Path(text).is_file():
         machine = load_machine(text)
         return network_of(machine), ranks_of(machine)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for item in text.split(","):
         name, _, value = item.strip().partition("=")
         number = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([A-Za-z/]*)", value)
@@ -47,8 +47,8 @@ def read_figures(
                 f"{item!r} {what} a network figure; expected a file of `calibrate --network`, or "
                 "alpha=1.5us,beta=12GB/s with units s, ms, us, ns and B/s, KB/s, MB/s, GB/s"
             )
-        found[_FIELDS[name]] = _number(number[1], item) * unit
-    return Network(**found, is_shared=False), 0
+        figures[_FIELDS[name]] = _number(number[1], item) * unit
+    return Network(**figures, is_shared=False), 0
 
 
 def network_of(machine: Machine) -> Network:

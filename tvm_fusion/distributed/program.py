@@ -381,13 +381,13 @@ def _measured(
     options: Mapping[str, Any],
 ) -> Split:
     """Measured times of one rank whose devices are here, else that the model is to decide."""
-    given = devices.get(0, ()) if isinstance(devices, Mapping) else devices
-    if not given or any(isinstance(each, Device) and each.figures for each in given):
+    listed = devices.get(0, ()) if isinstance(devices, Mapping) else devices
+    if not listed or any(isinstance(each, Device) and each.figures for each in listed):
         return "model"
     with suppress(TargetError, DistributedError, InvalidInputError):
         for device in placed:
             open_driver(device.kind, device.index)
-        return measure_split(source, given, **options)
+        return measure_split(source, listed, **options)
     return "model"  # compiled elsewhere, or too large or too few rows for a measurement
 
 
@@ -673,13 +673,13 @@ class _Kernels:
         local = [
             localize(nest, ((begin, begin + count),), part.windows) for count in (skew.block, 1)
         ]
-        key = skew, *(one.shape for one in local)
+        key = skew, *(step.shape for step in local)
         if key not in self._names:
             name = self._names[key] = f"steps_{len(self._names)}"
             target = Target({**self.target.export(), "num-cores": 1})  # each thread has its rows
             block, row = (
-                schedule_function(name, one.func.with_attr(attributes.CACHED, True), target, RULES)
-                for one in local
+                schedule_function(name, step.func.with_attr(attributes.CACHED, True), target, RULES)
+                for step in local
             )
             func = skewed_steps(block, row, self.plan.repeat, skew)
             self.functions[name] = func.with_attr("global_symbol", name)

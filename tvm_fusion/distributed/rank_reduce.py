@@ -277,16 +277,16 @@ class _Reduction:
 
     def states(self, operator: str, *means: np.ndarray) -> list[np.ndarray]:
         """Fields of the states of all ranks, flattened."""
-        own = self._local_states(operator, means)
-        if not self.is_over_ranks or not own[0].size:
-            return own
-        if own[0].dtype.kind in "iub" and len(own) == 1:
-            [field] = own
+        local = self._local_states(operator, means)
+        if not self.is_over_ranks or not local[0].size:
+            return local
+        if local[0].dtype.kind in "iub" and len(local) == 1:
+            [field] = local
             combined = self.world.all_reduce(
                 field.view("uint8") if field.dtype == bool else field, _BY_MPI[operator]
             )
             return [combined.view(field.dtype)]
-        return self._in_order(operator, own)
+        return self._in_order(operator, local)
 
     def of_no_elements(self, operator: str) -> list[np.ndarray]:
         """Fields of the result of no elements, as in numpy."""
@@ -334,14 +334,14 @@ class _Reduction:
         outer, rest = np.divmod(position, self.part.shape[self.axis] * inner)
         return (outer * int(self.extents.sum()) + before) * inner + rest
 
-    def _in_order(self, operator: str, own: list[np.ndarray]) -> list[np.ndarray]:
+    def _in_order(self, operator: str, states: list[np.ndarray]) -> list[np.ndarray]:
         """Combine the states of all ranks in their order; ranks without elements have none."""
         world, live = self.world, np.flatnonzero(self.extents)
-        if sum(field.nbytes for field in own) <= _AT_ONCE_BYTES:
-            return _combine(operator, [world.all_gather(field)[live] for field in own])
-        count = own[0].size
+        if sum(field.nbytes for field in states) <= _AT_ONCE_BYTES:
+            return _combine(operator, [world.all_gather(field)[live] for field in states])
+        count = states[0].size
         share = -(-count // world.size)
-        padded = [np.pad(field, (0, share * world.size - count)) for field in own]
+        padded = [np.pad(field, (0, share * world.size - count)) for field in states]
         slices = [world.all_to_all(field.reshape(world.size, share))[live] for field in padded]
         mine = _combine(operator, slices)
         return [world.all_gather(field).reshape(-1)[:count] for field in mine]

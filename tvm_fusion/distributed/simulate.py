@@ -258,7 +258,7 @@ def _point(
 def _compute_seconds(plan: Distribution, processor: Processor, cache_bytes: int) -> list[float]:
     """Seconds of each rank's part; parts of one shape have the same."""
     known: dict[Any, float] = {}
-    found = []
+    seconds = []
     for part in plan.parts:
         nest = plan.nest_of(part.rank)
         windows = (_extents(window) for window in part.windows.values())
@@ -266,8 +266,8 @@ def _compute_seconds(plan: Distribution, processor: Processor, cache_bytes: int)
         if key not in known:
             skew = skew_of(plan, part.rank, part.rows, cache_bytes, 1)
             known[key] = seconds_of_steps(plan, part.rank, part.rows, processor, skew is not None)
-        found.append(known[key])
-    return found
+        seconds.append(known[key])
+    return seconds
 
 
 def _extents(region: Region) -> tuple[int, ...]:

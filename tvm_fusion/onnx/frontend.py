@@ -114,7 +114,7 @@ def import_onnx(
 def _prepare(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     shapes: ShapesOfGraph | None,
-    given: Mapping[str, np.ndarray] | None = None,
+    constants: Mapping[str, np.ndarray] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> tuple[onnx.ModelProto, Weights]:
     """Load, check, bind and rewrite; return the graph and the large weights, which it reads."""
@@ -128,7 +128,7 @@ def _prepare(
     drop_initializers_from_inputs(proto)
     _check_interface(proto)
     bind_shapes(proto, shapes(proto.graph) if callable(shapes) else shapes)
-    weights = detach_weights(proto) | dict(given or {})
+    weights = detach_weights(proto) | dict(constants or {})
     sort_nodes(proto.graph)
     proto = admit_newer_operators(proto)
     if any(map(is_classical, proto.graph.node)):

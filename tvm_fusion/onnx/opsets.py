@@ -106,7 +106,7 @@ def upgrade_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     return _converted(model, CONVERTED_OPSET)
 
 
-def _converted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
+def _converted(model: onnx.ModelProto, target: int) -> onnx.ModelProto:
     """Convert a model, and correct what ONNX's converter misses."""
     opset = default_opset(model) or 1
     if opset < FIRST_SCAN_WITHOUT_BATCH:
@@ -115,12 +115,12 @@ def _converted(model: onnx.ModelProto, wanted: int) -> onnx.ModelProto:
         reason = "this version has a batch; expected opset 9"
         refuse_nodes(model, [(node, reason) for node in scans])
     try:
-        converted = version_converter.convert_version(model, wanted)
+        converted = version_converter.convert_version(model, target)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InvalidModelError(
-            f"the model of opset {opset} cannot be converted to {wanted} ({reason}); "
-            f"export it again with opset {max(OLDEST_OPSET, wanted)} or newer"
+            f"the model of opset {opset} cannot be converted to {target} ({reason}); "
+            f"export it again with opset {max(OLDEST_OPSET, target)} or newer"
         ) from error
     if opset < FIRST_COORDINATE_MODES:
         _place_pixels_as_before(converted)
@@ -173,7 +173,9 @@ def _write_group_norms(model: onnx.ModelProto) -> None:
                 nodes.append(node)
                 continue
             (x, scale, bias), y, name = node.input, node.output[0], node.name
-            sizes, split, parts, found = (f"{y}/{k}" for k in ("sizes", "split", "parts", "found"))
+            sizes, split, parts, normalized = (
+                f"{y}/{k}" for k in ("sizes", "split", "parts", "found")
+            )
             groups = helper.make_tensor(split, onnx.TensorProto.INT64, [3], [0, count, -1])
             epsilon = attribute(node, "epsilon", 1e-5)
             nodes += [
@@ -181,8 +183,12 @@ def _write_group_norms(model: onnx.ModelProto) -> None:
                 helper.make_node("Constant", [], [split], value=groups),
                 helper.make_node("Reshape", [x, split], [parts]),
                 helper.make_node(
-                    "InstanceNormalization", [parts, scale, bias], [found], name, epsilon=epsilon
+                    "InstanceNormalization",
+                    [parts, scale, bias],
+                    [normalized],
+                    name,
+                    epsilon=epsilon,
                 ),
-                helper.make_node("Reshape", [found, sizes], [y]),
+                helper.make_node("Reshape", [normalized, sizes], [y]),
             ]
         replace_nodes(graph, nodes)

@@ -156,13 +156,13 @@ def _left_out(fit: Callable[..., Model], message: np.ndarray, seconds: np.ndarra
 def alpha_beta(message: np.ndarray, seconds: np.ndarray) -> Model:
     """Fit Equation 5.1, ``t_s + t_w m``, by relative errors."""
     rows = np.stack([1 / seconds, message / seconds], axis=1)
-    (latency, each), *_ = np.linalg.lstsq(rows, np.ones(len(message)), rcond=None)
+    (latency, byte_seconds), *_ = np.linalg.lstsq(rows, np.ones(len(message)), rcond=None)
     if latency <= 0:
         latency = 0.0
-        each = 1 / np.mean(message / seconds)
-    elif each <= 0:
-        latency, each = float(np.exp(np.mean(np.log(seconds)))), 0.0
-    return lambda one: float(latency + each * one)
+        byte_seconds = 1 / np.mean(message / seconds)
+    elif byte_seconds <= 0:
+        latency, byte_seconds = float(np.exp(np.mean(np.log(seconds)))), 0.0
+    return lambda one: float(latency + byte_seconds * one)
 
 
 def three_sections(message: np.ndarray, seconds: np.ndarray) -> Model:

@@ -119,13 +119,13 @@ def _estimated(cpu: CPUInfo, known: Machine, title: str) -> Machine:
         if name in kept or not name.startswith("peak_flops.")
     }
     flops = 2 * cpu.lanes("float32") * cpu.fma_per_cycle * cpu.num_cores * known["clock"]
-    own = {
+    estimates = {
         "peak_flops.float32": (flops, f"estimated, at the clock of {known.name}"),
         "capacity.L1": (cpu.l1d_bytes * cpu.num_cores, _SYSTEM),
         "capacity.L2": (cpu.l2_bytes * cpu.num_cores, _SYSTEM),
         "capacity.L3": (cpu.l3_bytes, _SYSTEM),
     }
-    figures |= {name: Figure(float(value), origin) for name, (value, origin) in own.items()}
+    figures |= {name: Figure(float(value), origin) for name, (value, origin) in estimates.items()}
     title = f"{title}, estimated from {known.title}"
     return Machine(cpu.name, "cpu", title, figures, estimate_note(cpu.name, known.name))
 

@@ -143,7 +143,7 @@ def _backward_seconds(
 
     Gradients come in the reverse order of the lookups, updates in their order.
     """
-    found: dict[EmbeddingTable, list[float]] = {}
+    by_table: dict[EmbeddingTable, list[float]] = {}
     for graph, launches in zip(graphs, ranks, strict=True):
         tables = [table for launch in launches for table in launch.tables]
         gradient, sizes = _gradients(launches), {float(table.bytes) for table in tables}
@@ -157,8 +157,8 @@ def _backward_seconds(
             step, place = divmod(number, own)
             op = ops[(step + 1) * own - 1 - place]
             seconds = sum(kernel.seconds for kernel in op.kernels) + updates[number].seconds
-            found.setdefault(table, []).append(seconds)
-    return {table: statistics.median(each) for table, each in found.items()}
+            by_table.setdefault(table, []).append(seconds)
+    return {table: statistics.median(each) for table, each in by_table.items()}
 
 
 def _refuse_empty(graphs: Sequence[ExecutionGraph], held: _Held) -> None:
@@ -204,14 +204,14 @@ def _exchanges(
         kinds.append(lambda table, width=width: table.lookups * width)  # type: ignore[misc]
         kinds.append(lambda _, width=width: width)  # type: ignore[misc]
     ranks = [rank for _, rank in held.owners]
-    found = {}
+    by_key = {}
     for key, sizes in messages.items():
         for kind in kinds:
             wanted = _each_message(held, ranks, len(sizes), kind)
             if all(math.isclose(a, b, rel_tol=0.02) for a, b in zip(sizes, wanted, strict=True)):
-                found[key] = kind
+                by_key[key] = kind
                 break
-    return found
+    return by_key
 
 
 def _each_message(
@@ -229,14 +229,14 @@ def _stretches(
 ) -> dict[_Key, float]:
     """New over old time of each exchange, by its largest message."""
     before = [rank for _, rank in held.owners]
-    found = {}
+    stretches = {}
     for key, kind in held.exchanges.items():
         old, new = (max(_each_message(held, r, count, kind)) for r in (before, ranks))
-        found[key] = max(new / old, 1.0)
+        stretches[key] = max(new / old, 1.0)
         if curves is not None:
             times = [curves.predict("all_to_all", count, size).seconds for size in (old, new)]
-            found[key] = times[1] / times[0]
-    return found
+            stretches[key] = times[1] / times[0]
+    return stretches
 
 
 def _factors(

@@ -103,13 +103,13 @@ class ShardingTask:
             _iteration(rank, forward + join, backward, exchange)
             for rank, (forward, backward, join) in enumerate(zip(*lookups, joins, strict=True))
         ]
-        each = [sum(times) for times in zip(*lookups, strict=True)]
+        totals = [sum(times) for times in zip(*lookups, strict=True)]
         memory = tuple(sum(table.bytes for table in part) for part in parts)
         return Sharding(
             name,
             tuple(ranks),
             simulate(graphs, _NoCosts()).seconds,
-            sum(each) / len(each) / max(each) if max(each) else 1.0,
+            sum(totals) / len(totals) / max(totals) if max(totals) else 1.0,
             memory,
             max(memory) <= self.capacity,
         )
@@ -251,17 +251,17 @@ def shard(task: ShardingTask, seed: int = 0) -> tuple[Sharding, ...]:
     """
     tables, ranks = task.tables, task.ranks
     ways = assignments(tables, ranks, seed)
-    found = [task.sharding(name, way) for name, way in ways.items()]
+    shardings = [task.sharding(name, way) for name, way in ways.items()]
     by_memory = task.sharding("memory", greedy(tables, ranks, lambda table: table.bytes))
-    fitting = [one for one in (*found, by_memory) if one.fits]
+    fitting = [sharding for sharding in (*shardings, by_memory) if sharding.fits]
     if not fitting:
         needed, largest = sum(table.bytes for table in tables), max(tables, key=lambda t: t.bytes)
         raise PredictionError(
             f"{needed} bytes of tables do not fit on {ranks} ranks of {task.machine.name}, which "
             f"hold {task.capacity:.0f} each; the largest, {largest.name!r}, has {largest.bytes}"
         )
-    found.append(_search(task, min(fitting, key=lambda one: one.seconds)))
-    return tuple(sorted(found, key=lambda one: (not one.fits, one.seconds)))
+    shardings.append(_search(task, min(fitting, key=lambda sharding: sharding.seconds)))
+    return tuple(sorted(shardings, key=lambda sharding: (not sharding.fits, sharding.seconds)))
 
 
 def _search(task: ShardingTask, best: Sharding) -> Sharding:
@@ -278,14 +278,14 @@ def _search(task: ShardingTask, best: Sharding) -> Sharding:
 
 def _neighbours(task: ShardingTask, now: Sharding) -> list[tuple[int, ...]]:
     """Ways in which one table changes its rank; tables that are alike count once."""
-    found: dict[tuple, tuple[int, ...]] = {}
+    neighbours: dict[tuple, tuple[int, ...]] = {}
     for index, table in enumerate(task.tables):
         own = now.ranks[index]
         for rank in range(task.ranks):
             if rank != own:
                 kind = replace(table, name=""), own, rank
-                found[kind] = (*now.ranks[:index], rank, *now.ranks[index + 1 :])
-    return list(found.values())
+                neighbours[kind] = (*now.ranks[:index], rank, *now.ranks[index + 1 :])
+    return list(neighbours.values())
 
 
 def load_tables(path: Path) -> tuple[tuple[EmbeddingTable, ...], int]:

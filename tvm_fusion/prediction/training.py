@@ -169,7 +169,7 @@ def _layer_seconds(training: GPTTraining, cluster: Cluster) -> float:
         (rows, 4 * h // t, h),
         (rows, h, 4 * h // t),
     ]
-    seconds = sum(gemm(1, *each) for each in products)
+    seconds = sum(gemm(1, *shape) for shape in products)
     seconds += gemm(b * heads, s, s, size) + gemm(b * heads, s, size, s)
     whole, scores = float(WIDTH * rows * h), float(WIDTH * b * heads * s * s)
     # Two norms; bias, dropout and residual twice; bias and GELU; scale, mask, softmax and dropout.
@@ -182,7 +182,7 @@ def _layer_seconds(training: GPTTraining, cluster: Cluster) -> float:
         2 * scores,
         2.5 * scores,
     ]
-    return seconds + sum(_streamed(each / 2, cluster, DTYPE) for each in moved)
+    return seconds + sum(_streamed(shape / 2, cluster, DTYPE) for shape in moved)
 
 
 def _head_seconds(training: GPTTraining, cluster: Cluster) -> float:

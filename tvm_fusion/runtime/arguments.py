@@ -292,16 +292,16 @@ def check_outputs(specs: Sequence[TensorSpec], out: Any) -> tuple[np.ndarray | N
             raise InvalidInputError(
                 f"no output is called {unknown[0]!r}; the outputs are {_list(names)}"
             )
-        given = [out.get(name) for name in names]
+        values = [out.get(name) for name in names]
     else:
-        given = list(out) if isinstance(out, tuple | list) else [out]
-    if len(given) != len(specs):
+        values = list(out) if isinstance(out, tuple | list) else [out]
+    if len(values) != len(specs):
         raise InvalidInputError(
-            f"out has {len(given)} arrays; expected {len(specs)}, for {_list(names)}"
+            f"out has {len(values)} arrays; expected {len(specs)}, for {_list(names)}"
         )
     arrays = [
         None if value is None else _output_array(spec, value)
-        for spec, value in zip(specs, given, strict=True)
+        for spec, value in zip(specs, values, strict=True)
     ]
     taken: list[np.ndarray] = []
     for spec, array in zip(specs, arrays, strict=True):

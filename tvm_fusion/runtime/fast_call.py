@@ -138,11 +138,11 @@ def make_fast_call(
         return arrays
 
     def run_into(arguments: list[Any], args: Sequence[Any], out: Any) -> Outputs | None:
-        given = (out,) if type(out) is np.ndarray else out
-        if type(given) is not tuple or len(given) != len(targets):
+        results = (out,) if type(out) is np.ndarray else out
+        if type(results) is not tuple or len(results) != len(targets):
             return None
         taken = list(args)
-        for value, (place, _, dtype, shape) in zip(given, targets):  # noqa: B905
+        for value, (place, _, dtype, shape) in zip(results, targets):  # noqa: B905
             if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
                 return None
             if not value.flags.writeable or overlaps(value, taken):
@@ -150,7 +150,7 @@ def make_fast_call(
             arguments[place] = export(value, dtype.itemsize)
             taken.append(value)
         run_on_crew(function, *arguments)
-        return given
+        return results
 
     def call(args: Sequence[Any], out: Any = None) -> Outputs | None:
         if len(args) != count:

@@ -240,13 +240,13 @@ def digest(program: ExportedProgram) -> str:
     TypeError
         If it holds constants other than tensors.
     """
-    found = hashlib.sha256(str(program).encode())
+    hashed = hashlib.sha256(str(program).encode())
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}")
-        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        found.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        hashed.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        hashed.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def as_onnx(program: ExportedProgram) -> onnx.ModelProto:
@@ -367,16 +367,16 @@ def _settle_types(node: onnx_ir.Node, opset: int) -> None:
     takers = [schema.inputs[place] for place in places]
     for kind in {taker.type_str for taker in takers if taker.is_homogeneous}:
         allowed = next(taker.types for taker in takers if taker.type_str == kind)
-        given = {
+        known = {
             i: value
             for i, value in enumerate(node.inputs)
             if value is not None and takers[i].type_str == kind
         }
-        found = {value.dtype for value in given.values()}
+        found = {value.dtype for value in known.values()}
         is_lacking = found == {_BFLOAT16} and "tensor(bfloat16)" not in allowed
         if not is_lacking and (len(found) < 2 or not found <= {_FLOAT, *_SHORT.values()}):
             continue
-        for i, value in given.items():
+        for i, value in known.items():
             if value.dtype != _FLOAT:
                 cast = onnx_ir.node("Cast", [value], {"to": _FLOAT})
                 cast.outputs[0].dtype, cast.outputs[0].shape = _FLOAT, value.shape

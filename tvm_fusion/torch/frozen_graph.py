@@ -275,17 +275,17 @@ def _compute_size(graph: fx.Graph, node: fx.Node) -> None:
     if not node.users:
         graph.erase_node(node)
         return
-    wanted = value_of(node).node.expr
+    expression = value_of(node).node.expr
     inputs = [other for other in graph.nodes if other.op == "placeholder"]
     for other in inputs:
         for axis, size in enumerate(_shape(other)):
-            if _is_open(size) and size.node.expr == wanted:
+            if _is_open(size) and size.node.expr == expression:
                 with graph.inserting_after(inputs[-1]):
                     known = graph.call_function(torch.ops.aten.sym_size.int, (other, axis))
                 node.replace_all_uses_with(known)
                 graph.erase_node(node)
                 return
-    raise TVMFusionError(f"the size {wanted} is not that of an input")
+    raise TVMFusionError(f"the size {expression} is not that of an input")
 
 
 def _replace_by_tensor(graph: fx.Graph, item: fx.Node, node: fx.Node) -> None:

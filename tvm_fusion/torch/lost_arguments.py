@@ -214,13 +214,13 @@ def antialiased(reach: int, weigh: Callable[[Tensor], Tensor]) -> Callable[..., 
         Function from distances within reach to weights.
     """
 
-    def matrix(size: int, wanted: int, align_corners: bool, scale: float | None) -> Tensor:
+    def matrix(size: int, results: int, align_corners: bool, scale: float | None) -> Tensor:
         """Weights of the pixels of a line for each wanted one, [wanted, size]."""
         if align_corners:
-            step = (size - 1) / (wanted - 1) if wanted > 1 else 0.0
+            step = (size - 1) / (results - 1) if results > 1 else 0.0
         else:
-            step = 1 / scale if scale else size / wanted
-        centers = (torch.arange(wanted, dtype=torch.float32) + 0.5) * step
+            step = 1 / scale if scale else size / results
+        centers = (torch.arange(results, dtype=torch.float32) + 0.5) * step
         places = torch.arange(size, dtype=torch.float32) + 0.5
         distances = (places - centers[:, None]).abs() / max(step, 1.0)
         weights = torch.where(distances < reach, weigh(distances), 0)

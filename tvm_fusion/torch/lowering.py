@@ -81,14 +81,14 @@ class Choices:
                 raise InvalidInputError(
                     f"torch.compile got the option {name!r}; expected one of {', '.join(_KNOWN)}"
                 )
-        given = {"threads": torch.get_num_threads()} | dict(options or {})
-        check, target = given.get("check", False), given.get("target", "native")
+        settings = {"threads": torch.get_num_threads()} | dict(options or {})
+        check, target = settings.get("check", False), settings.get("target", "native")
         if not isinstance(check, bool):
             raise InvalidInputError(f"the option 'check' is {check!r}; expected True or False")
-        choose_threads(given["threads"], elsewhere=target != "native")
-        passes = {name: given[name] for name in _PASSES if name in given}
-        phases(resolve(target, cores=given["threads"]), Options(**passes))  # makes the passes
-        return cls(given)
+        choose_threads(settings["threads"], elsewhere=target != "native")
+        passes = {name: settings[name] for name in _PASSES if name in settings}
+        phases(resolve(target, cores=settings["threads"]), Options(**passes))  # makes the passes
+        return cls(settings)
 
 
 _GIVEN: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -101,14 +101,14 @@ def warn_once(text: str) -> None:
     caller = None
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and "self" in frame.f_locals:
-            caller, given = frame, _GIVEN.setdefault(frame.f_locals["self"], set())
+            caller, texts = frame, _GIVEN.setdefault(frame.f_locals["self"], set())
         frame = frame.f_back
     if caller is None:  # a graph that is compiled outside of a call
         warnings.warn(text, EagerModeWarning, stacklevel=3)
         return
-    if text in given:
+    if text in texts:
         return
-    given.add(text)
+    texts.add(text)
     while caller.f_back and caller.f_globals.get("__name__", "").startswith("torch."):
         caller = caller.f_back
     # A registry would give the same text about the same line only once.
@@ -261,15 +261,15 @@ def _compile_parts(module: fx.GraphModule, choices: Choices) -> None:
 
 def _move_weights(module: fx.GraphModule, node: fx.Node, part: fx.GraphModule) -> None:
     """Let a submodule have the weights that it takes as arguments."""
-    given = []
+    operands = []
     inputs = [inner for inner in part.graph.nodes if inner.op == "placeholder"]
     for argument, inner in zip(node.args, inputs, strict=True):
         if argument.op != "get_attr":
-            given.append(argument)
+            operands.append(argument)
             continue
         weight = functools.reduce(getattr, str(argument.target).split("."), module)
         bind_input(part, inner, f"weight_{inner.name}", weight)
-    node.args = tuple(given)
+    node.args = tuple(operands)
     part.recompile()
 
 

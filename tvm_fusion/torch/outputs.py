@@ -182,14 +182,14 @@ def _memory(value: Any) -> int | None:
     return value.untyped_storage()._cdata
 
 
-def _is_same_view(one: Any, other: Any) -> bool:
+def _is_same_view(first: Any, other: Any) -> bool:
     """Return whether two tensors are the same elements in the same shape."""
-    memory = _memory(one)
-    if memory is None or memory != _memory(other) or one.dtype != other.dtype:
+    memory = _memory(first)
+    if memory is None or memory != _memory(other) or first.dtype != other.dtype:
         return False
-    if one.is_conj() != other.is_conj() or one.is_neg() != other.is_neg():
+    if first.is_conj() != other.is_conj() or first.is_neg() != other.is_neg():
         return False
-    return _geometry(one) == _geometry(other)
+    return _geometry(first) == _geometry(other)
 
 
 def _geometry(value: torch.Tensor) -> tuple[str, ...]:

@@ -110,14 +110,14 @@ class Exported(Contest):
             for number, one in enumerate(self.task["candidates"])
             if one["program"] is None
         }
-        found: dict[int, Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         for start in range(1, len(self.task["candidates"]), BATCH):
             batch = range(start, min(start + BATCH, len(self.task["candidates"])))
-            found |= self.race_built(batch, failed, BATCH_ROUNDS, BATCH_SECONDS)[0]
+            outcomes |= self.race_built(batch, failed, BATCH_ROUNDS, BATCH_SECONDS)[0]
         self.end_worker()
-        best = finalists(logs_of(found))
+        best = finalists(logs_of(outcomes))
         again, seconds = self.race_built(best, {}, FINAL_ROUNDS, FINAL_SECONDS)
-        return found, {number: again[number] for number in best}, seconds
+        return outcomes, {number: again[number] for number in best}, seconds
 
 
 def lines_of(contest: Exported, device: DeviceInfo) -> list[str]:
@@ -171,13 +171,13 @@ def check_device(device: DeviceInfo, key: Key) -> None:
     TargetError
         If it is another one.
     """
-    wanted, there = key.cpu, f"opencl:{device.name}"
+    needed, there = key.cpu, f"opencl:{device.name}"
     if device.kind == "cuda":
-        wanted = f"{key.cpu} with {key.threads} multiprocessors"
+        needed = f"{key.cpu} with {key.threads} multiprocessors"
         there = f"{device.arch} with {device.multiprocessors} multiprocessors"
-    if there != wanted:
+    if there != needed:
         raise TargetError(
-            f"the candidates are for {wanted}, and this machine's GPU is {there}: records count "
+            f"the candidates are for {needed}, and this machine's GPU is {there}: records count "
             "for the GPU on which they are made; export candidates for it"
         )
 

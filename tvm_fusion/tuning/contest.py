@@ -225,7 +225,7 @@ class Contest(ABC):
             racers = [number for number in racers if number not in outcomes]
             self._check_default(outcomes)
             try:
-                found = self._race_once(racers, rounds, seconds)
+                raced = self._race_once(racers, rounds, seconds)
             except LostWorker as lost:
                 self.end_worker()
                 if lost.candidate == REFERENCE:
@@ -236,11 +236,11 @@ class Contest(ABC):
                 self._check_default(outcomes)
                 continue
             break
-        for position, error in found["wrong"].items():
+        for position, error in raced["wrong"].items():
             outcomes[racers[int(position)]] = Outcome(None, "wrong", error)
         self._check_default(outcomes)
-        times = found["times"]
-        states = min(found["states"], len(times))
+        times = raced["times"]
+        states = min(raced["states"], len(times))
         for position, number in enumerate(racers):
             if number not in outcomes:
                 outcomes[number] = Outcome.of_rounds(times, position, states)

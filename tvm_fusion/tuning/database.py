@@ -89,14 +89,14 @@ class Database:
         path = self.folder / TRIALS
         if not path.exists():
             return []
-        wanted, found = task_id(key), []
+        task, matching = task_id(key), []
         with path.open("rb") as file:
             for line in bounded_lines(file):
                 with contextlib.suppress(ValueError):
                     trial = parse_line(line)
-                    if trial.get("task") == wanted and is_trial(trial):
-                        found.append(trial)
-        return found
+                    if trial.get("task") == task and is_trial(trial):
+                        matching.append(trial)
+        return matching
 
 
 def task_id(key: Key) -> str:

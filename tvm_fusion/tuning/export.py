@@ -109,7 +109,7 @@ def _exported(
     numbers = [0, *search.propose(trials)]
     with Session(task, target, seed, _Folder(folder, str(number))) as session:
         session.build(numbers)
-        programs = [session.program_of(each) for each in numbers]
+        programs = [session.program_of(setting) for setting in numbers]
         reference = session.reference_of(host_of(target))
     if isinstance(programs[0], Outcome):
         raise TuningError(f"the default of {task.name} does not compile: {programs[0].reason}")
@@ -121,7 +121,8 @@ def _exported(
         "tensors": _tensors(task.tensors(np.random.default_rng(seed))),
         "reference": reference,
         "candidates": [
-            _candidate(task, each, program) for each, program in zip(numbers, programs, strict=True)
+            _candidate(task, setting, program)
+            for setting, program in zip(numbers, programs, strict=True)
         ],
     }
 

@@ -178,13 +178,13 @@ def _best_trial(
     template: CPUTemplate, trials: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """The fastest knobs of a template in a log, if there are any."""
-    own = [
+    of_form = [
         trial
         for trial in trials
         if (trial["template"], trial["version"]) == (template.name, template.version)
         and "ratio" in trial
     ]
-    return min(own, key=lambda trial: trial["ratio"], default={}).get("knobs")
+    return min(of_form, key=lambda trial: trial["ratio"], default={}).get("knobs")
 
 
 def separate(pair: Conv2DKernel) -> tuple[Conv2DKernel, Conv2DKernel]:
@@ -230,33 +230,33 @@ def find_forms(mod: tvm.IRModule, target: Target, options: pipeline.Options) -> 
     tiles = options.winograd == "auto"
     layers = _layers(mod, target) if tiles else Counter()
     machine = CPUInfo.from_target(target)
-    found = []
+    tasks = []
     for workload, calls in [*layers.items(), *pairs.items()]:
         default = default_form(workload, target, tiles)
         legal = [form for form in FORMS.settings(workload, machine) if tiles or not any(form.tiles)]
         forms = list(dict.fromkeys([default, *legal]))
         if len(forms) > 1:
-            found.append(FormTask(workload, forms, machine, calls))
-    for task in found:
-        task.share = 1 / len(found)
-    return found
+            tasks.append(FormTask(workload, forms, machine, calls))
+    for task in tasks:
+        task.share = 1 / len(tasks)
+    return tasks
 
 
 def _layers(mod: tvm.IRModule, target: Target) -> Counter[Conv2DKernel]:
     """Packed convolutions of float32 that Winograd's algorithm could compute."""
-    found: Counter[Conv2DKernel] = Counter()
+    layers: Counter[Conv2DKernel] = Counter()
 
     def visit(node: Any) -> None:
         is_call = isinstance(node, relax.Call) and isinstance(node.op, tvm.ir.Op)
         if is_call and node.op.name == CONV2D.name:
             kernel = read_kernel(node, CONV2D)
             if kernel.sums is None and can_choose(node, kernel, target):
-                found[layer_workload(kernel)] += 1
+                layers[layer_workload(kernel)] += 1
 
     for func in mod.functions.values():
         if isinstance(func, relax.Function):
             relax.analysis.post_order_visit(func, visit)
-    return found
+    return layers
 
 
 def default_form(workload: Conv2DKernel, target: Target, tiles: bool = True) -> Form:
@@ -431,19 +431,19 @@ def program_of(mod: tvm.IRModule) -> KernelSequence:
             slots[var] = ("buffer", len(buffers))
             extents = tuple(int(extent) for extent in var.ty.shape.values)
             buffers.append((extents, str(var.ty.dtype)))
-        given = []
+        arguments = []
         for argument in call.args[1].fields:
             if isinstance(argument, GenericConst):
-                given.append(("constant", len(constants)))
+                arguments.append(("constant", len(constants)))
                 constants.append(argument.value.numpy())
             else:
-                given.append(slots[argument])
-        calls.append((call.args[0].name_hint, [*given, slots[var]]))
+                arguments.append(slots[argument])
+        calls.append((call.args[0].name_hint, [*arguments, slots[var]]))
     first = {"tensor": 0, "constant": tensors, "buffer": tensors + len(constants)}
     functions = {name: mod[name].with_attr("global_symbol", name) for name, _ in calls}
     return KernelSequence(
         tvm.IRModule(functions),
-        tuple((name, tuple(first[kind] + n for kind, n in given)) for name, given in calls),
+        tuple((name, tuple(first[kind] + n for kind, n in arguments)) for name, arguments in calls),
         tuple(constants),
         tuple(buffers),
     )

@@ -564,15 +564,17 @@ class _Job:
                     about = {"template": FORMS.name, "knobs": asdict(task.forms[number])}
                     about |= {"failure": outcome.failure, "reason": outcome.reason}
                     state.failures.append(about)
-            ratios = {n: one.ratio for n, one in outcomes.items() if one.ratio is not None}
+            ratios = {n: raced.ratio for n, raced in outcomes.items() if raced.ratio is not None}
             state.status = CONFIRMING
             self.tell()
             logs = {number: math.log(ratio) for number, ratio in ratios.items()}
             second, default = _second_race(session, logs)
             best, ratio = winner(second)
-            again = {number: one.ratio for number, one in second.items() if one.ratio is not None}
+            again = {
+                number: raced.ratio for number, raced in second.items() if raced.ratio is not None
+            }
             ratios = {0: 1.0} | ratios | again
-            state.times = {task.title(n): default * one for n, one in sorted(ratios.items())}
+            state.times = {task.title(n): default * raced for n, raced in sorted(ratios.items())}
             _tell_winner(state, best, default, default * ratio)
             state.template, state.knobs = FORMS.name, asdict(task.forms[best])
             for knobs in task.knobs.get(task.forms[best], []):

@@ -156,7 +156,7 @@ class _KnobFeatures(ms.feature_extractor.PyFeatureExtractor):
     """One row a candidate: the numbers of its knobs, and -1 for those of other templates."""
 
     def extract_from(self, context: Any, candidates: Sequence[Any]) -> list[Any]:
-        found = []
+        tensors = []
         for candidate in candidates:
             decisions = decisions_of(candidate.sch.mod["main"])
             row = [
@@ -166,8 +166,8 @@ class _KnobFeatures(ms.feature_extractor.PyFeatureExtractor):
                 for template in cpu.TEMPLATES.values()
                 for knob in template.knob_kinds()
             ]
-            found.append(tvm.runtime.tensor(np.array([row], dtype="float32")))
-        return found
+            tensors.append(tvm.runtime.tensor(np.array([row], dtype="float32")))
+        return tensors
 
 
 @derived_object

@@ -66,7 +66,7 @@ def export_records(database: Path, folder: Path, tasks: Sequence[Task], target: 
 def _write(folder: Path, tasks: Sequence[Task], known: Mapping[Key, Record], target: Target) -> int:
     from tvm.s_tir import meta_schedule as ms
 
-    found = ms.database.JSONDatabase(work_dir=str(folder))
+    database = ms.database.JSONDatabase(work_dir=str(folder))
     for name in (WORKLOADS, MEASUREMENTS):
         Path(folder, name).touch()
     count = 0
@@ -87,8 +87,8 @@ def _write(folder: Path, tasks: Sequence[Task], known: Mapping[Key, Record], tar
                 space = template.space(task.workload, task.machine, wide=True)
             sample_knobs(sch, template, task.key.workload, space, knobs)
             arguments = ms.arg_info.ArgInfo.from_prim_func(task.func)
-            workload = found.commit_workload(mod)
-            found.commit_tuning_record(
+            workload = database.commit_workload(mod)
+            database.commit_tuning_record(
                 ms.database.TuningRecord(sch.trace, workload, [seconds], target, arguments)
             )
     return count
@@ -126,7 +126,7 @@ def read_measurements(path: Path) -> tuple[list[Record], int]:
 
     One :class:`RecordWarning` names some of those, with the reasons.
     """
-    found: list[Record] = []
+    records: list[Record] = []
     bad: list[str] = []
     try:
         with path.open("rb") as file:
@@ -139,7 +139,7 @@ def read_measurements(path: Path) -> tuple[list[Record], int]:
                 if reason:
                     bad.append(f"line {number}: {reason}")
                 else:
-                    found.append(record)
+                    records.append(record)
     except OSError as error:
         raise TuningError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     if bad:
@@ -147,7 +147,7 @@ def read_measurements(path: Path) -> tuple[list[Record], int]:
         warnings.warn(
             f"{path} has lines that are refused: {'; '.join(bad[:_SHOWN])}{more}", RecordWarning, 2
         )
-    return found, len(bad)
+    return records, len(bad)
 
 
 def parse_measurement(line: bytes) -> Record:
@@ -194,7 +194,7 @@ def _decisions(instructions: Sequence[Any], decided: Sequence[Any]) -> dict[str,
     """Annotations of a trace, with the decisions of its samplings."""
     choices = {int(number): choice for number, choice in decided}
     sampled: dict[str, Any] = {}
-    found: dict[str, Any] = {}
+    decisions: dict[str, Any] = {}
     for number, (kind, inputs, arguments, outputs) in enumerate(instructions):
         if kind == "SampleCategorical":
             choice = choices[number]
@@ -205,8 +205,8 @@ def _decisions(instructions: Sequence[Any], decided: Sequence[Any]) -> dict[str,
             value = inputs[1]
             if isinstance(value, str):  # a name of a sampled number, or a text in quotes
                 value = value[1:-1] if value.startswith('"') else sampled[value]
-            found[arguments[0]] = value
-    return found
+            decisions[arguments[0]] = value
+    return decisions
 
 
 def _winners(measured: Iterable[Record]) -> list[Record]:

@@ -125,13 +125,13 @@ def prune(path: Path) -> tuple[int, int]:
         def last(file: Path = file) -> list[Record]:
             nonlocal lines, kept_here
             read = list(read_lines(file))
-            found = {
+            lasting = {
                 line.record.key: line.record
                 for line in read
                 if line.record is not None and not fault(line.record)
             }
-            lines, kept_here = len(read), len(found)
-            return list(found.values())
+            lines, kept_here = len(read), len(lasting)
+            return list(lasting.values())
 
         _rewrite(file, last)
         kept, gone = kept + kept_here, gone + lines - kept_here
@@ -140,13 +140,13 @@ def prune(path: Path) -> tuple[int, int]:
 
 def export(database: Path, output: Path, family: str | None = None) -> int:
     """Write the usable records of a database, of one CPU if it is named; return how many."""
-    found = {
+    records = {
         record.key: record
         for record in all_records(database)
         if family in (None, record.cpu) and not fault(record)
     }
-    _rewrite(output, lambda: list(found.values()))
-    return len(found)
+    _rewrite(output, lambda: list(records.values()))
+    return len(records)
 
 
 def import_records(database: Path, inputs: Iterable[Path]) -> tuple[int, int]:

@@ -238,14 +238,14 @@ class RemoteWorker:
     def call(self, patience: float, **request: Any) -> dict[str, Any]:
         """Send a request and wait for the answer, as :meth:`.measure.MeasuringWorker.call`."""
         self._host.ask("call", patience=patience, request=request)
-        while not (found := self._host.ask("wait", seconds=POLL_SECONDS)):
+        while not (reply := self._host.ask("wait", seconds=POLL_SECONDS)):
             if self._host.stopped.is_set():
                 raise KeyboardInterrupt
-        if "lost" in found:
-            raise LostWorker(*found["lost"])
-        if "error" in found:
-            raise TuningError(f"{self._host.name}: {found['error']}")
-        return found["answer"]
+        if "lost" in reply:
+            raise LostWorker(*reply["lost"])
+        if "error" in reply:
+            raise TuningError(f"{self._host.name}: {reply['error']}")
+        return reply["answer"]
 
     def close(self) -> None:
         """End the process."""
@@ -389,12 +389,12 @@ def _target_of(
     resolved = resolve(target, cores=info.num_cores)
     named = str(resolved.attrs["mcpu"])
     more = sorted(set(required_features(resolved)) - set(required_features(theirs)))
-    own = CPUInfo.from_target(resolved)
-    if named != info.family or more or own.num_cores != info.num_cores:
+    described = CPUInfo.from_target(resolved)
+    if named != info.family or more or described.num_cores != info.num_cores:
         lacking = f" without {', '.join(more)}" if more else ""
         raise TargetError(
-            f"the target is a {named} with {own.num_cores} threads and the servers are "
+            f"the target is a {named} with {described.num_cores} threads and the servers are "
             f"{_cpu_text(about)}{lacking}; use target='native', which is their CPU"
         )
     caches = {name: value for name, value in asdict(info).items() if name.endswith("_bytes")}
-    return resolved, replace(own, **caches)
+    return resolved, replace(described, **caches)

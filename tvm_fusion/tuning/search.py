@@ -124,14 +124,14 @@ class Search:
         own = self._knobs[self.best]
         same = (self._knobs == own) | (np.isnan(self._knobs) & np.isnan(own))
         in_one = same.sum(axis=1) == len(own) - 1
-        found: list[int] = []
+        near_by: list[int] = []
         for values, value in zip(self._knobs.T, own, strict=True):
             above, below = (np.unique(values[in_one & (values * s > value * s)]) for s in (1, -1))
             near = [*above[:REACH], *below[-REACH:]]
-            found += np.flatnonzero(in_one & np.isin(values, near)).tolist()
+            near_by += np.flatnonzero(in_one & np.isin(values, near)).tolist()
         scores = self.scores()
         order = self.log_predicted if scores is None else scores
-        untried = [index for index in found if index and not self._was_tried(index)]
+        untried = [index for index in near_by if index and not self._was_tried(index)]
         return sorted(untried, key=lambda index: (order[index], index))
 
     def _least_tried(self, ranked: Sequence[int], drawn: Sequence[int]) -> int:

@@ -59,13 +59,13 @@ class Task:
     @cached_property
     def settings(self) -> list[Setting]:
         """Every legal setting of all templates, the default first."""
-        found = [
+        space = [
             (template, knobs)
             for template in self.templates
             for knobs in template.space(self.workload, self.machine, self.wide)
         ]
-        self.numbers = {text_of(*setting): number for number, setting in enumerate(found)}
-        return found
+        self.numbers = {text_of(*setting): number for number, setting in enumerate(space)}
+        return space
 
     @cached_property
     def table(self) -> tuple[np.ndarray, np.ndarray, int]:
@@ -97,7 +97,7 @@ class Task:
 
     def tensors(self, generator: np.random.Generator) -> list[np.ndarray]:
         """Draw the parameters, with weights that do not saturate activations."""
-        found = []
+        arrays = []
         for position, param in enumerate(self.func.params):
             shape = [int(extent) for extent in param.shape]
             if str(param.dtype).endswith("int8"):
@@ -108,8 +108,8 @@ class Task:
                 array = (generator.standard_normal(shape) * scale).astype(str(param.dtype))
             template, _ = self.settings[0]
             template.clear_padding(self.workload, position, array)
-            found.append(array)
-        return found
+            arrays.append(array)
+        return arrays
 
     def number_of(self, template: str, version: int, knobs: Mapping[str, Any]) -> int | None:
         """Position of a setting that was written as JSON; None if it is not in the space."""

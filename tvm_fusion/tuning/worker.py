@@ -161,18 +161,18 @@ class Races(ABC, Generic[Racer]):
         seconds: float,
         order: random.Random,
     ) -> list[list[float | None]]:
-        found: list[list[float | None]] = []
+        turns: list[list[float | None]] = []
         end = time.perf_counter() + seconds
-        while racers and len(found) < rounds[1]:
-            if len(found) >= rounds[0] and time.perf_counter() >= end:
+        while racers and len(turns) < rounds[1]:
+            if len(turns) >= rounds[0] and time.perf_counter() >= end:
                 break
             taken: list[float | None] = [None] * len(loaded)
             order.shuffle(racers)
             for number in racers:
                 self.begin(number)
-                taken[number] = self.seconds_of(loaded[number], len(found) % self.states)
-            found.append(taken)
-        return found
+                taken[number] = self.seconds_of(loaded[number], len(turns) % self.states)
+            turns.append(taken)
+        return turns
 
     def begin(self, number: int) -> None:
         """Tell the parent which candidate runs from now on."""

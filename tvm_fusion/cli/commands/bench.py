@@ -168,16 +168,16 @@ def compare_command(
     from ...bench.comparison import compare, comparison_table
     from .run import load_array
 
-    given = {name: load_array(path) for name, path in inputs.items()}
+    feed = {name: load_array(path) for name, path in inputs.items()}
     with progress_bar() as progress:
-        found = compare(
+        comparison = compare(
             model,
             weights=weights,
             precision=precision,
-            inputs=[given] if given else None,
+            inputs=[feed] if feed else None,
             runs=runs,
             layers=layers,
             progress=progress,
             **options,
         )
-    show_table(found.to_json(), comparison_table(found, model.name), as_json)
+    show_table(comparison.to_json(), comparison_table(comparison, model.name), as_json)

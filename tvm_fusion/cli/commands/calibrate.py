@@ -138,27 +138,27 @@ def _calibrate_collectives(output: Path, backend: str, timeout: float, as_json: 
         from ...distributed import session
 
         with session(timeout=timeout) as world:
-            found = measure_collectives(world)
+            collectives = measure_collectives(world)
             if world.rank == 0:
-                _write_collectives(found, output, as_json)
+                _write_collectives(collectives, output, as_json)
         return
     allow_torch()
     from tvm_fusion.distributed.collective_curves import GROUP_KINDS, process_group
 
     with process_group(backend, timeout) as group:
-        found = measure_collectives(group, kinds=GROUP_KINDS, transport=backend)
+        collectives = measure_collectives(group, kinds=GROUP_KINDS, transport=backend)
         if group.rank == 0:
-            _write_collectives(found, output, as_json)
+            _write_collectives(collectives, output, as_json)
 
 
-def _write_collectives(found: Collectives, output: Path, as_json: bool) -> None:
+def _write_collectives(collectives: Collectives, output: Path, as_json: bool) -> None:
     """Write the curves, and show their ends."""
     from ...prediction.collectives import bus_bandwidth
 
-    found.save(output)
+    collectives.save(output)
     table = Table("collective", "ranks", "shortest us", "bus GB/s, most", "origin")
     result = []
-    for curve in found.curves.values():
+    for curve in collectives.curves.values():
         points = list(zip(curve.bytes, curve.seconds, strict=True))
         bandwidth = max(bus_bandwidth(curve.kind, curve.ranks, *point) for point in points)
         figures = (f"{min(curve.seconds) * 1e6:.2f}", f"{bandwidth / 1e9:.2f}")

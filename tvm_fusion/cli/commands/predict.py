@@ -282,16 +282,16 @@ def shard_command(
     from ...prediction.collectives import collectives_of, load_collectives
     from ...prediction.sharding import ShardingTask, load_tables, shard
 
-    found, own_batch = load_tables(tables)
+    lookups, own_batch = load_tables(tables)
     curves = load_collectives(collectives) if collectives else collectives_of(Path(machine))
-    task = ShardingTask(found, batch or own_batch, load_machine(machine), ranks, curves)
+    task = ShardingTask(lookups, batch or own_batch, load_machine(machine), ranks, curves)
     shardings = shard(task, seed)
     table = Table("sharder", "iteration", "balance", "largest memory", "fits")
     for one in shardings:
         memory = f"{max(one.memory) / 1e9:.2f} GB"
         time = f"{one.seconds * 1e3:.3f} ms"
         table.add_row(one.sharder, time, f"{one.balance:.2f}", memory, "yes" if one.fits else "no")
-    names = [table.name for table in found]
+    names = [table.name for table in lookups]
     show_table({"tables": names, "shardings": [asdict(one) for one in shardings]}, table, as_json)
 
 
@@ -304,26 +304,26 @@ class Counts(click.ParamType):
         """Read the numbers."""
         if not isinstance(value, str):
             return value
-        found: list[int] = []
+        counts: list[int] = []
         for item in value.split(","):
-            if item.strip() == "..." and found:
-                found.append(0)
+            if item.strip() == "..." and counts:
+                counts.append(0)
             elif item.strip().isdecimal() and int(item) > 0:
-                found += _between(found, int(item))
+                counts += _between(counts, int(item))
             else:
                 self.fail(f"{value!r} is not like 1,2,4 or 1,...,4096", param, ctx)
-        if not found or 0 in found:
+        if not counts or 0 in counts:
             self.fail(f"{value!r} is not like 1,2,4 or 1,...,4096", param, ctx)
-        return found
+        return counts
 
 
-def _between(found: list[int], last: int) -> list[int]:
+def _between(counts: list[int], last: int) -> list[int]:
     """``last``, after dots with all that lies between, each twice the one before."""
-    if not found or found[-1]:
+    if not counts or counts[-1]:
         return [last]
-    found.pop()
+    counts.pop()
     numbers = []
-    number = 2 * found[-1]
+    number = 2 * counts[-1]
     while number < last:
         numbers.append(number)
         number *= 2

@@ -29,11 +29,11 @@ def list_command(path: Path, as_json: bool) -> None:
     """List the records in PATH."""
     from ...tuning.record_files import all_records
 
-    found = all_records(path)
-    table = Table(caption=f"{len(found)} records")
+    records = all_records(path)
+    table = Table(caption=f"{len(records)} records")
     for heading in ("template", "workload", "CPU", "default", "best", "gain", "date"):
         table.add_column(heading)
-    for record in found:
+    for record in records:
         table.add_row(
             f"{record.template} {record.version}",
             _workload_text(record),
@@ -42,7 +42,7 @@ def list_command(path: Path, as_json: bool) -> None:
             f"{record.gain - 1:+.1%}",
             record.date[:10],
         )
-    show_table([asdict(record) for record in found], table, as_json)
+    show_table([asdict(record) for record in records], table, as_json)
 
 
 def _workload_text(record: Any) -> str:

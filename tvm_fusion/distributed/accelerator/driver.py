@@ -78,7 +78,7 @@ class DeviceCode:
             for window in windows
         ]
         buffers: dict[tirx.Var, int | Scratch] = {w: place for place, w in enumerate(windows)}
-        found = []
+        launched = []
         for step in HostCode(host, self.kernels, [*arrays, *scalars]).steps():
             if isinstance(step, Allocation):
                 number = sum(isinstance(buffer, Scratch) for buffer in buffers.values())
@@ -88,8 +88,8 @@ class DeviceCode:
                 buffers[value] if dtype is None else dtype.type(value)
                 for value, dtype in step.arguments
             )
-            found.append(DeviceCall(step.launch, arguments))
-        return tuple(found)
+            launched.append(DeviceCall(step.launch, arguments))
+        return tuple(launched)
 
 
 class Queue(Protocol):

@@ -89,9 +89,9 @@ def plan_shares(
         for rank, steps in enumerate(together)
     ]
     functions: dict[Hashable, DeviceFunctions] = {}
-    wanted: list[list[tuple[ResolvedDevice, Region, OperationSequence, list[str]]]] = []
+    planned: list[list[tuple[ResolvedDevice, Region, OperationSequence, list[str]]]] = []
     for rank, (_, *regions) in enumerate(cut):
-        wanted.append([])
+        planned.append([])
         for device, rows in zip(devices[rank], regions, strict=True):
             if region_size(rows) == 0:
                 continue
@@ -102,10 +102,10 @@ def plan_shares(
                 ours.add(localize(plan.nest, chunk.rows, chunk.windows))
                 for chunk in sequence.chunks
             ]
-            wanted[-1].append((device, rows, sequence, names))
+            planned[-1].append((device, rows, sequence, names))
     code = {key: ours.compile() for key, ours in functions.items()}
     shares = [
-        tuple(_share(plan, *one, code[one[0].kernels]) for one in of_rank) for of_rank in wanted
+        tuple(_share(plan, *one, code[one[0].kernels]) for one in of_rank) for of_rank in planned
     ]
     named = tuple(tuple(of_rank) for of_rank in devices)
     return Shares(tuple(regions[0] for regions in cut), tuple(shares), named)
@@ -143,13 +143,13 @@ def _cut(
         seconds = _seconds(plan, part.rows, devices, split, processor, together)
         counts = split_rows(end - begin, seconds)
         assert sum(counts) == end - begin, "every row has somebody who computes it"
-    found: list[Region] = []
+    parts: list[Region] = []
     for count in counts:
-        found.append(((begin, begin + count), *others))
+        parts.append(((begin, begin + count), *others))
         begin += count
     if any(counts[1:]) and counts[0]:
-        own_regions(plan.nest, found[0])  # what devices compute the CPU must not write
-    return found
+        own_regions(plan.nest, parts[0])  # what devices compute the CPU must not write
+    return parts
 
 
 def _seconds(

@@ -46,7 +46,7 @@ def placements(
         )
     count = len(allowed)
     homes = [rank * len(nodes) // count for rank in range(count)]
-    found = []
+    placed = []
     for rank, home in enumerate(homes):
         usable = sorted(nodes[home].processors & set(allowed[rank]))
         same = [r for r in range(count) if homes[r] == home and allowed[r] == allowed[rank]]
@@ -58,8 +58,8 @@ def placements(
             )
         memory = {"same": home, "other": (home + 1) % len(nodes)}.get(numa)
         number = None if memory is None else nodes[memory].number
-        found.append(Placement(nodes[home].number, tuple(share), number))
-    return found
+        placed.append(Placement(nodes[home].number, tuple(share), number))
+    return placed
 
 
 @contextmanager

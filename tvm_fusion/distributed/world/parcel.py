@@ -405,7 +405,7 @@ def slot_route(
     slots: NodeSlots,
 ) -> SlotRoute | None:
     """Part of one rank in an exchange; None if MPI or several pieces are in it."""
-    found = []
+    messages = []
     pieces = [(m, True) for m in exchange.sent_by(rank)]
     pieces += [(m, False) for m in exchange.received_by(rank)]
     for message, is_sent in pieces:
@@ -413,11 +413,11 @@ def slot_route(
         peer = message.dest if is_sent else message.source
         slot = (slots.outgoing if is_sent else slots.incoming)(exchange.slot, peer, nbytes)
         if slot is not None:
-            found.append(SlotMessage(message, slot, is_sent, nbytes))
-    different = {(each.peer, each.is_sent) for each in found}
-    if not pieces or not len(pieces) == len(found) == len(different):
+            messages.append(SlotMessage(message, slot, is_sent, nbytes))
+    different = {(each.peer, each.is_sent) for each in messages}
+    if not pieces or not len(pieces) == len(messages) == len(different):
         return None
-    return SlotRoute(exchange.id, found, itemsize)
+    return SlotRoute(exchange.id, messages, itemsize)
 
 
 class SlotRoute:

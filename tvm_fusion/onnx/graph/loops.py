@@ -93,13 +93,13 @@ def _run(
     number, condition = body.input[0].name, body.input[1].name
     values |= {number: np.array(0, np.int64), condition: np.array(True)}
     kept = {state: result for state, result in states.items() if state in values}
-    wanted = sorted({body.output[0].name, *kept.values()} - values.keys())
+    names = sorted({body.output[0].name, *kept.values()} - values.keys())
     opsets = [helper.make_opsetid("", _OPSET)]
-    function = helper.make_function("count", "count", list(values), wanted, nodes, opsets)
+    function = helper.make_function("count", "count", list(values), names, nodes, opsets)
     evaluator = ReferenceEvaluator(function)
     for step in range(most):
         values[number] = np.array(step, np.int64)
-        found = values | dict(zip(wanted, evaluator.run(None, values, attributes={}), strict=True))
+        found = values | dict(zip(names, evaluator.run(None, values, attributes={}), strict=True))
         values |= {state: found[result] for state, result in kept.items()}
         values[condition] = np.asarray(found[body.output[0].name])
         if not values[condition].all():

@@ -170,13 +170,13 @@ def write_out_lists(model: onnx.ModelProto, facts: GraphFacts) -> bool:
     count, changed = len(model.graph.node), False
     for node in model.graph.node:
         expansion = Expansion(node, facts)
-        found = _apply(node, expansion, lists)
-        if isinstance(found, TensorList):
-            lists[node.output[0]] = found
+        applied = _apply(node, expansion, lists)
+        if isinstance(applied, TensorList):
+            lists[node.output[0]] = applied
         nodes += expansion.nodes
-        if found is not True:
+        if applied is not True:
             nodes.append(node)
-        changed = changed or found is True
+        changed = changed or applied is True
     if not lists and not changed:
         return False
     replace_nodes(model.graph, nodes)

@@ -216,7 +216,7 @@ def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
         return []
     example = tuple(dim.dim_value if _is_fixed(dim) else 1 for dim in dims)
     hint = f"shapes={{{value.name!r}: {example}}}"
-    found = [
+    unnamed = [
         f"{index} ({dim.dim_param!r})" if dim.dim_param else str(index)
         for index, dim in enumerate(dims)
         if is_open[index]
@@ -226,7 +226,7 @@ def _open_dimensions(value: onnx.ValueInfoProto, kept: set[str]) -> list[str]:
         options = " ".join(f"--shape {name}=1" for name in names)
         hint += f" or shapes={names} ({options})"
     return [
-        f"input {value.name!r} has no size for dimension{_plural(found)} {', '.join(found)}; "
+        f"input {value.name!r} has no size for dimension{_plural(unnamed)} {', '.join(unnamed)}; "
         f"pass for example {hint}"
     ]
 

@@ -66,14 +66,14 @@ def _paddings(
     rank = len(size)
     strides = attribute(node, "strides", [1] * rank)
     same = [extent * stride for extent, stride in zip(size, strides, strict=True)]
-    wanted = attribute(node, "output_shape", same)[-rank:]
+    sizes = attribute(node, "output_shape", same)[-rank:]
     dilations = attribute(node, "dilations", [1] * rank)
     extra = list(attribute(node, "output_padding", [0] * rank))
     upper = attribute(node, "auto_pad", "NOTSET") == "SAME_UPPER"
     before, after = [], []
     for i in range(rank):
         full = strides[i] * (size[i] - 1) + (kernel[i] - 1) * dilations[i] + 1 + extra[i]
-        total = full - wanted[i]
+        total = full - sizes[i]
         if total < 0 and attribute(node, "output_shape") is not None:
             extra[i] -= total
         total = max(total, 0)

@@ -113,18 +113,18 @@ def expand_layer_norm(expansion: Expansion) -> None:
     """
     facts = expansion.facts
     dims = facts.dims(expansion.input(0))
-    own, kind = facts.dtype(expansion.input(0)), expansion.get("stash_type", TensorProto.FLOAT)
+    dtype, kind = facts.dtype(expansion.input(0)), expansion.get("stash_type", TensorProto.FLOAT)
     if len(expansion.node.output) < 2:
-        if own == TensorProto.BFLOAT16:
+        if dtype == TensorProto.BFLOAT16:
             widen(expansion, TensorProto.FLOAT, HALVES)
-        if own != TensorProto.DOUBLE:
+        if dtype != TensorProto.DOUBLE:
             return
-        kind = own
+        kind = dtype
     if dims is None:
         return
     axes = list(range(expansion.get("axis", -1) % len(dims), len(dims)))
     x, scale, bias = [*expansion.node.input, ""][:3]
-    x = x if own == kind else expansion.emit("Cast", x, to=kind)
+    x = x if dtype == kind else expansion.emit("Cast", x, to=kind)
     mean = expansion.reduced("ReduceMean", x, axes)
     centred = expansion.emit("Sub", x, mean)
     squares = expansion.emit("Mul", centred, centred)
@@ -133,14 +133,14 @@ def expand_layer_norm(expansion: Expansion) -> None:
     deviation = expansion.emit("Sqrt", expansion.emit("Add", variance, epsilon))
     inverse = expansion.emit("Reciprocal", deviation)
     result = expansion.emit("Mul", centred, inverse)
-    wide = kind if own in HALVES else own
+    wide = kind if dtype in HALVES else dtype
     result, scale, bias = (
-        expansion.emit("Cast", name, to=wide) if name and kind != own else name
+        expansion.emit("Cast", name, to=wide) if name and kind != dtype else name
         for name in (result, scale, bias)
     )
     result = expansion.emit("Mul", result, scale)
     result = expansion.emit("Add", result, bias) if bias else result
-    result = result if own == wide else expansion.emit("Cast", result, to=own)
+    result = result if dtype == wide else expansion.emit("Cast", result, to=dtype)
     for found, output in zip((result, mean, inverse), expansion.node.output, strict=False):
         if output:
             expansion.nodes.append(helper.make_node("Identity", [found], [output]))

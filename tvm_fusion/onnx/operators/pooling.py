@@ -121,17 +121,20 @@ def translate_max_places(
 
         def first(n: Any, c: Any, *output: Any) -> tirx.Expr:
             spots = [
-                at * stride + step * dilation - pad
-                for at, stride, step, dilation, pad in zip(
+                corner * stride + step * dilation - pad
+                for corner, stride, step, dilation, pad in zip(
                     output, strides, window, dilations, pads, strict=True
                 )
             ]
             inside = tirx.all(
-                *(tirx.all(at >= 0, at < size) for at, size in zip(spots, sizes, strict=True))
+                *(
+                    tirx.all(corner >= 0, corner < size)
+                    for corner, size in zip(spots, sizes, strict=True)
+                )
             )
             flat = tirx.const(0, "int64")
-            for at, size in zip(spots, sizes, strict=True):
-                flat = flat * size + at
+            for corner, size in zip(spots, sizes, strict=True):
+                flat = flat * size + corner
             # The condition guards the read, too.
             value = tirx.if_then_else(
                 inside,

@@ -95,15 +95,15 @@ def _activation_names(node: onnx.NodeProto) -> list[str]:
 def _activations(node: onnx.NodeProto) -> list[tuple[str, float, float]]:
     """Names, alphas and betas; the lists of parameters hold those of activations that take any."""
     alphas, betas = (list(attribute(node, f"activation_{n}", [])) for n in ("alpha", "beta"))
-    found = []
+    activations = []
     for lower in _activation_names(node):
         name = _BY_LOWER_NAME[lower]
         alpha, beta = PARAMETERS.get(name, (0.0, 0.0))
         taken = TAKEN.get(name, 0)
         alpha = alphas.pop(0) if taken > 0 and alphas else alpha
         beta = betas.pop(0) if taken > 1 and betas else beta
-        found.append((name, alpha, beta))
-    return found
+        activations.append((name, alpha, beta))
+    return activations
 
 
 class _Layer:

@@ -154,12 +154,12 @@ def choose_reduction(expansion: Expansion) -> None:
     facts = expansion.facts
     if not expansion.input(1) or facts.constant(expansion.input(1)) is not None:
         return
-    shape, wanted = facts.shape(expansion.input(0)), facts.shape(expansion.node.output[0])
+    shape, result = facts.shape(expansion.input(0)), facts.shape(expansion.node.output[0])
     count = facts.shape(expansion.input(1))
-    if shape is None or wanted is None or count is None or len(count) != 1:
+    if shape is None or result is None or count is None or len(count) != 1:
         return
     keeps = bool(expansion.get("keepdims", 1))
-    fitting = _candidates(shape, count[0], wanted, keeps)
+    fitting = _candidates(shape, count[0], result, keeps)
     if not 0 < len(fitting) <= _MOST_CANDIDATES or len(shape) > _MOST_DIMENSIONS:
         return
     # Each set of axes is a sum of powers of two, which no axis twice gives.
@@ -173,23 +173,23 @@ def choose_reduction(expansion: Expansion) -> None:
     set_message(expansion.nodes[-1], bounds)
     code = expansion.emit("ReduceSum", bits, keepdims=0)
     place = expansion.emit("Gather", expansion.constant("places", table), code)
-    message = f"{about} that do not give the shape {wanted} of its result"
+    message = f"{about} that do not give the shape {result} of its result"
     set_message(expansion.nodes[-1], message)
     results = [_with_axes(expansion, np.array(axes, np.int64)) for axes in fitting]
     _choose(expansion, results, place, message)
 
 
 def _candidates(
-    shape: Sequence[int], count: int, wanted: Sequence[int], keeps: bool
+    shape: Sequence[int], count: int, result: Sequence[int], keeps: bool
 ) -> list[tuple[int, ...]]:
     """Sets of so many axes that reduce a shape to another one."""
-    found = []
+    candidates = []
     for axes in itertools.combinations(range(len(shape)), count):
         kept = [1 if axis in axes else size for axis, size in enumerate(shape)]
         left = kept if keeps else [size for axis, size in enumerate(shape) if axis not in axes]
-        if list(left) == list(wanted):
-            found.append(axes)
-    return found
+        if list(left) == list(result):
+            candidates.append(axes)
+    return candidates
 
 
 def choose_scan(expansion: Expansion) -> None:

@@ -123,7 +123,7 @@ class _Bins:
             # TVM scales regions after this, ONNX before.
             regions = relax.op.subtract(regions, relax.const(0.5 / self.scale, dtype))
         column = relax.op.expand_dims(relax.op.astype(images, dtype), 1)
-        found = relax.op.vision.roi_align(
+        averaged = relax.op.vision.roi_align(
             data,
             relax.op.concat([column, regions], axis=1),
             pooled_size=self.size,
@@ -134,14 +134,14 @@ class _Bins:
             mode="avg",
         )
         if self.samples or not self.is_aligned:
-            return found
+            return averaged
         # A region without an extent has no samples, and TVM divides by their number.
         corners = relax.op.split(regions, 2, axis=1)
         extents = relax.op.subtract(corners[1], corners[0])
         smallest = relax.op.min(extents, axis=1)
         has_any = relax.op.greater(smallest, relax.const(0, dtype))
         has_any = relax.op.expand_dims(has_any, [1, 2, 3])
-        return relax.op.where(has_any, found, relax.const(0, str(data.ty.dtype)))
+        return relax.op.where(has_any, averaged, relax.const(0, str(data.ty.dtype)))
 
     def maxima(self, data: te.Tensor, regions: te.Tensor, images: te.Tensor) -> te.Tensor:
         """The largest weighted pixel of each bin, [regions, channels, rows, columns]."""
@@ -170,13 +170,13 @@ class _Bins:
             inside = tirx.all(rows.is_inside, columns.is_inside)
             return te.max(tirx.Select(inside, value, tirx.const(0, data.dtype)), axis=steps)
 
-        found = te.compute(shape, largest, name="largest_pixel")
+        computed = te.compute(shape, largest, name="largest_pixel")
 
         def shown(n: Any, c: Any, i: Any, j: Any) -> tirx.Expr:
             # A region without an extent has no samples.
             counts = [self._axis(regions, n, axis)[2] for axis in (0, 1)]
             has_any = tirx.all(*(count > 0 for count in counts))
-            return tirx.Select(has_any, found(n, c, i, j), tirx.const(0, data.dtype))
+            return tirx.Select(has_any, computed(n, c, i, j), tirx.const(0, data.dtype))
 
         return te.compute(shape, shown, name="roi_maxima")
 
@@ -212,15 +212,15 @@ class _Place:
     is_inside: tirx.Expr
 
 
-def _place(at: tirx.Expr, size: Any) -> _Place:
-    dtype = str(at.ty.dtype)
+def _place(position: tirx.Expr, size: Any) -> _Place:
+    dtype = str(position.ty.dtype)
     zero, last = tirx.const(0, dtype), tirx.Cast(dtype, size - 1)
-    is_inside = tirx.all(at >= tirx.const(-1, dtype), at <= tirx.Cast(dtype, size))
-    at = tirx.min(tirx.max(at, zero), last)
+    is_inside = tirx.all(position >= tirx.const(-1, dtype), position <= tirx.Cast(dtype, size))
+    position = tirx.min(tirx.max(position, zero), last)
     final = tirx.Cast("int32", size - 1)
     # What is no number becomes no index outside of the image.
-    low = tirx.max(tirx.min(tirx.Cast("int32", at), final), 0)
-    share = at - tirx.Cast(dtype, low)
+    low = tirx.max(tirx.min(tirx.Cast("int32", position), final), 0)
+    share = position - tirx.Cast(dtype, low)
     one = tirx.const(1, dtype)
     return _Place(((low, one - share), (tirx.min(low + 1, final), share)), is_inside)
 

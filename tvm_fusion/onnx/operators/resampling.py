@@ -110,13 +110,13 @@ def find_scales(
 ) -> list[float] | None:
     """Scale of each dimension, which sizes alone do not determine after rounding."""
     scales_name = node.input[2] if len(node.input) > 2 else ""
-    given = facts.constant(scales_name or (node.input[3] if len(node.input) > 3 else ""))
-    if given is None or len(given) != len(axes):
+    constants = facts.constant(scales_name or (node.input[3] if len(node.input) > 3 else ""))
+    if constants is None or len(constants) != len(axes):
         return None
     if scales_name:
-        factors = [float(value) for value in given]
+        factors = [float(value) for value in constants]
     else:
-        factors = [float(v) / before[axis] for v, axis in zip(given, axes, strict=True)]
+        factors = [float(v) / before[axis] for v, axis in zip(constants, axes, strict=True)]
         policy = attribute(node, "keep_aspect_ratio_policy", "stretch")
         if policy != "stretch":
             factors = [(min if policy == "not_larger" else max)(factors)] * len(factors)
@@ -210,17 +210,17 @@ def _resized_axes(node: onnx.NodeProto, facts: GraphFacts) -> list[_Axis] | None
     method = attribute(node, "mode", "nearest")
     if before is None or after is None or method not in METHODS or 0 in before + after:
         return None
-    given = list(attribute(node, "axes") or range(len(before)))
-    scales = find_scales(node, facts, before, given)
+    axes = list(attribute(node, "axes") or range(len(before)))
+    scales = find_scales(node, facts, before, axes)
     if scales is None or (mode not in COORDINATES and mode != REGION):
         return None
-    whole = np.tile([[0.0], [1.0]], len(given))
+    whole = np.tile([[0.0], [1.0]], len(axes))
     region = facts.constant(node.input[1]) if mode == REGION else whole
-    if region is None or region.size != 2 * len(given):
+    if region is None or region.size != 2 * len(axes):
         return None
     ends = region.astype(np.float32).reshape(2, -1)
     result = []
-    for index, axis in enumerate(given):
+    for index, axis in enumerate(axes):
         axis %= len(before)
         is_whole = mode != REGION or (ends[:, index] == (0, 1)).all()
         if is_whole and (before[axis], scales[axis]) == (after[axis], 1):

@@ -237,13 +237,13 @@ def _least(
     if node.op_type not in _MINIMA:
         return None
     parts = node.input[:1] if node.op_type == "ReduceMin" else node.input
-    found: list[int | Size] = []
+    sizes: list[int | Size] = []
     for part in parts:
         bounds = _least(part, made_by, facts)
         if bounds is None:
             return None
-        found += bounds
-    return found
+        sizes += bounds
+    return sizes
 
 
 def _one_size(

@@ -92,9 +92,9 @@ def expand_nodes(
     Nodes that were emitted are asked again, unless one of the operator of their own came before.
     """
 
-    def parts(node: onnx.NodeProto, asked: frozenset[str]) -> list[onnx.NodeProto]:
+    def parts(node: onnx.NodeProto, kept: frozenset[str]) -> list[onnx.NodeProto]:
         operator = find(node)
-        if operator is None or operator.is_foreign or operator.name in asked:
+        if operator is None or operator.is_foreign or operator.name in kept:
             return [node]
         rule = rule_of(operator)
         if rule is None:
@@ -102,15 +102,15 @@ def expand_nodes(
         expansion = Expansion(node, facts)
         rule(expansion)
         inherit_conditions(node, expansion.nodes)
-        asked |= {operator.name}
-        found = [each for part in expansion.nodes for each in parts(part, asked)]
-        return found or [node]
+        kept |= {operator.name}
+        expanded = [each for part in expansion.nodes for each in parts(part, kept)]
+        return expanded or [node]
 
     nodes: list[onnx.NodeProto] = []
     changed = False
     for node in model.graph.node:
-        found = parts(node, frozenset())
-        changed = changed or len(found) > 1 or found[0] is not node
-        nodes += found
+        expanded = parts(node, frozenset())
+        changed = changed or len(expanded) > 1 or expanded[0] is not node
+        nodes += expanded
     replace_nodes(model.graph, nodes)
     return changed

@@ -49,17 +49,17 @@ def expand_dft(expansion: Expansion) -> None:
     shape = list(facts.shape(x) or ())
     axis = _axis(expansion.node, facts) % len(shape)
     onesided, inverse = (bool(expansion.get(n, 0)) for n in ("onesided", "inverse"))
-    given = shape[axis]
-    length = _length(expansion.node, facts, given, onesided and inverse)
+    count = shape[axis]
+    length = _length(expansion.node, facts, count, onesided and inverse)
     last = len(shape) - 2
     perm = [i for i in range(len(shape) - 1) if i != axis]
     if axis != last:
         x = expansion.emit("Transpose", x, perm=[*perm, axis, len(shape) - 1])
     outer = [shape[i] for i in perm]
-    matrix = _matrix(given, length, shape[-1], onesided, inverse)
+    matrix = _matrix(count, length, shape[-1], onesided, inverse)
     kind = helper.tensor_dtype_to_np_dtype(facts.dtype(expansion.input(0)))
-    flat = expansion.emit("Reshape", x, _ints(expansion, *outer, given * shape[-1]))
-    columns = matrix.reshape(given * shape[-1], -1).astype(kind)
+    flat = expansion.emit("Reshape", x, _ints(expansion, *outer, count * shape[-1]))
+    columns = matrix.reshape(count * shape[-1], -1).astype(kind)
     product = expansion.emit("MatMul", flat, expansion.constant("transform", columns))
     result = expansion.emit("Reshape", product, _ints(expansion, *outer, *matrix.shape[2:]))
     if axis != last:
@@ -161,8 +161,8 @@ def translate_determinant(
 ) -> relax.Expr:
     """Determinants of [..., size, size]; those of 16-bit numbers are computed in float32."""
     x = inputs[0]
-    own = str(x.ty.dtype)
-    dtype = own if own == "float64" else "float32"
+    stored = str(x.ty.dtype)
+    dtype = stored if stored == "float64" else "float32"
     *outer, _, size = x.ty.shape
     batch = math.prod(outer) if outer else 1
     x = builder.normalize(relax.op.astype(x, dtype))
@@ -175,7 +175,7 @@ def translate_determinant(
     ]
     all_results = builder.emit(relax.call_tir(kernel, [x], types))
     result = builder.emit(relax.TupleGetItem(all_results, 0))
-    return relax.op.astype(builder.normalize(relax.op.reshape(result, outer)), own)
+    return relax.op.astype(builder.normalize(relax.op.reshape(result, outer)), stored)
 
 
 def determinant_problem(node: onnx.NodeProto, facts: GraphFacts) -> str | None:

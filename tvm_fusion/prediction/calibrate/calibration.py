@@ -277,14 +277,14 @@ def _copies(machine: Machine, calls: Iterable[tuple[KernelCall, float]]) -> dict
             moving = max(seconds - fork, seconds / 2)
             level = level_of(call.moved_bytes, machine)
             rates.setdefault(level, []).append(call.moved_bytes / moving)
-    found = {level: statistics.median(rates[level]) for level in LEVELS if level in rates}
-    nearest = next(iter(found.values()), 0.0)
+    medians = {level: statistics.median(rates[level]) for level in LEVELS if level in rates}
+    nearest = next(iter(medians.values()), 0.0)
     for level in LEVELS:  # no farther level is faster
-        if level in found:
-            nearest = found[level] = min(nearest, found[level])
+        if level in medians:
+            nearest = medians[level] = min(nearest, medians[level])
         elif nearest:
-            nearest = found[level] = min(nearest, COPY * machine[f"bandwidth.{level}"])
-    return {f"bandwidth.copy.{level}": rate for level, rate in found.items()}
+            nearest = medians[level] = min(nearest, COPY * machine[f"bandwidth.{level}"])
+    return {f"bandwidth.copy.{level}": rate for level, rate in medians.items()}
 
 
 def _sample(case: AnyCase, call: KernelCall, seconds: float) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def library_figures(
     families: dict[str, list[tuple[KernelCall, float]]] = {}
     for call, seconds in timed:
         families.setdefault(family(call), []).append((call, seconds))
-    found: dict[str, float] = {}
+    merged: dict[str, float] = {}
     for name, group in families.items():
         group.sort(key=lambda one: one[0].moved_bytes)
         rows = np.array([terms(call, machine) for call, _ in group])
@@ -367,8 +367,8 @@ def library_figures(
         figures = dict(zip(TERMS, _factors(rows, times).tolist(), strict=True))
         figures |= {"low": low, "high": high}
         figures["most"] = max(call.moved_bytes for call, _ in group)
-        found |= {f"{PREFIX}.{name}.{key}": one for key, one in figures.items() if one > 0}
-    return found
+        merged |= {f"{PREFIX}.{name}.{key}": one for key, one in figures.items() if one > 0}
+    return merged
 
 
 def _factors(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:

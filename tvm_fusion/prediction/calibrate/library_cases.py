@@ -101,20 +101,20 @@ def _product(m: int, n: int, k: int) -> list[LibraryCase]:
 
 
 def _batched_products() -> list[LibraryCase]:
-    found = []
+    cases = []
     sizes = ((12, 128, 128, 64), (256, 9, 9, 64), (12, 128, 64, 128), (32, 64, 64, 64))
     for b, m, n, k in sizes:
         call = gemm(_float(b, m, k), _float(b, k, n), _float(b, m, n), batched=True)
         operands = (b, m, k), (b, k, n)
         name = f"pytorch {b} matmuls {m}x{k} by {k}x{n}"
-        found.append(LibraryCase(name, call, operands, (), lambda torch, x, y: torch.bmm(x, y)))
+        cases.append(LibraryCase(name, call, operands, (), lambda torch, x, y: torch.bmm(x, y)))
         name = f"pytorch gradient of {b} matmuls {m}x{k} by {k}x{n}"
         call = gemm(_float(b, k, m), _float(b, m, n), _float(b, k, n), batched=True)
         call = replace(call, op="bmm_backward")
         operands = (b, m, k), (b, m, n)
         run = lambda torch, x, g: torch.bmm(x.transpose(1, 2), g)  # noqa: E731
-        found.append(LibraryCase(name, call, operands, (), run))
-    return found
+        cases.append(LibraryCase(name, call, operands, (), run))
+    return cases
 
 
 def _convolutions() -> list[LibraryCase]:
@@ -177,7 +177,7 @@ def _convolutions_1d() -> list[LibraryCase]:
         *((1, 64, 128, 256, 3), (8, 128, 128, 128, 3), (1, 256, 256, 64, 5), (4, 16, 32, 4096, 9)),
         *((1, 512, 512, 128, 1), (16, 64, 64, 512, 3)),
     )
-    found = []
+    cases = []
     for b, inputs, outputs, length, kernel in layers:
         data, weight, result = (b, inputs, length), (outputs, inputs, kernel), (b, outputs, length)
         operands = [_float(*shape) for shape in (data, weight)]
@@ -185,20 +185,20 @@ def _convolutions_1d() -> list[LibraryCase]:
         both = _backward(call, 4.0 * (prod(data) + prod(weight)))
         text = f"{b} {inputs}-{outputs} {kernel} @{length}"
         shapes = data, weight, result
-        found += _layer("conv1d", text, call, both, *shapes, 1, 1, kernel // 2, 1)
-    return found
+        cases += _layer("conv1d", text, call, both, *shapes, 1, 1, kernel // 2, 1)
+    return cases
 
 
 def _rows() -> list[LibraryCase]:
     sizes = ((1536, 128), (128, 768), (64, 1000), (512, 1024), (16, 4096), (4096, 256))
-    found = []
+    cases = []
     for count, width in sizes:
         data, shape, text = _float(count, width), (count, width), f"{count}x{width}"
         softmax, norm = (
             rows(op, data, width, data, extra)
             for op, extra in (("softmax", 0), ("layer_norm", 8 * width))
         )
-        found += [
+        cases += [
             LibraryCase(
                 f"pytorch softmax {text}",
                 softmax,
@@ -230,16 +230,16 @@ def _rows() -> list[LibraryCase]:
                 ),
             ),
         ]
-    return found + _batch_norms() + _pools()
+    return cases + _batch_norms() + _pools()
 
 
 def _batch_norms() -> list[LibraryCase]:
-    found = []
+    cases = []
     for shape in ((1, 64, 56, 56), (8, 32, 32, 32), (1, 512, 7, 7), (16, 128, 16, 16)):
         data, channels = _float(*shape), (shape[1],)
         call = elementwise("batch_norm", [data, *[_float(*channels)] * 4], data)
         text = " x ".join(map(str, shape))
-        found.append(
+        cases.append(
             LibraryCase(
                 f"pytorch batch norm {text}",
                 call,
@@ -250,7 +250,7 @@ def _batch_norms() -> list[LibraryCase]:
                 ),
             )
         )
-        found.append(
+        cases.append(
             LibraryCase(
                 f"pytorch batch norm backward {text}",
                 elementwise("batch_norm_backward", [data, data, *[_float(*channels)] * 5], data),
@@ -261,12 +261,12 @@ def _batch_norms() -> list[LibraryCase]:
                 ),
             )
         )
-    return found
+    return cases
 
 
 def _pools() -> list[LibraryCase]:
     """The largest of windows that overlap or do not, and the mean of each image."""
-    found = []
+    cases = []
     for shape, window in (
         ((1, 64, 112, 112), 3),
         ((1, 64, 224, 224), 2),
@@ -277,7 +277,7 @@ def _pools() -> list[LibraryCase]:
         data, text = _float(*shape), " x ".join(map(str, shape))
         pad, channels = window // 3, _float(*shape[:2])
         out = _float(*shape[:2], *((size + 2 * pad - window) // 2 + 1 for size in shape[2:]))
-        found += [
+        cases += [
             LibraryCase(
                 f"pytorch max pool {window}x{window} of {text}",
                 elementwise("pool", [data], out, window**2),
@@ -293,7 +293,7 @@ def _pools() -> list[LibraryCase]:
                 lambda torch, x: x.mean((2, 3)),
             ),
         ]
-    return found
+    return cases
 
 
 def _max_pool(window: int, pad: int, torch: Any, x: Any) -> Any:
@@ -301,7 +301,7 @@ def _max_pool(window: int, pad: int, torch: Any, x: Any) -> Any:
 
 
 def _streams() -> list[LibraryCase]:
-    found = []
+    cases = []
     for count in (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23):
         shape = count // 64, 64
         for op, (operands, run) in _OPERATORS.items():
@@ -309,8 +309,8 @@ def _streams() -> list[LibraryCase]:
             joined = _float(2 * shape[0], 64)
             call = elementwise(op, [out] * operands, joined if op == "concat" else out)
             name = f"pytorch {op.replace('_', ' ')} of {count}"
-            found.append(LibraryCase(name, call, (shape,) * operands, (), run))
-    return found
+            cases.append(LibraryCase(name, call, (shape,) * operands, (), run))
+    return cases
 
 
 _Run = Callable[..., Any]
@@ -341,10 +341,10 @@ def _lookups() -> list[LibraryCase]:
         *((128, 1000, 10, 64), (512, 100_000, 10, 64), (1024, 1_000_000, 20, 32)),
         *((256, 10_000, 40, 128), (2048, 100_000, 1, 16), (512, 1000, 80, 64)),
     )
-    found = []
-    for bags, count, each, width in sizes:
-        lookups, wide = bags * each, 4.0 * width
-        named = {"B": bags, "T": 1, "E": count, "L": each, "D": width}
+    cases = []
+    for bags, count, bag_rows, width in sizes:
+        lookups, wide = bags * bag_rows, 4.0 * width
+        named = {"B": bags, "T": 1, "E": count, "L": bag_rows, "D": width}
         flops, read = float(lookups * width), lookups * (wide + 8)
         call = KernelCall("embedding_bag", named, "float32", flops, read, bags * wide)
         both = replace(
@@ -354,14 +354,14 @@ def _lookups() -> list[LibraryCase]:
             read_bytes=bags * wide + lookups * (wide + 8),
             written_bytes=lookups * wide,
         )
-        text = f"{bags} of {each} in {count}x{width}"
+        text = f"{bags} of {bag_rows} in {count}x{width}"
         table, grad = (count, width), (bags, width)
-        run, backward = _lookup_of(bags, count, each)
-        found.append(LibraryCase(f"pytorch embedding bag {text}", call, (), (table,), run))
-        found.append(_gather(lookups, count, width))
+        run, backward = _lookup_of(bags, count, bag_rows)
+        cases.append(LibraryCase(f"pytorch embedding bag {text}", call, (), (table,), run))
+        cases.append(_gather(lookups, count, width))
         name = f"pytorch embedding bag backward {text}"
-        found.append(LibraryCase(name, both, (grad,), (table,), backward))
-    return found
+        cases.append(LibraryCase(name, both, (grad,), (table,), backward))
+    return cases
 
 
 def _gather(lookups: int, count: int, width: int) -> LibraryCase:
@@ -374,14 +374,14 @@ def _gather(lookups: int, count: int, width: int) -> LibraryCase:
     )
 
 
-def _lookup_of(bags: int, count: int, each: int, summed: bool = True) -> tuple[_Run, _Run]:
+def _lookup_of(bags: int, count: int, bag_rows: int, summed: bool = True) -> tuple[_Run, _Run]:
     """Lookups of equally likely rows, and their gradient with its update by plain SGD."""
     kept: list[Sequence[Any]] = []
 
     def operands(torch: Any, table: Any) -> Sequence[Any]:
         if not kept:
-            indices = torch.randint(count, (bags * each,))
-            offsets = torch.arange(0, bags * each, each)
+            indices = torch.randint(count, (bags * bag_rows,))
+            offsets = torch.arange(0, bags * bag_rows, bag_rows)
             kept.append((indices, offsets, torch.ops.aten.embedding_bag(table, indices, offsets)))
         return kept[0]
 
@@ -439,13 +439,13 @@ def time_library(
     with torch.no_grad():
         data = [torch.randn(shape) for shape in case.data]
         sets = [[torch.randn(shape) for shape in case.weights]]
-        weights = sum(one.numel() * one.element_size() for one in sets[0])
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in sets[0])
         copies = max(1, min(MOST_COPIES, cold // weights)) if weights else 1
-        sets += [[one.clone() for one in sets[0]] for _ in range(copies - 1)]
+        sets += [[tensor.clone() for tensor in sets[0]] for _ in range(copies - 1)]
 
         def write() -> None:
-            for one in data:
-                one.mul_(1.0)
+            for tensor in data:
+                tensor.mul_(1.0)
 
         turns = [partial(case.run, torch, *data, *own) for own in sets]
         found = [_typical(turns, write)]

@@ -113,17 +113,17 @@ class KernelTimer:
         self, functions: Mapping[str, tirx.PrimFunc], constants: Mapping[str, Sequence[bool]]
     ) -> Any:
         """A library of kernels, and of functions that write their data."""
-        found = {}
+        named = {}
         for name, func in functions.items():
-            found[name] = func.with_attr("global_symbol", name)
+            named[name] = func.with_attr("global_symbol", name)
             for position in _written(func, constants[name]):
                 param = func.params[position]
                 shape = planes([int(extent) for extent in param.shape])
                 (write,) = writer(shape, str(param.dtype), self._crew.threads).functions.values()
                 written = f"{name}_write{position}"
-                found[written] = write.with_attr("global_symbol", written)
+                named[written] = write.with_attr("global_symbol", written)
         with self._target:
-            return tvm.compile(tvm.IRModule(found), self._target)
+            return tvm.compile(tvm.IRModule(named), self._target)
 
     def _time(
         self, library: Any, name: str, func: tirx.PrimFunc, fixed: Sequence[bool], cold: int
@@ -232,7 +232,7 @@ def _written(func: tirx.PrimFunc, fixed: Sequence[bool]) -> list[int]:
 
 def _constants(mod: tvm.IRModule) -> dict[str, list[bool]]:
     """Parameters that are constants, of each function that ``main`` calls."""
-    found = {}
+    constants = {}
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
             call = binding.value
@@ -241,8 +241,8 @@ def _constants(mod: tvm.IRModule) -> dict[str, list[bool]]:
                 if name is not None:
                     fixed = [isinstance(each, GenericConst) for each in call.args[1].fields]
                     missing = len(mod[name].params) - len(fixed)
-                    found[name] = fixed + [False] * missing
-    return found
+                    constants[name] = fixed + [False] * missing
+    return constants
 
 
 def _array(param: Any) -> np.ndarray:

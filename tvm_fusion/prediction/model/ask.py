@@ -52,7 +52,7 @@ class Question:
         return predict_on(imported, self.machine, self.engine, **self.options)
 
     def what_if(
-        self, imported: StaticModel, found: ModelPrediction, changes: Sequence[str]
+        self, imported: StaticModel, prediction: ModelPrediction, changes: Sequence[str]
     ) -> ModelPrediction:
         """Add what changes would bring to a prediction of this question.
 
@@ -74,30 +74,32 @@ class Question:
         Raises ``PredictionError`` if a change is unknown, its value is wrong, or it matches no
         operator.
         """
-        answers = tuple(self._answer(imported, found, text) for text in changes)
-        return replace(found, answers=answers)
+        answers = tuple(self._answer(imported, prediction, text) for text in changes)
+        return replace(prediction, answers=answers)
 
-    def _answer(self, imported: StaticModel, found: ModelPrediction, text: str) -> Answer:
-        asked, edits = self, list[str]()
+    def _answer(self, imported: StaticModel, prediction: ModelPrediction, text: str) -> Answer:
+        question, edits = self, list[str]()
         for part in text.split(" and "):
             name, _, value = part.strip().partition("=")
             if name in _OF_RANKS:
                 raise PredictionError(f"{part!r} is for traces of several ranks")
             if name in _SETTINGS:
-                asked = _SETTINGS[name](asked, value)
+                question = _SETTINGS[name](question, value)
             elif name in _EDITS:
                 edits.append(part)
             else:
                 known = ", ".join((*_SETTINGS, *_EDITS))
                 raise PredictionError(f"unknown change {part!r}; expected {known}")
-        scenario = found.scenario
-        if asked != self:
-            same = all(getattr(asked, x) == getattr(self, x) for x in ("shapes", "phase", "step"))
-            changed = asked.predict(imported if same else asked.imported())
+        scenario = prediction.scenario
+        if question != self:
+            same = all(
+                getattr(question, x) == getattr(self, x) for x in ("shapes", "phase", "step")
+            )
+            changed = question.predict(imported if same else question.imported())
             scenario = replace(changed.scenario, notes=changed.notes)
         if edits:
             scenario = scenario.change(" and ".join(edits))
-        return scenario.answer(text, found.seconds)
+        return scenario.answer(text, prediction.seconds)
 
 
 def phase_shapes(graph: onnx.GraphProto, phase: str, step: int) -> dict[str, int]:
@@ -121,26 +123,26 @@ def phase_shapes(graph: onnx.GraphProto, phase: str, step: int) -> dict[str, int
         for dim in each.type.tensor_type.shape.dim
         if dim.dim_param
     }
-    found = {}
+    shapes = {}
     for name, low in names.items():
         if "total" in low or ("past" in low and "+" in low):
-            found[name] = past + new
+            shapes[name] = past + new
         elif "past" in low:
-            found[name] = past
+            shapes[name] = past
         elif "seq" in low or "length" in low:
-            found[name] = new
-    if new not in found.values() or (past and not {past, past + new} & set(found.values())):
-        wanted = "sequence" if new not in found.values() else "past"
+            shapes[name] = new
+    if new not in shapes.values() or (past and not {past, past + new} & set(shapes.values())):
+        wanted = "sequence" if new not in shapes.values() else "past"
         raise PredictionError(
             f"phase {phase}: no open dimension is called like {wanted!r}; the model has "
             f"{', '.join(names) or 'none'}: bind them by shapes (--shape NAME=SIZE)"
         )
-    if 0 in found.values():
-        name = next(name for name, size in found.items() if not size)
+    if 0 in shapes.values():
+        name = next(name for name, size in shapes.items() if not size)
         raise PredictionError(
             f"phase prefill: {name!r} would be 0; expected a model of the prompt, without a past"
         )
-    return found
+    return shapes
 
 
 def _machine(asked: Question, value: str) -> Question:
@@ -184,8 +186,8 @@ def _winograd(asked: Question, value: str) -> Question:
     return replace(asked, options={**asked.options, "winograd": winograd})
 
 
-def _batch(asked: Question, value: str) -> Question:
-    shapes = dict(asked.shapes or {})
+def _batch(question: Question, value: str) -> Question:
+    shapes = dict(question.shapes or {})
     size = shapes.get("batch")
     if type(size) is not int:
         raise PredictionError(
@@ -197,7 +199,7 @@ def _batch(asked: Question, value: str) -> Question:
         larger = 0.0
     if not (0 < larger < 1 << 31 and larger == int(larger)):
         raise PredictionError(f"batch={value}: {value!r} times {size} is no positive integer")
-    return replace(asked, shapes={**shapes, "batch": int(larger)})
+    return replace(question, shapes={**shapes, "batch": int(larger)})
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> str:
@@ -303,11 +305,11 @@ def predictions_table(predictions: Sequence[ModelPrediction], title: str = "") -
     return Group(*tables, *([_comparison(predictions)] if len(predictions) > 1 else []))
 
 
-def kernels_table(found: ModelPrediction, title: str = "") -> Table:
+def kernels_table(prediction: ModelPrediction, title: str = "") -> Table:
     """One row a launch, in the order of the run."""
     table = Table(
-        title=f"{title}, {found.engine} on {found.title}",
-        caption="\n".join([_totals(found), *found.notes]),
+        title=f"{title}, {prediction.engine} on {prediction.title}",
+        caption="\n".join([_totals(prediction), *prediction.notes]),
     )
     table.add_column("call", justify="right")
     table.add_column("kernel")
@@ -316,12 +318,12 @@ def kernels_table(found: ModelPrediction, title: str = "") -> Table:
     table.add_column("bound by")
     table.add_column("of roofline", justify="right")
     table.add_column("model")
-    for row in found.kernels:
+    for row in prediction.kernels:
         table.add_row(
             str(row.position),
             f"{row.kernel}: {row.operator}" if row.kernel not in row.operator else row.operator,
             *(f"{seconds * 1e6:.1f}" for seconds in (row.seconds, row.low, row.high)),
-            f"{row.seconds / found.kernel_seconds:.1%}",
+            f"{row.seconds / prediction.kernel_seconds:.1%}",
             row.bound,
             f"{row.roofline_share:.0%}",
             row.model if row.in_range else " ".join((row.model, "*", ", ".join(row.extrapolated))),
@@ -329,15 +331,15 @@ def kernels_table(found: ModelPrediction, title: str = "") -> Table:
     return table
 
 
-def _totals(found: ModelPrediction) -> str:
-    outside = sum(not row.in_range for row in found.kernels)
+def _totals(prediction: ModelPrediction) -> str:
+    outside = sum(not row.in_range for row in prediction.kernels)
     text = (
-        f"A run takes {found.seconds * 1e3:.3f} ms ({found.low * 1e3:.3f} to "
-        f"{found.high * 1e3:.3f}): kernels {found.kernel_seconds * 1e3:.3f} ms, and "
-        f"{found.host_seconds * 1e3:.3f} ms of the host that they do not hide."
+        f"A run takes {prediction.seconds * 1e3:.3f} ms ({prediction.low * 1e3:.3f} to "
+        f"{prediction.high * 1e3:.3f}): kernels {prediction.kernel_seconds * 1e3:.3f} ms, and "
+        f"{prediction.host_seconds * 1e3:.3f} ms of the host that they do not hide."
     )
-    if found.memory_bytes is not None:
-        text += f"\nPeak memory of a rank: {found.memory_bytes / 1e9:.3g} GB."
+    if prediction.memory_bytes is not None:
+        text += f"\nPeak memory of a rank: {prediction.memory_bytes / 1e9:.3g} GB."
     if outside:
         text += f"\n* {outside} kernels outside of what their model was fitted to"
         text += ", in machine, type or size"

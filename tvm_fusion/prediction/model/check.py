@@ -123,16 +123,16 @@ def pair(prediction: ModelPrediction, measured: Profile) -> CheckedModel:
 
 def check_table(checked: CheckedModel, title: str = "") -> Table:
     """One row a kernel: predicted and measured."""
-    found = checked.prediction
+    prediction = checked.prediction
     table = Table(
-        title=f"{title}, predicted and measured on {found.title}",
+        title=f"{title}, predicted and measured on {prediction.title}",
         caption="\n".join(
             [
-                f"A run: predicted {found.seconds * 1e3:.3f} ms, measured "
+                f"A run: predicted {prediction.seconds * 1e3:.3f} ms, measured "
                 f"{checked.seconds * 1e3:.3f} ms ({checked.error:+.1%}). Kernels: GMAE "
                 f"{geometric_error(checked.errors):.1%}, MAPE {mean_error(checked.errors):.1%}, "
                 f"{checked.inside:.0%} inside their intervals.",
-                *found.notes,
+                *prediction.notes,
             ]
         ),
     )
@@ -141,7 +141,7 @@ def check_table(checked: CheckedModel, title: str = "") -> Table:
     for heading in ("predicted us", "from", "to", "measured us", "error"):
         table.add_column(heading, justify="right")
     table.add_column("model")
-    rows = zip(found.kernels, checked.measured, checked.errors, strict=True)
+    rows = zip(prediction.kernels, checked.measured, checked.errors, strict=True)
     for row, measured, error in rows:
         table.add_row(
             str(row.position),

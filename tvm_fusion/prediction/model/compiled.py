@@ -76,7 +76,7 @@ def describe_cpu_kernels(
         kept_bytes = sum(costs[name].cost.weight_bytes for name in called)
         kept_bytes += max((costs[name].cost.activation_bytes for name in called), default=0)
     info = predicted_cpu(machine, target, kept_bytes)
-    found: dict[str, KernelCall] = {}
+    calls: dict[str, KernelCall] = {}
     for variable, func in functions.items():
         name = variable.name_hint
         if name not in called:
@@ -88,8 +88,8 @@ def describe_cpu_kernels(
         op, cycles = _template(func, target, info, records) or (call.op, known)
         if cycles:
             more["cycles"] = cycles
-        found[name] = replace(call, op=op, sizes={**call.sizes, **more})
-    return [_op(LoweredKernel(found[name], costs[name].operator)) for name in called]
+        calls[name] = replace(call, op=op, sizes={**call.sizes, **more})
+    return [_op(LoweredKernel(calls[name], costs[name].operator)) for name in called]
 
 
 def _op(kernel: LoweredKernel) -> LoweredOp:
@@ -180,16 +180,16 @@ def lower_to_gpu_kernels(
         costs = kernel_costs(mod)
         called = [name for name in called_functions(mod) if name in costs]
         configured = {name: rule.configure(mod[name], target) for name in set(called)}
-    found: dict[str, LoweredOp] = {}
+    lowered: dict[str, LoweredOp] = {}
     ops = []
     for name in called:
-        if name not in found:
+        if name not in lowered:
             call = _by_work(name, "gpu", costs[name].cost, mod[name])
             like = _library_call(call, costs[name].kernel, mod[name], target.host)
             ours = replace(call, op=f"our {like.op}")
             call = _one_pass_reduction(configured[name], target, name) or ours
-            found[name] = _op(LoweredKernel(call, costs[name].operator, like))
-        ops.append(found[name])
+            lowered[name] = _op(LoweredKernel(call, costs[name].operator, like))
+        ops.append(lowered[name])
     return ops
 
 

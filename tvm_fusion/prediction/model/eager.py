@@ -223,20 +223,20 @@ class _Eager:
     def _fused(self, var: relax.Var, value: relax.Expr, name: str) -> Any:
         """A value of an attention: only the last one has a kernel."""
         count = len(self.ops)
-        found = self._operator(var, value, name)
+        fused = self._operator(var, value, name)
         del self.ops[count:]
         if var not in self._attentions:
-            return found
+            return fused
         call = self._attentions[var].call
-        self._shared = found.split
+        self._shared = fused.split
         self._add("scaled_dot_product_attention", call)
         self._shared = False
-        *outer, heads, length, size = found.tensor.shape
+        *outer, heads, length, size = fused.tensor.shape
         if length != call.sizes["L"]:
-            return found
+            return fused
         # In memory the heads of a query lie one after the other.
         *along, query, head, element = contiguous((*outer, length, heads, size))
-        return replace(found, strides=(*along, head, query, element))
+        return replace(fused, strides=(*along, head, query, element))
 
     def _operator(self, var: relax.Var, value: relax.Expr, name: str) -> Any:
         args = [self._value(arg) for arg in _tensors(value)]
@@ -255,13 +255,13 @@ class _Eager:
             args = [self._whole(arg) for arg in args]
         self._shared = any(arg.split for arg in args)
         handler: Callable[..., Any] | None = _HANDLERS.get(name)
-        found = self._plain(var, call, name, args) if handler is None else None
+        lowered = self._plain(var, call, name, args) if handler is None else None
         if handler is not None:
-            found = handler(self, var, call, args)
+            lowered = handler(self, var, call, args)
         split, self._shared = self._shared, False
-        parts = found if isinstance(found, tuple) else (found,)
+        parts = lowered if isinstance(lowered, tuple) else (lowered,)
         parts = tuple(replace(part, split=split) for part in parts)
-        return parts if isinstance(found, tuple) else parts[0]
+        return parts if isinstance(lowered, tuple) else parts[0]
 
     def _is_whole(self, arg: _Value, out: _Value) -> bool:
         """Return whether every rank has all of an operand as large as the result."""
@@ -573,15 +573,15 @@ def view(
             runs[-1] = [runs[-1][0] * size, step]
         else:
             runs.append([size, step])
-    found: list[int] = []
+    reversed_strides: list[int] = []
     for size in reversed(new):
         if size == 1:
-            found.append(found[-1] if found else 1)
+            reversed_strides.append(reversed_strides[-1] if reversed_strides else 1)
             continue
         while runs and runs[-1][0] == 1:
             runs.pop()
         if not runs or runs[-1][0] % size:
             return None
-        found.append(runs[-1][1])
+        reversed_strides.append(runs[-1][1])
         runs[-1] = [runs[-1][0] // size, runs[-1][1] * size]
-    return tuple(reversed(found))
+    return tuple(reversed(reversed_strides))

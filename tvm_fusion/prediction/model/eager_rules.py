@@ -164,22 +164,22 @@ def find_attentions(mod: tvm.IRModule) -> dict[relax.Var, FusedAttention]:
     }
     uses = Counter(operands(graph.func.body.body))
     uses.update(var for value in bindings.values() for var in operands(value))
-    found: dict[relax.Var, FusedAttention] = {}
+    attentions: dict[relax.Var, FusedAttention] = {}
 
     def note(graph: Graph, last: relax.Expr) -> None:
         region = read_region(graph, last)
         if region is not None:
-            _add(region, bindings, uses, found)
+            _add(region, bindings, uses, attentions)
 
     graph.sweep(dict.fromkeys((*MOVES, "relax.astype", "relax.matmul"), [note]))
-    return found
+    return attentions
 
 
 def _add(
     region: AttentionRegion,
     bindings: _Bindings,
     uses: Counter[relax.Var],
-    found: dict[relax.Var, FusedAttention],
+    attentions: dict[relax.Var, FusedAttention],
 ) -> None:
     """Note a region whose kernel there is."""
     products = [var for var, value in region.values.items() if op_name(value) == "relax.matmul"]
@@ -196,7 +196,7 @@ def _add(
         if var not in inside and reads[var] == uses[var] and var in bindings and var in reads:
             inside.add(var)
             reads.update(operands(bindings[var]))
-    found[result] = FusedAttention(call, frozenset(inside))
+    attentions[result] = FusedAttention(call, frozenset(inside))
 
 
 def _call(bindings: _Bindings, scores: relax.Var, result: relax.Var) -> KernelCall | None:

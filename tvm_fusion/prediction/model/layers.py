@@ -174,46 +174,46 @@ def _signatures(
 
     The first column is the node itself. None if a node reads what a later one makes.
     """
-    made = {name: at for at, node in enumerate(graph.node) for name in node.output if name}
+    made = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     kinds = _kinds(graph, shapes)
     results = {value.name for value in graph.output}
     numbers: dict[Any, int] = {}
     width = 1 + max((len(node.input) for node in graph.node), default=0)
     kind, origin, named = (np.full((len(graph.node), width), -1) for _ in range(3))
     first: dict[str, tuple[int, int]] = {}
-    for at, node in enumerate(graph.node):
+    for index, node in enumerate(graph.node):
         attributes = tuple(sorted(entry.SerializeToString() for entry in node.attribute))
         outputs = tuple(bool(name) + (name in results) for name in node.output)
         own = (node.domain, node.op_type, attributes, outputs, len(node.input))
-        kind[at, 0] = numbers.setdefault(own, len(numbers))
+        kind[index, 0] = numbers.setdefault(own, len(numbers))
         for slot, name in enumerate(node.input, 1):
             if not name:
                 continue
             what: Any
             if name in made:
                 since, what = made[name], list(graph.node[made[name]].output).index(name)
-                if since >= at:
+                if since >= index:
                     return None
             else:
-                since, place = first.setdefault(name, (at, slot))
+                since, place = first.setdefault(name, (index, slot))
                 what = (place, kinds.get(name, name))
-            kind[at, slot] = numbers.setdefault(what, len(numbers))
-            origin[at, slot] = at - since
-            named[at, slot] = numbers.setdefault(name, len(numbers))
+            kind[index, slot] = numbers.setdefault(what, len(numbers))
+            origin[index, slot] = index - since
+            named[index, slot] = numbers.setdefault(name, len(numbers))
     return kind, origin, named
 
 
 def _kinds(graph: onnx.GraphProto, shapes: Shapes) -> dict[str, Any]:
     """Kinds of tensors by name, which tell inputs and weights apart."""
-    found: dict[str, Any] = {
+    kinds: dict[str, Any] = {
         value.name: (value.type.SerializeToString(), str(shapes.get(value.name)))
         for value in graph.input
     }
     factors = _factors(graph)
     for tensor in graph.initializer:
         content = None if tensor.name in factors else _content(tensor)
-        found[tensor.name] = tensor.data_type, tuple(tensor.dims), content
-    return found
+        kinds[tensor.name] = tensor.data_type, tuple(tensor.dims), content
+    return kinds
 
 
 def _factors(graph: onnx.GraphProto) -> set[str]:
@@ -268,9 +268,9 @@ def shortened(
     whole, removed = model.graph, run.removed(kept)
     by_name = {
         old: new
-        for at in removed[-2 * run.period :]
+        for index in removed[-2 * run.period :]
         for old, new in zip(
-            whole.node[at].output, whole.node[at - len(removed)].output, strict=True
+            whole.node[index].output, whole.node[index - len(removed)].output, strict=True
         )
     }
     short = onnx.ModelProto(
@@ -283,8 +283,8 @@ def shortened(
     graph.node.extend([*whole.node[: removed.start], *whole.node[removed.stop :]])
     for node in graph.node[removed.start :]:
         node.input[:] = [by_name.get(name, name) for name in node.input]
-    gone = {name for at in removed for name in whole.node[at].output if name}
-    gone |= {name for at in removed for name in whole.node[at].input}
+    gone = {name for index in removed for name in whole.node[index].output if name}
+    gone |= {name for index in removed for name in whole.node[index].input}
     gone -= {name for node in graph.node for name in (*node.input, *node.output)}
     for field in ("input", "output", "value_info"):
         values = getattr(whole, field)
@@ -311,22 +311,22 @@ def continued(few: EagerRun, more: EagerRun, times: int) -> EagerRun | None:
     None if the two differ by anything but the operators of a layer like the one before it.
     """
     size = len(more.ops) - len(few.ops)
-    at = _common(few.ops, more.ops)
-    layer = more.ops[at : at + size]
+    start = _common(few.ops, more.ops)
+    layer = more.ops[start : start + size]
     if (
         size <= 0
-        or at < size
-        or few.ops[at - size : at] != layer
-        or few.ops[at:] != more.ops[at + size :]
+        or start < size
+        or few.ops[start - size : start] != layer
+        or few.ops[start:] != more.ops[start + size :]
     ):
         return None
-    ops = [*few.ops[:at], *times * layer, *few.ops[at:]]
+    ops = [*few.ops[:start], *times * layer, *few.ops[start:]]
     weights = few.weight_bytes + times * (more.weight_bytes - few.weight_bytes)
     # What is held at an operator grows alike with each layer, and from layer to layer alike, so
     # that it is most in one of the first or in one of the last. The end may begin as a layer does:
     # only places a layer away from where the runs part are those of the same operators.
-    behind = len(few.ops) - at + 2 * size
-    ends = [(few.held[: at + 1 - size], more.held), (few.held[::-1][:behind], more.held[::-1])]
+    behind = len(few.ops) - start + 2 * size
+    ends = [(few.held[: start + 1 - size], more.held), (few.held[::-1][:behind], more.held[::-1])]
     held = [one + times * (other - one) for pair in ends for one, other in zip(*pair, strict=False)]
     return EagerRun(ops, weights, tuple(held))
 

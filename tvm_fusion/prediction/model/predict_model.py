@@ -216,40 +216,40 @@ def predict_on(
         raise PredictionError(f"precision is {precision!r}; expected one of {known}")
     if cluster is not None:
         machine = cluster.machine
-    found = machine if isinstance(machine, Machine) else find_machine(machine, threads)
-    if precision not in _ON_CPUS[engine] and found.kind != "gpu":
+    described = machine if isinstance(machine, Machine) else find_machine(machine, threads)
+    if precision not in _ON_CPUS[engine] and described.kind != "gpu":
         raise PredictionError(
-            f"precision {precision} is for GPUs; {found.name!r} is a CPU, for which engine "
+            f"precision {precision} is for GPUs; {described.name!r} is a CPU, for which engine "
             f"{engine!r} is predicted in {' and '.join(_ON_CPUS[engine])}: predict a model that is "
             "stored in this type"
         )
-    if ranks != 1 and (engine != "pytorch" or found.kind != "gpu" or ranks < 1):
+    if ranks != 1 and (engine != "pytorch" or described.kind != "gpu" or ranks < 1):
         raise PredictionError(
             f"ranks is {ranks!r}: tensor parallelism is predicted for engine 'pytorch' on GPUs"
         )
     memory = None
     if engine == "pytorch":
-        run = model.lower(found.kind, ranks, _fused_types(found, precision))
+        run = model.lower(described.kind, ranks, _fused_types(described, precision))
         ops, memory = run.ops, run.weight_bytes + run.activation_bytes
-    elif found.kind == "gpu":
-        target = gpu_target(found)
-        decides = found if has_latencies(found) else None
+    elif described.kind == "gpu":
+        target = gpu_target(described)
+        decides = described if has_latencies(described) else None
         chosen = choose_records(records, target)
         options = pipeline.Options(fuse=fuse, records=chosen, machine=decides)
         ops = lower_to_gpu_kernels(model.whole.mod, target, options)
     else:
-        target = cpu_target(found)
+        target = cpu_target(described)
         chosen = choose_records(records, target)
         options = pipeline.Options(
             fuse=fuse, winograd=winograd, records=chosen, precision=precision
         )
-        ops = lower_to_cpu_kernels(model.whole.mod, target, found, options)
-    if found.kind == "gpu":
+        ops = lower_to_cpu_kernels(model.whole.mod, target, described, options)
+    if described.kind == "gpu":
         ops = in_precision(ops, precision)
-    whole = _assemble(ops, found, engine, overheads, cluster)
-    if memory is None or "capacity.memory" not in found.figures:
+    whole = _assemble(ops, described, engine, overheads, cluster)
+    if memory is None or "capacity.memory" not in described.figures:
         return whole
-    return _with_memory(whole, memory * bytes_share(precision), found["capacity.memory"], ranks)
+    return _with_memory(whole, memory * bytes_share(precision), described["capacity.memory"], ranks)
 
 
 def _fused_types(machine: Machine, precision: str) -> list[str]:
@@ -259,10 +259,10 @@ def _fused_types(machine: Machine, precision: str) -> list[str]:
 
 
 def _with_memory(
-    found: ModelPrediction, needed: float, capacity: float, ranks: int
+    prediction: ModelPrediction, needed: float, capacity: float, ranks: int
 ) -> ModelPrediction:
     """Add the memory of a rank, and whether it fits."""
-    fits, notes = needed <= capacity, found.notes
+    fits, notes = needed <= capacity, prediction.notes
     if not fits:
         rank = "each of its ranks" if ranks > 1 else "it"
         notes = (
@@ -270,7 +270,7 @@ def _with_memory(
             f"intermediate results, the machine has {capacity / 1e9:.1f} GB",
             *notes,
         )
-    return replace(found, memory_bytes=needed, fits=fits, notes=notes)
+    return replace(prediction, memory_bytes=needed, fits=fits, notes=notes)
 
 
 def _assemble(
@@ -335,34 +335,34 @@ def _collective(call: KernelCall, machine: Machine, cluster: Cluster | None) -> 
     ranks, message, note = call.size("ranks"), call.read_bytes, ""
     if cluster is None:
         curves, note = node_collectives(machine)
-        found = curves.predict(call.op, ranks, message)
+        predicted = curves.predict(call.op, ranks, message)
     else:
-        found = cluster.predict(call.op, range(ranks), message)
+        predicted = cluster.predict(call.op, range(ranks), message)
     least = message * bus_factor(call.op, ranks) / link_bandwidth(machine)
-    beyond = ("machine",) * bool(note) + ("size",) * (not found.in_range)
-    ends, model = (found.low, found.high), f"nccl, {found.model}"
+    beyond = ("machine",) * bool(note) + ("size",) * (not predicted.in_range)
+    ends, model = (predicted.low, predicted.high), f"nccl, {predicted.model}"
     return Prediction(
-        found.seconds, *ends, "network", least, model, not beyond, extrapolated=beyond
+        predicted.seconds, *ends, "network", least, model, not beyond, extrapolated=beyond
     )
 
 
-def _row(position: int, kernel: LoweredKernel, found: Prediction, floor: float) -> KernelRow:
-    call, seconds = kernel.call, max(floor, found.device_seconds)
-    share = seconds / found.seconds
+def _row(position: int, kernel: LoweredKernel, prediction: Prediction, floor: float) -> KernelRow:
+    call, seconds = kernel.call, max(floor, prediction.device_seconds)
+    share = seconds / prediction.seconds
     return KernelRow(
         position,
         call.name,
         kernel.label,
         call.op,
         seconds,
-        found.low * share,
-        found.high * share,
-        found.bound,
-        found.roofline_seconds,
-        found.roofline_seconds / seconds,
-        found.model,
-        found.in_range,
-        found.extrapolated,
+        prediction.low * share,
+        prediction.high * share,
+        prediction.bound,
+        prediction.roofline_seconds,
+        prediction.roofline_seconds / seconds,
+        prediction.model,
+        prediction.in_range,
+        prediction.extrapolated,
     )
 
 

@@ -184,7 +184,11 @@ def _rebucketed(
             continue
         buckets = groups.setdefault(part.group, [])
         reduces = part.kind == "all_reduce"
-        size = sum(one.collective.bytes for one in buckets[-1] if one.collective) if buckets else 0
+        size = (
+            sum(member.collective.bytes for member in buckets[-1] if member.collective)
+            if buckets
+            else 0
+        )
         if buckets and buckets[-1] and reduces and size + part.bytes <= bucket:
             buckets[-1].append(kernel)
         else:
@@ -194,10 +198,10 @@ def _rebucketed(
     for members in (members for buckets in groups.values() for members in buckets):
         if len(members) < 2:
             continue
-        total = sum(one.collective.bytes for one in members if one.collective)
+        total = sum(member.collective.bytes for member in members if member.collective)
         last = members[-1]
         merged[last.id] = last, total
-        gone |= {one.id: (last.id,) for one in members[:-1]}
+        gone |= {member.id: (last.id,) for member in members[:-1]}
 
     def kept(op: Op) -> Op:
         steps = tuple(
@@ -251,15 +255,15 @@ def _redirected(
     seen = {kernel.id for kernel in graph.queued}
 
     def awaited(ids: tuple[int, ...]) -> tuple[int, ...]:
-        found: dict[int, None] = {}
+        targets: dict[int, None] = {}
         todo = list(ids)
         while todo:
             id_ = todo.pop(0)
             if id_ in others:
                 todo += others[id_]
             elif id_ in seen or not late:
-                found[id_] = None
-        return tuple(found)
+                targets[id_] = None
+        return tuple(targets)
 
     ops = []
     for op in graph.ops:

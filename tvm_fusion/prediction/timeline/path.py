@@ -141,14 +141,14 @@ def _causes(
 ) -> Iterator[tuple[str, float, float]]:
     """Split the gap before a kernel: until its launch, and from its launch to its start."""
     launched = min(max(run.launched, front), run.start)
-    at = front
+    time = front
     for wait in waits:
-        begin, end = max(wait.start, at), min(wait.end, launched)
+        begin, end = max(wait.start, time), min(wait.end, launched)
         if begin < end:
-            yield "host", at, begin
+            yield "host", time, begin
             yield from _of_source(rank.kernels[wait.kernel], begin, end)
-            at = end
-    yield "host", at, launched
+            time = end
+    yield "host", time, launched
     if run.bound == "other stream" and run.source is not None:
         yield from _of_source(rank.kernels[run.source], launched, run.start)
     else:

@@ -291,7 +291,7 @@ def simulate(graphs: Sequence[ExecutionGraph], costs: Sequence[HostCosts] | Host
     """
     if not graphs:
         raise PredictionError("no ranks to simulate")
-    each = costs if isinstance(costs, Sequence) else [costs] * len(graphs)
+    of_ranks = costs if isinstance(costs, Sequence) else [costs] * len(graphs)
     meetings = _meetings(graphs)
     shared = {
         rank: {members[rank].id for members in meetings.values() if rank in members}
@@ -299,7 +299,7 @@ def simulate(graphs: Sequence[ExecutionGraph], costs: Sequence[HostCosts] | Host
     }
     simulations = {
         graph.rank: RankSimulation(graph, own, shared[graph.rank])
-        for graph, own in zip(graphs, each, strict=True)
+        for graph, own in zip(graphs, of_ranks, strict=True)
     }
     open_ = dict(meetings)
     while True:
@@ -317,7 +317,7 @@ def simulate(graphs: Sequence[ExecutionGraph], costs: Sequence[HostCosts] | Host
 
 def _meetings(graphs: Sequence[ExecutionGraph]) -> dict[_Key, dict[int, Kernel]]:
     """Collectives of two or more of the ranks: their kernels by rank."""
-    found: dict[_Key, dict[int, tuple[Kernel, str]]] = {}
+    meetings: dict[_Key, dict[int, tuple[Kernel, str]]] = {}
     present = [graph.rank for graph in graphs]
     if len(set(present)) < len(present):
         raise PredictionError(f"a rank comes twice among {present}")
@@ -327,13 +327,13 @@ def _meetings(graphs: Sequence[ExecutionGraph]) -> dict[_Key, dict[int, Kernel]]
                 part = kernel.collective
                 if part is None:
                     continue
-                members = found.setdefault((part.group, part.sequence), {})
+                members = meetings.setdefault((part.group, part.sequence), {})
                 if graph.rank in members:
                     raise PredictionError(f"rank {graph.rank}: {part} comes twice, in {op.name}")
                 members[graph.rank] = kernel, op.name
     return {
         key: {rank: kernel for rank, (kernel, _) in members.items()}
-        for key, members in found.items()
+        for key, members in meetings.items()
         if _is_complete(members, present)
     }
 

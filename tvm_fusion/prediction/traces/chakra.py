@@ -106,9 +106,9 @@ def link(execution: ExecutionTrace, trace: KinetoTrace) -> dict[int, HostEvent]:
     shapes, types, storages and arguments of collectives. Others are counted as problems.
     """
     trace.groups = trace.groups or execution.groups
-    found = _by_record_function(execution, trace) or _by_order(execution, trace)
+    events = _by_record_function(execution, trace) or _by_order(execution, trace)
     for node in execution.nodes:
-        event = found.get(node.id)
+        event = events.get(node.id)
         if event is None:
             if not _STRUCTURE.fullmatch(node.name):
                 trace.count_problem(
@@ -121,7 +121,7 @@ def link(execution: ExecutionTrace, trace: KinetoTrace) -> dict[int, HostEvent]:
         event.values = event.values or node.values
         event.collective = event.collective or node.collective
         event.reads, event.writes = node.reads, node.writes
-    return found
+    return events
 
 
 def _by_record_function(execution: ExecutionTrace, trace: KinetoTrace) -> dict[int, HostEvent]:
@@ -152,13 +152,13 @@ def _by_order(execution: ExecutionTrace, trace: KinetoTrace) -> dict[int, HostEv
 
 def _align(nodes: list[Node], events: list[HostEvent]) -> dict[int, HostEvent]:
     pairs: dict[int, HostEvent] = {}
-    at = 0
+    position = 0
     for node in nodes:
-        near = range(at, min(at + _LOOK_AHEAD, len(events)))
+        near = range(position, min(position + _LOOK_AHEAD, len(events)))
         ahead = next((index for index in near if events[index].name == node.name), None)
         if ahead is not None:
             pairs[node.id] = events[ahead]
-            at = ahead + 1
+            position = ahead + 1
     return pairs
 
 
@@ -274,12 +274,12 @@ def _refuse_cycles(trace: ExecutionTrace) -> None:
     checked: set[int] = set()
     for node in trace.nodes:
         path: set[int] = set()
-        at = node.id
-        while at in parents and at not in checked and parents[at] != at:
-            if at in path:
+        ancestor = node.id
+        while ancestor in parents and ancestor not in checked and parents[ancestor] != ancestor:
+            if ancestor in path:
                 raise PredictionError(
-                    f"{trace.path}: node {at} ({node.name}) calls itself through its parents"
+                    f"{trace.path}: node {ancestor} ({node.name}) calls itself through its parents"
                 )
-            path.add(at)
-            at = parents[at]
+            path.add(ancestor)
+            ancestor = parents[ancestor]
         checked |= path

@@ -139,15 +139,15 @@ def _ways(trace: KinetoTrace) -> Iterator[_Way]:
     count = math.comb(len(threads) + len(trace.groups) - 1, len(threads))
     for chosen in _ascending(len(threads), len(trace.groups)) if count <= _MOST_WAYS else ():
         groups = dict(zip(threads, (trace.groups[at] for at in chosen), strict=True))
-        found: dict[str, _Calls] = {
+        by_group: dict[str, _Calls] = {
             one.name: Counter() for one in trace.groups if len(one.ranks) != 1
         }
         for thread, group in groups.items():
-            if group.name in found:
-                found[group.name] += calls[thread]
+            if group.name in by_group:
+                by_group[group.name] += calls[thread]
         pairs = zip(threads, threads[1:], chosen, chosen[1:], strict=False)
         odd = sum((b - a == 1) != (one == other) for a, b, one, other in pairs)
-        yield _Way(groups, found, odd)
+        yield _Way(groups, by_group, odd)
 
 
 def _ascending(count: int, groups: int, first: int = 0) -> Iterator[tuple[int, ...]]:
@@ -188,11 +188,11 @@ def launch_collectives(trace: KinetoTrace) -> None:
 
     One whose operator is not found is counted among the trace's problems.
     """
-    found = [event for event in trace.host if event.name.startswith(PREFIX)]
-    if not found:
+    events = [event for event in trace.host if event.name.startswith(PREFIX)]
+    if not events:
         return
     calls = [event for event in trace.host if event.name.startswith(_CALLS)]
-    threads = {event.thread for event in found} - {call.thread for call in calls}
+    threads = {event.thread for event in events} - {call.thread for call in calls}
     trace.host = [
         event
         for event in trace.host
@@ -201,7 +201,7 @@ def launch_collectives(trace: KinetoTrace) -> None:
     used = [*trace.device_events, *trace.queued, *(event.correlation for event in trace.host)]
     number = max(used, default=0)
     # Two threads may begin out of order; the number is given when the operator is called.
-    for event in sorted(found, key=lambda one: (one.record_function, one.start)):
+    for event in sorted(events, key=lambda one: (one.record_function, one.start)):
         call = _call_of(event, calls)
         if call is None:
             where = f"{event.name} at {event.start:.0f} us"
@@ -236,8 +236,8 @@ def _call_of(event: HostEvent, calls: list[HostEvent]) -> HostEvent | None:
 
 def _arguments(trace: KinetoTrace, event: HostEvent, call: HostEvent) -> Mapping[str, Any]:
     """Arguments under the names that NCCL's kernels have; bytes are of all tensors of a rank."""
-    own = group_arguments(trace, event, call)
-    ranks = len(own.get("Process Group Ranks", ())) or trace.world or 1
+    of_group = group_arguments(trace, event, call)
+    ranks = len(of_group.get("Process Group Ranks", ())) or trace.world or 1
     kind = collective_kind(event.name)
     sent = elements(event.shapes)
     received = sent * ranks if kind in _EACH_RANK else sent
@@ -245,4 +245,4 @@ def _arguments(trace: KinetoTrace, event: HostEvent, call: HostEvent) -> Mapping
         received = elements(call.shapes[:1])
     dtype = str(event.types[0]) if event.types else ""
     arguments = {"In msg nelems": sent, "Out msg nelems": received, "dtype": dtype}
-    return {"Collective name": kind, **arguments, **own}
+    return {"Collective name": kind, **arguments, **of_group}

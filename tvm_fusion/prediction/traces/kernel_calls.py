@@ -80,25 +80,25 @@ def call_of(op: str, operands: tuple, types: tuple) -> KernelCall:
     """Call of an operator; equal ones are one object, since traces repeat them."""
     shapes = [shape for shape in operands if is_shape(shape)]
     dtype = dtype_of(str(types[0])) if types else "float32"
-    each = _BYTES.get(dtype, 4)
+    item_bytes = _BYTES.get(dtype, 4)
     name = op.removeprefix("aten::").rstrip("_")
     if name in _PRODUCTS:
         found = _PRODUCTS[name](shapes)
         if found is not None:
-            return _product(found, dtype, each, op)
+            return _product(found, dtype, item_bytes, op)
     if name in _LOOKUPS:
-        lookups = _lookups(_LOOKUPS[name], shapes, dtype, each, op)
+        lookups = _lookups(_LOOKUPS[name], shapes, dtype, item_bytes, op)
         if lookups is not None:
             return lookups
-    read = float(sum(map(math.prod, shapes)) * each)
-    written = float(max(map(math.prod, shapes)) * each)
+    read = float(sum(map(math.prod, shapes)) * item_bytes)
+    written = float(max(map(math.prod, shapes)) * item_bytes)
     rows = {"_softmax": "softmax", "softmax": "softmax", "native_layer_norm": "layer_norm"}
     if name in rows:
         width = shapes[0][-1]
         sizes = {"B": math.prod(shapes[0]) // max(width, 1), "H": width}
-        return KernelCall(rows[name], sizes, dtype, written / each, read, written, op)
+        return KernelCall(rows[name], sizes, dtype, written / item_bytes, read, written, op)
     known = name if name in _POINTWISE else "elementwise"
-    return KernelCall(known, {}, dtype, written / each, read, written, op)
+    return KernelCall(known, {}, dtype, written / item_bytes, read, written, op)
 
 
 _POINTWISE = {"add", "sub", "mul", "div", "relu", "gelu", "tanh", "sigmoid", "exp", "copy"}
@@ -146,17 +146,19 @@ _LOOKUPS = {
 }
 
 
-def _lookups(kind: str, shapes: Shapes, dtype: str, each: int, name: str) -> KernelCall | None:
+def _lookups(
+    kind: str, shapes: Shapes, dtype: str, item_bytes: int, name: str
+) -> KernelCall | None:
     """Lookups of a table's rows, which move the rows read and not the table."""
     if len(shapes) < 2 or len(shapes[0]) != 2 or not all(map(math.prod, shapes[:2])):
         return None
     (rows, width), count = shapes[0], math.prod(shapes[1])
     sizes = {"E": rows, "L": count, "D": width}
-    read, written = float(count * (width * each + 8)), float(count * width * each)
+    read, written = float(count * (width * item_bytes + 8)), float(count * width * item_bytes)
     if kind == "embedding_bag":
         bags = shapes[2][0] if len(shapes) > 2 and len(shapes[2]) == 1 else shapes[1][0]
         sizes |= {"B": bags, "T": 1, "L": max(round(count / max(bags, 1)), 1)}
-        written = float(bags * width * each)
+        written = float(bags * width * item_bytes)
     return KernelCall(kind, sizes, dtype, float(count * width), read, written, name)
 
 
@@ -170,16 +172,16 @@ def _batched_lookups(event: HostEvent) -> KernelCall | None:
     D, two more, indices (of all bags and tables), and offsets (T B + 1).
     """
     shapes = event.shapes
-    at = next((n for n, one in enumerate(event.values) if str(one).isdecimal()), 0)
-    if not _BATCHED_LOOKUPS.search(event.name) or at < 2 or len(shapes) <= at + 5:
+    first = next((n for n, one in enumerate(event.values) if str(one).isdecimal()), 0)
+    if not _BATCHED_LOOKUPS.search(event.name) or first < 2 or len(shapes) <= first + 5:
         return None
-    vectors = shapes[at - 1], shapes[at + 4], shapes[at + 5]
+    vectors = shapes[first - 1], shapes[first + 4], shapes[first + 5]
     if not all(is_shape(vector) and len(vector) == 1 for vector in vectors):
         return None
-    (tables, count, bags), columns = (vector[0] for vector in vectors), int(event.values[at])
+    (tables, count, bags), columns = (vector[0] for vector in vectors), int(event.values[first])
     tables -= 1
     bags = (bags - 1) // max(tables, 1)
-    weights = zip(shapes[: at - 1], event.types, strict=False)
+    weights = zip(shapes[: first - 1], event.types, strict=False)
     floats = [shape for shape, type_ in weights if "float" in str(type_) and is_shape(shape)]
     held = sum(shape[0] for shape in floats if len(shape) == 1)
     if min(tables, bags, count, columns, held) < 1:
@@ -202,13 +204,13 @@ Shape = tuple[int, ...]
 def host_call(op: HostEvent, nested: Sequence[HostEvent]) -> KernelCall | None:
     """Call of an operator on the CPU; None for views, and where the trace has no shapes."""
     inside = [op] if _shapes(op.shapes) else nested
-    known = [one for one in inside if one.kind == "op" and _shapes(one.shapes)]
-    known = [one for one in known if one.name.startswith("aten::")] or known[:1]
-    longest = max(known, key=lambda one: one.end - one.start, default=None)
+    known = [part for part in inside if part.kind == "op" and _shapes(part.shapes)]
+    known = [part for part in known if part.name.startswith("aten::")] or known[:1]
+    longest = max(known, key=lambda part: part.end - part.start, default=None)
     if longest is None:
         return None
     if longest.name.removeprefix("aten::").rstrip("_") in _VIEWS:
-        copies = (one for one in nested if one.name in _COPIES and _shapes(one.shapes))
+        copies = (part for part in nested if part.name in _COPIES and _shapes(part.shapes))
         longest = next(copies, None)
         if longest is None:
             return None
@@ -222,9 +224,9 @@ def _host_call(name: str, operands: tuple, types: tuple, values: tuple) -> Kerne
     shapes = _shapes(operands)
     stem = name.removeprefix("aten::").rstrip("_")
     rule = _RULES.get(stem)
-    found = rule(shapes, values) if rule is not None else None
+    described = rule(shapes, values) if rule is not None else None
     dtype = dtype_of(str(types[0])) if types else "float32"
-    if found is None:
+    if described is None:
         call = call_of(name, tuple(shapes), types)
         op = _NAMES.get(stem, call.op)
         moved = call.read_bytes if op == "concat" else call.written_bytes
@@ -233,7 +235,7 @@ def _host_call(name: str, operands: tuple, types: tuple, values: tuple) -> Kerne
             elements = moved / element_bytes(dtype)
             call = replace(call, flops=FLOPS_PER_ELEMENT[stem] * elements)
         return replace(call, op=op, written_bytes=moved)
-    op, sizes, flops, read, written = found
+    op, sizes, flops, read, written = described
     each = element_bytes(dtype)
     return KernelCall(
         op, sizes, dtype, float(flops), float(read * each), float(written * each), name

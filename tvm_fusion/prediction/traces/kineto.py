@@ -249,17 +249,17 @@ def read_kineto(path: Path) -> KinetoTrace:
     """
     trace = KinetoTrace(path)
     reader = _EventReader(trace)
-    found = False
+    is_trace = False
     for name, value in json_items(path, "traceEvents"):
         if name == "traceEvents":
-            found = True
+            is_trace = True
             reader.add(value)
         elif name == "distributedInfo" and isinstance(value, dict):
             trace.rank, trace.world = _rank(value.get("rank")), _rank(value.get("world_size"))
             trace.groups = process_groups(value.get("pg_config"))
         elif name == "deviceProperties" and isinstance(value, list) and value:
             trace.device = str(value[0].get("name", "")) if isinstance(value[0], dict) else ""
-    if not found:
+    if not is_trace:
         raise PredictionError(f"{path}: no field 'traceEvents'; expected a Kineto trace")
     reader.finish()
     if not any(event.kind == "op" for event in trace.host):

@@ -101,13 +101,13 @@ class Overheads:
 
     def t1(self, previous: str, op: Op) -> float:
         """Time between two operators: by the operator, and by the pair."""
-        own = self._estimate("t1", op.name, op.before)
+        estimate = self._estimate("t1", op.name, op.before)
         pair = self.tables["t1 pair"].get(f"{previous} -> {op.name}")
         if pair is None:
-            return own * MICRO
+            return estimate * MICRO
         base, slope = self._line("t1")
         known = self.tables["t1"][op.name].above((base, slope), self.prior)
-        return max(own + pair.above((base + known, slope), self.prior), 0.0) * MICRO
+        return max(estimate + pair.above((base + known, slope), self.prior), 0.0) * MICRO
 
     def t2(self, op: Op) -> float:
         """Time of an operator before its first runtime call."""

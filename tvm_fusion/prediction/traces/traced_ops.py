@@ -185,12 +185,12 @@ def _ended(
     devices: dict[int, DeviceEvent], launched: dict[int, list[int]], time: float, but: set[int]
 ) -> tuple[int, ...]:
     """Last launched kernel of each stream that had ended at a time, without some streams."""
-    found = []
+    ended = []
     for stream, correlations in launched.items():
         if stream in but:
             continue
         for correlation in reversed(correlations):
             if devices[correlation].end <= time + SLACK:
-                found.append(correlation)
+                ended.append(correlation)
                 break
-    return tuple(found)
+    return tuple(ended)

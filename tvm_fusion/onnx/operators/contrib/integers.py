@@ -70,15 +70,17 @@ def qlinear_binary(parts: Expansion) -> str | None:
 def qlinear_unary(parts: Expansion) -> str | None:
     """An activation."""
     op_type = parts.node.op_type.removeprefix("QLinear")
-    given: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     if op_type == "LeakyRelu":
-        given = {"alpha": parts.get("alpha", 0.01)}
+        attributes = {"alpha": parts.get("alpha", 0.01)}
     elif op_type == "Softmax":
         if parts.get("opset", 13) < 13:
             return "it is the Softmax of opset 12, which flattens its input"
-        given = {"axis": parts.get("axis", -1)}
+        attributes = {"axis": parts.get("axis", -1)}
     x = _real_at(parts, 0)
-    return _finish_quantized(parts, parts.emit(op_type, x, **given), parts.input(3), parts.input(4))
+    return _finish_quantized(
+        parts, parts.emit(op_type, x, **attributes), parts.input(3), parts.input(4)
+    )
 
 
 def pool_quantized(parts: Expansion) -> str | None:
@@ -276,13 +278,13 @@ def _unpacked(parts: Expansion, packed: str, bits: int) -> str:
     if bits == 8:
         return packed
     base = parts.constant("base", np.array(1 << bits, np.uint8))
-    found = []
+    numbers = []
     rest = packed
     for _ in range(8 // bits):
         number = parts.emit("Mod", rest, base)
-        found.append(parts.emit("Unsqueeze", number, parts.integers([-1])))
+        numbers.append(parts.emit("Unsqueeze", number, parts.integers([-1])))
         rest = parts.emit("Div", rest, base)
-    joined = parts.emit("Concat", *found, axis=-1)
+    joined = parts.emit("Concat", *numbers, axis=-1)
     return parts.reshape(joined, 0, -1)
 
 
