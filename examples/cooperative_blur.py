@@ -47,18 +47,18 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--split", type=int, nargs=2, help="rows of the CPU and of the device")
     options.add_argument("--measure", action="store_true", help="split by measured times")
     options.add_argument("--compile-only", action="store_true", help="do not run")
-    given = options.parse_args(arguments)
+    chosen = options.parse_args(arguments)
     func = blur(ROWS, COLS)
-    devices: list[str | Device] = [given.device]
-    if given.chunks:
-        devices = [Device(given.device, chunks=given.chunks)]
+    devices: list[str | Device] = [chosen.device]
+    if chosen.chunks:
+        devices = [Device(chosen.device, chunks=chosen.chunks)]
     try:
-        split: Any = given.split or "auto"
-        if given.measure:
+        split: Any = chosen.split or "auto"
+        if chosen.measure:
             split = distributed.measure_split(func, devices)
         program = distributed.compile(func, devices=devices, split=split)
         print(program.explain())
-        if given.compile_only:
+        if chosen.compile_only:
             return 0
         largest = run(program)
     except TargetError as error:

@@ -101,14 +101,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--mpi", action="store_true", help="be one rank of a job of MPI")
     options.add_argument("--ranks", type=int, default=4, help="ranks without MPI")
-    given = options.parse_args(arguments)
-    if given.mpi:
+    chosen = options.parse_args(arguments)
+    if chosen.mpi:
         with distributed.session() as world:
             program = over_ranks(world.size)
             errors = world.all_gather(np.array([run(program, world)])).ravel().tolist()
             is_first = world.rank == 0
     else:
-        program = over_ranks(given.ranks)
+        program = over_ranks(chosen.ranks)
         errors = run_ranks(program.ranks, lambda world: run(program, world))
         is_first = True
     if is_first:

@@ -50,19 +50,19 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--mpi", action="store_true", help="be one rank of a job of MPI")
     options.add_argument("--ranks", type=int, default=4, help="ranks without MPI")
     options.add_argument("--exchange", default="auto", choices=["auto", "always", "once"])
-    given = options.parse_intermixed_args(arguments)
-    sizes: Any = read_sizes(given.model, given.sizes)
-    model = ZOO[given.model](**sizes)
+    chosen = options.parse_intermixed_args(arguments)
+    sizes: Any = read_sizes(chosen.model, chosen.sizes)
+    model = ZOO[chosen.model](**sizes)
     feed = random_inputs(model)
-    if given.mpi:
+    if chosen.mpi:
         with distributed.session() as world:
-            compiled = compile_and_load(model, world.size, given.exchange)
+            compiled = compile_and_load(model, world.size, chosen.exchange)
             result = run(compiled, world, feed)
             if world.rank:
                 return 0
     else:
-        compiled = compile_and_load(model, given.ranks, given.exchange)
-        result, *_ = run_ranks(given.ranks, lambda world: run(compiled, world, feed))
+        compiled = compile_and_load(model, chosen.ranks, chosen.exchange)
+        result, *_ = run_ranks(chosen.ranks, lambda world: run(compiled, world, feed))
     print(compiled.explain())
     alone = tvm_fusion.compile(model, threads=1)(**feed)
     same = np.array_equal(result, alone)

@@ -61,14 +61,14 @@ def block_with_weights(seed: int = 0) -> tvm.IRModule:
 
 def calls(mod: tvm.IRModule) -> list[str]:
     """Return the operators that ``main`` calls, in order."""
-    found = []
+    names = []
 
     def visit(expr: relax.Expr) -> None:
         if isinstance(expr, relax.Call):
-            found.append(str(expr.op.name if isinstance(expr.op, tvm.ir.Op) else expr.op))
+            names.append(str(expr.op.name if isinstance(expr.op, tvm.ir.Op) else expr.op))
 
     relax.analysis.post_order_visit(mod["main"], visit)
-    return found
+    return names
 
 
 def main() -> int:

@@ -155,17 +155,17 @@ def wave2d(rows: int, cols: int) -> tirx.PrimFunc:
     return function(a, v, te.compute(a.shape, lambda i, j: a[i, j] + speed[i, j], "next"), speed)
 
 
-def _heat(a: te.Tensor, at: tuple[tirx.Var, ...]) -> tirx.Expr:
-    inside = [0 < index for index in at]
-    inside += [index < int(extent) - 1 for index, extent in zip(at, a.shape, strict=True)]
+def _heat(a: te.Tensor, indices: tuple[tirx.Var, ...]) -> tirx.Expr:
+    inside = [0 < index for index in indices]
+    inside += [index < int(extent) - 1 for index, extent in zip(indices, a.shape, strict=True)]
     places = [
-        (*at[:axis], at[axis] + step, *at[axis + 1 :])
-        for axis in range(len(at))
+        (*indices[:axis], indices[axis] + step, *indices[axis + 1 :])
+        for axis in range(len(indices))
         for step in (-1, 1)
     ]
     neighbours = [a[place] for place in places]
-    change = DIFFUSION * (total(neighbours) - float(len(neighbours)) * a[at])
-    return tirx.if_then_else(tirx.all(*inside), a[at] + change, a[at])
+    change = DIFFUSION * (total(neighbours) - float(len(neighbours)) * a[indices])
+    return tirx.if_then_else(tirx.all(*inside), a[indices] + change, a[indices])
 
 
 def total(terms: Iterable[tirx.Expr]) -> tirx.Expr:

@@ -66,13 +66,13 @@ class SubGraph(Row):
         builder, operands = relax.BlockBuilder(), iter(inputs)
         with builder.function("main", inputs):
             with builder.dataflow():
-                found = []
+                sums = []
                 for branch in self.branches:
                     value: relax.Expr = next(operands)
                     for step in branch.steps:
                         value = builder.emit(_relax_step(step, value, operands))
-                    found.append(builder.emit(relax.op.sum(value, list(branch.axes))))
-                output = builder.emit_output(relax.Tuple(found))
+                    sums.append(builder.emit(relax.op.sum(value, list(branch.axes))))
+                output = builder.emit_output(relax.Tuple(sums))
             builder.emit_func_output(output)
         return builder.get()
 
@@ -101,13 +101,13 @@ class SubGraph(Row):
     def terms(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
         """Terms of each branch's sum, in float64; only casts to float16 round."""
         operands = iter(inputs)
-        found = []
+        values = []
         for branch in self.branches:
             value = next(operands).astype("float64")
             for step in branch.steps:
                 value = _numpy_step(step, value, operands)
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
     def reference(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
         """All outputs in float64."""

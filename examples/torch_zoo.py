@@ -868,27 +868,27 @@ def check(name: str, full: bool = False, folder: Path | None = None) -> tuple[fl
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    wanted = session.run(None, feed)
+    expected = session.run(None, feed)
     start = time.perf_counter()
     compiled = tvm_fusion.compile(model)
     seconds = time.perf_counter() - start
     found = compiled(feed)
     found = found if isinstance(found, tuple) else (found,)
     if unordered:
-        return rows_error(found, wanted), seconds
-    return max(map(relative_error, found, wanted)), seconds
+        return rows_error(found, expected), seconds
+    return max(map(relative_error, found, expected)), seconds
 
 
-def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+def relative_error(output: np.ndarray, expected: np.ndarray) -> float:
     """Largest difference of two arrays of one shape, relative to the largest number wanted."""
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+    if (output.shape, output.dtype) != (expected.shape, expected.dtype):
         raise AssertionError(
-            f"{found.dtype} of shape {found.shape}, expected {wanted.dtype} of {wanted.shape}"
+            f"{output.dtype} of shape {output.shape}, expected {expected.dtype} of {expected.shape}"
         )
-    if not wanted.size:
+    if not expected.size:
         return 0.0
-    difference = np.abs(found.astype("float64") - wanted.astype("float64")).max()
-    return float(difference / max(np.abs(wanted).max(), 1e-30))
+    difference = np.abs(output.astype("float64") - expected.astype("float64")).max()
+    return float(difference / max(np.abs(expected).max(), 1e-30))
 
 
 def rows_error(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:

@@ -48,14 +48,14 @@ ZOO: dict[str, Callable[..., onnx.ModelProto]] = {
 }
 
 
-def read_sizes(name: str, given: Sequence[str]) -> dict[str, int | str]:
+def read_sizes(name: str, texts: Sequence[str]) -> dict[str, int | str]:
     """Arguments of a builder from texts like ``layers=2``.
 
     Parameters
     ----------
     name : str
         A key of :data:`ZOO`.
-    given : Sequence[str]
+    texts : Sequence[str]
         The texts; only the batch may be a name.
 
     Returns
@@ -70,7 +70,7 @@ def read_sizes(name: str, given: Sequence[str]) -> dict[str, int | str]:
     parameters = inspect.signature(ZOO[name]).parameters.values()
     known = [each.name for each in parameters if type(each.default) is int]
     sizes: dict[str, int | str] = {}
-    for text in given:
+    for text in texts:
         key, _, value = text.partition("=")
         is_size = value.isdecimal() and (int(value) > 0 or key == "seed")
         if key not in known or not (is_size or (key == "batch" and value.isidentifier())):

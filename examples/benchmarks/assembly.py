@@ -202,17 +202,17 @@ class _Block:
 
 def functions(text: str) -> dict[str, list[str]]:
     """The lines of each function, by name; directives and comments are left out."""
-    found: dict[str, list[str]] = {name: [] for name in _FUNCTION.findall(text)}
+    by_name: dict[str, list[str]] = {name: [] for name in _FUNCTION.findall(text)}
     lines: list[str] = []
     for line in text.splitlines():
         label = _LABEL.match(line)
-        if label and label[1] in found:
-            lines = found[label[1]]
+        if label and label[1] in by_name:
+            lines = by_name[label[1]]
         elif label:
             lines.append(f"{label[1]}:")
         elif line.startswith("\t") and not line.startswith("\t."):
             lines.append(_without_comment(line))
-    return found
+    return by_name
 
 
 def _without_comment(line: str) -> str:
@@ -226,16 +226,16 @@ def loops(text: str) -> list[Loop]:
     Those of a parallel loop's body count as those of the function that starts the loop, and those
     of TVM's entry of a function as those of the function, which LLVM may inline there.
     """
-    found = functions(text)
+    by_name = functions(text)
     starts = {
         called: _source_name(name)
-        for name, lines in found.items()
+        for name, lines in by_name.items()
         for called in _LAMBDA.findall("\n".join(lines))
         if called != name
     }
     return [
         Loop(starts.get(name, _source_name(name)), instructions, innermost)
-        for name, lines in found.items()
+        for name, lines in by_name.items()
         for instructions, innermost in _loops(_blocks(lines))
     ]
 
@@ -279,13 +279,13 @@ def _loops(blocks: list[_Block]) -> list[tuple[list[Instruction], bool]]:
             if above[number] >> header & 1:
                 cut = [*before[:header], [], *before[header + 1 :]]
                 bodies.setdefault(header, {header}).update(_closure(number, cut.__getitem__))
-    found = []
+    ranges = []
     for header, body in bodies.items():
         held = [bodies[other] for other in bodies if other != header and other in body]
         own = sorted(body.difference(*held))
         instructions = [i for number in own for i in blocks[number].instructions]
-        found.append((instructions, not held))
-    return found
+        ranges.append((instructions, not held))
+    return ranges
 
 
 def _dominators(before: list[list[int]]) -> list[int]:
@@ -307,11 +307,11 @@ def _dominators(before: list[list[int]]) -> list[int]:
 
 def _closure(start: int, following: Callable[[int], Iterable[int]]) -> set[int]:
     """All blocks that are reachable from ``start``."""
-    found: set[int] = set()
+    reached: set[int] = set()
     todo = [start]
     while todo:
         here = todo.pop()
-        if here not in found:
-            found.add(here)
+        if here not in reached:
+            reached.add(here)
             todo += following(here)
-    return found
+    return reached

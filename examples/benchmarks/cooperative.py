@@ -214,20 +214,20 @@ def result_of(
     sweep: Sweep, turns: Mapping[str, Sequence[Turn]], bandwidth: float | None
 ) -> dict[str, dict[str, Any]]:
     """Entry of the file for a stencil; ``bandwidth`` is that of the memory that both share."""
-    found: dict[str, dict[str, Any]] = {}
+    ways: dict[str, dict[str, Any]] = {}
     seconds = typical(turns) if turns else {}
     for title in sweep.programs:
         predicted = sweep.predicted(title) * 1e3
-        found[title] = {"cpu_rows": sweep.rows(title), "predicted_ms": predicted}
+        ways[title] = {"cpu_rows": sweep.rows(title), "predicted_ms": predicted}
         if title in turns:
-            found[title][TYPICAL] = seconds[title] * 1e3
-            found[title]["turns_ms"] = [turn.split * 1e3 for turn in turns[title]]
-            found[title]["even_ms"] = [turn.even * 1e3 for turn in turns[title]]
+            ways[title][TYPICAL] = seconds[title] * 1e3
+            ways[title]["turns_ms"] = [turn.split * 1e3 for turn in turns[title]]
+            ways[title]["even_ms"] = [turn.even * 1e3 for turn in turns[title]]
         if turns and bandwidth is not None and "chunk" not in title:
             device, cpu = (seconds[f"{part}/{PARTS}"] for part in (0, PARTS))
             of_sides = sweep.predicted_of_sides(title, device, cpu, bandwidth)
-            found[title][OF_SIDES] = of_sides * 1e3
-    return found
+            ways[title][OF_SIDES] = of_sides * 1e3
+    return ways
 
 
 def error_of(splits: dict[str, dict[str, Any]]) -> str:
@@ -277,27 +277,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.add_argument("--dry-run", action="store_true", help="compile and predict only")
     options.add_argument("--output", type=output_file, default=str(CPU_FOLDER / "cooperative.json"))
-    given = options.parse_args(arguments)
-    device: str | Device = given.device or ("cuda -arch=sm_90" if given.dry_run else "cuda")
+    chosen = options.parse_args(arguments)
+    device: str | Device = chosen.device or ("cuda -arch=sm_90" if chosen.dry_run else "cuda")
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
-    kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+    kept = json.loads(chosen.output.read_text()) if chosen.output.exists() else {}
     results: dict[str, Any] = kept.get("results", {})
     beside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     where = device
-    if given.one_core_each:
+    if chosen.one_core_each:
         from examples.benchmarks.device_on_core import use_one_core
 
         beside = use_one_core(0).cpu_beside
-        where = f"{given.device} on one core of this CPU, beside the CPU on another"
-    for name in given.only:
-        rows, cols = given.size or SIZES[name]
+        where = f"{chosen.device} on one core of this CPU, beside the CPU on another"
+    for name in chosen.only:
+        rows, cols = chosen.size or SIZES[name]
         try:
-            there = None if given.dry_run else beside
-            sweep = Sweep(name, (rows, cols), device, given.threads, there)
+            there = None if chosen.dry_run else beside
+            sweep = Sweep(name, (rows, cols), device, chosen.threads, there)
             turns: dict[str, list[Turn]] = {}
             bandwidths: list[float] = []
             if there is not None:
-                turns, bandwidths = measured(sweep, given.rounds, there, given.one_core_each)
+                turns, bandwidths = measured(sweep, chosen.rounds, there, chosen.one_core_each)
         except TargetError as error:
             print(error, file=sys.stderr)
             return 2
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if bandwidth is not None:
                 console.print(error_of(splits))
             results[name] = {"size": [rows, cols], "device": where, "splits": splits}
-            save(given.output, {"machine": host_info(), "results": results})
+            save(chosen.output, {"machine": host_info(), "results": results})
     return 0
 
 

@@ -148,7 +148,7 @@ def serve(name: str, ranks: int, threads: int) -> None:
         exchange = _times(world, lambda: _exchange(world, program, local))
         checksums = world.all_gather(np.array(checksum, np.uint64))
         if world.rank == 0:
-            found = {
+            results = {
                 "run_ms": statistics.median(runs) * 1e3,
                 "exchange_us": statistics.median(exchange) * 1e6,
                 "runs": len(runs),
@@ -157,7 +157,7 @@ def serve(name: str, ranks: int, threads: int) -> None:
                 "exchange_every": program.distribution.deep,
                 "checksum": int(checksums.sum(dtype=np.uint64)),
             }
-            print(json.dumps(found))
+            print(json.dumps(results))
 
 
 def serve_rates() -> None:
@@ -284,13 +284,13 @@ def engines_of(python: str) -> list[str]:
         If there is none.
     """
     printed = launch(1, [stencil_peers.__file__, "--list"], "the list of peers", python)
-    found = json.loads(printed.splitlines()[-1])
-    if not found:
+    engines = json.loads(printed.splitlines()[-1])
+    if not engines:
         raise DistributedError(
             f"{python} can import none of {', '.join(stencil_peers.ENGINES)}; install them by: "
             "pip install 'tvm-fusion[peers]', in an environment of its own"
         )
-    return found
+    return engines
 
 
 def run_peer(engine: str, name: str, python: str) -> float | None:
@@ -319,22 +319,22 @@ def measure(name: str, rounds: int, peers: Sequence[str] = (), python: str = "")
     DistributedError
         If a job fails, or computes other bits than the first.
     """
-    found: dict[str, list[dict[str, Any]]] = {title: [] for title in JOBS}
+    turns_of: dict[str, list[dict[str, Any]]] = {title: [] for title in JOBS}
     rates: list[dict[str, float]] = []
     raced: dict[str, list[Any]] = {peer: [] for peer in peers}
     for _ in range(rounds):
         for title, (ranks, threads) in JOBS.items():
-            found[title].append(run_job(name, ranks, threads))
+            turns_of[title].append(run_job(name, ranks, threads))
         rates.append(run_rates())
         for peer in list(raced):
             raced[peer].append(run_peer(peer, name, python))
             if raced[peer][-1] is None:
                 del raced[peer]
-    checksums = {turn["checksum"] for turns in found.values() for turn in turns}
+    checksums = {turn["checksum"] for turns in turns_of.values() for turn in turns}
     if len(checksums) > 1:
         raise DistributedError(f"the jobs of {name} compute different bits")
     jobs: dict[str, dict[str, Any]] = {}
-    for title, turns in found.items():
+    for title, turns in turns_of.items():
         jobs[title] = {
             "run_ms": statistics.median(turn["run_ms"] for turn in turns),
             "exchange_us": statistics.median(turn["exchange_us"] for turn in turns),
@@ -371,15 +371,15 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number > 1 else "left")
     for name, result in results.items():
-        one, two, ranks = (result["jobs"][title] for title in JOBS)
+        single, two, ranks = (result["jobs"][title] for title in JOBS)
         case = result["case"]
         steps = f" x {case['steps']} steps" if case["steps"] > 1 else ""
         table.add_row(
             name,
             f"{case['rows']} x {case['cols']}{steps}",
-            *(f"{job['run_ms']:.2f}" for job in (one, two, ranks)),
+            *(f"{job['run_ms']:.2f}" for job in (single, two, ranks)),
             f"{ranks[PREDICTED]:.2f}" if PREDICTED in ranks else "",
-            f"{one['run_ms'] / ranks['run_ms']:.2f}x",
+            f"{single['run_ms'] / ranks['run_ms']:.2f}x",
             f"{two['run_ms'] / ranks['run_ms']:.2f}x",
             f"{ranks['exchange_us']:.0f}",
             str(ranks["bytes"]),
@@ -418,20 +418,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--rates", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     options.add_argument("--threads", type=int, help=argparse.SUPPRESS)
-    given = options.parse_args(arguments)
-    if given.job:
-        serve(given.job, given.ranks, given.threads)
+    chosen = options.parse_args(arguments)
+    if chosen.job:
+        serve(chosen.job, chosen.ranks, chosen.threads)
         return 0
-    if given.rates:
+    if chosen.rates:
         serve_rates()
         return 0
-    peers = engines_of(given.peers) if given.peers else []
-    kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+    peers = engines_of(chosen.peers) if chosen.peers else []
+    kept = json.loads(chosen.output.read_text()) if chosen.output.exists() else {}
     results = kept.get("results", {})
-    for name in given.only:
-        results[name] = measure(name, given.rounds, peers, given.peers or "")
+    for name in chosen.only:
+        results[name] = measure(name, chosen.rounds, peers, chosen.peers or "")
         ordered = {case: results[case] for case in CASES if case in results}
-        save(given.output, {"machine": host_info(), "results": ordered})
+        save(chosen.output, {"machine": host_info(), "results": ordered})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     if any("peers" in result for result in ordered.values()):

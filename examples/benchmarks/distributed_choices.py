@@ -96,7 +96,7 @@ def network_runs(
 
 def serve(names: Sequence[str], rounds: int, files: dict[str, str], network: Path | None) -> None:
     """Measure cases on this rank; the first rank prints the milliseconds of all turns, as JSON."""
-    found = {}
+    results = {}
     with distributed.session(2, threads=1, network=network) as world:
         for name in names:
             if name in HALOS:
@@ -105,9 +105,9 @@ def serve(names: Sequence[str], rounds: int, files: dict[str, str], network: Pat
             else:
                 runs, chosen = network_runs(files, world) if files else stencil_runs(name, world)
                 turns = run_turns(runs, rounds, world)
-            found[name] = {"chosen": chosen, "turns_ms": turns}
+            results[name] = {"chosen": chosen, "turns_ms": turns}
         if world.rank == 0:
-            print(json.dumps(found))
+            print(json.dumps(results))
 
 
 def run_turns(
@@ -146,7 +146,7 @@ def measure(
 def distances(result: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
     """Chosen and best alternative of each choice, and the ratio of their times."""
     medians = {title: statistics.median(turns) for title, turns in result["turns_ms"].items()}
-    found = {}
+    compared = {}
     for kind, chosen in result["chosen"].items():
         among = {
             title: seconds
@@ -156,8 +156,8 @@ def distances(result: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
         if kind == "every":
             among["overlap never"] = medians["overlap never"]
         best = min(among, key=lambda title: among[title])
-        found[kind] = (chosen, best, medians[chosen] / medians[best])
-    return found
+        compared[kind] = (chosen, best, medians[chosen] / medians[best])
+    return compared
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
@@ -187,21 +187,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.add_argument("--job", nargs="+", choices=names, help=argparse.SUPPRESS)
     options.add_argument("--compiled", type=json.loads, help=argparse.SUPPRESS)
-    given = options.parse_args(arguments)
-    if given.job:
-        serve(given.job, given.rounds, given.compiled, given.network)
+    chosen = options.parse_args(arguments)
+    if chosen.job:
+        serve(chosen.job, chosen.rounds, chosen.compiled, chosen.network)
         return 0
-    kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+    kept = json.loads(chosen.output.read_text()) if chosen.output.exists() else {}
     results = kept.get("results", {})
     with tempfile.TemporaryDirectory() as temporary:
-        jobs = [[name] for name in given.only if name not in HALOS]
-        halos = [name for name in given.only if name in HALOS]
+        jobs = [[name] for name in chosen.only if name not in HALOS]
+        halos = [name for name in chosen.only if name in HALOS]
         for job in [*jobs, halos] if halos else jobs:
-            folder = given.files or Path(temporary)
-            results |= measure(job, given.rounds, folder, given.network)
-            save(given.output, {"machine": host_info(), "results": results})
+            folder = chosen.files or Path(temporary)
+            results |= measure(job, chosen.rounds, folder, chosen.network)
+            save(chosen.output, {"machine": host_info(), "results": results})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
-    console.print(table_of({name: results[name] for name in given.only}))
+    console.print(table_of({name: results[name] for name in chosen.only}))
     return 0
 
 

@@ -164,15 +164,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument(
         "--output", type=output_file, default=str(CPU_FOLDER / "distributed_networks.json")
     )
-    given = options.parse_args(arguments)
-    kept = json.loads(given.output.read_text()) if given.output.exists() else {}
+    chosen = options.parse_args(arguments)
+    kept = json.loads(chosen.output.read_text()) if chosen.output.exists() else {}
     results = kept.get("results", {})
     with tempfile.TemporaryDirectory() as temporary:
-        for name in given.only:
-            folder = given.files or Path(temporary)
-            results[name] = measure(name, given.rounds, given.repeat, folder)
+        for name in chosen.only:
+            folder = chosen.files or Path(temporary)
+            results[name] = measure(name, chosen.rounds, chosen.repeat, folder)
             ordered = {case: results[case] for case in CASES if case in results}
-            save(given.output, {"machine": host_info(), "results": ordered})
+            save(chosen.output, {"machine": host_info(), "results": ordered})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(ordered))
     return 0

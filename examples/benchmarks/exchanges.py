@@ -162,7 +162,7 @@ class Side(NamedTuple):
 def serve(names: Sequence[str], rounds: int) -> None:
     """Run cases on this rank; the first of two prints what was measured, as JSON."""
     with distributed.session(2, threads=1) as world:
-        found = {}
+        results = {}
         for number, name in enumerate(names):
             ours, views = _ours(world, CASES[name], number)
             bare = _bare(world, CASES[name])
@@ -174,9 +174,9 @@ def serve(names: Sequence[str], rounds: int) -> None:
             for _ in range(rounds):
                 for key, side in sides.items():
                     turns[key].append(_microseconds(world, side))
-            found[name] = {"bytes": CASES[name].nbytes} | turns
+            results[name] = {"bytes": CASES[name].nbytes} | turns
         if world.rank == 0:
-            print(json.dumps(found))
+            print(json.dumps(results))
 
 
 class Views(NamedTuple):
@@ -363,14 +363,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=5, help="turns of each side")
     options.add_argument("--output", type=output_file, default=str(CPU_FOLDER / "exchanges.json"))
     options.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
-    given = options.parse_args(arguments)
-    if given.job:
-        serve(given.only, given.rounds)
+    chosen = options.parse_args(arguments)
+    if chosen.job:
+        serve(chosen.only, chosen.rounds)
         return 0
-    job = ["--job", "--rounds", str(given.rounds), "--only", *given.only]
+    job = ["--job", "--rounds", str(chosen.rounds), "--only", *chosen.only]
     results = json.loads(launch(2, [__file__, *job], "the job of exchanges").splitlines()[-1])
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    save(given.output, {"machine": host_info(), "date": date, "results": results})
+    save(chosen.output, {"machine": host_info(), "date": date, "results": results})
     console = Console(width=FILE_WIDTH if not sys.stdout.isatty() else None)
     console.print(table_of(results))
     for key, what in (("bare_us", "bare"), ("hand_us", "by hand")):

@@ -107,10 +107,10 @@ FUSED = ("mv1_1", "mv1_3", "mv1_5", "mv1_7-11", "mv2_2_1", "mv2_3_2", "mv2_6_2")
 def kernels(lanes: int) -> dict[str, Conv2DKernel]:
     """All kernels by name; the layer that reads the image has NCHW data."""
     packed = f"NCHW{lanes}c"
-    found = {}
+    by_name = {}
     for name, (single, height) in SINGLES.items():
         plain = single.in_channels < lanes
-        found[name] = Conv2DKernel(
+        by_name[name] = Conv2DKernel(
             layers=(single,),
             batch=1,
             height=height,
@@ -120,7 +120,7 @@ def kernels(lanes: int) -> dict[str, Conv2DKernel]:
         )
     for name in FUSED:
         pair = PAIRS[name].workload
-        found[name] = Conv2DKernel(
+        by_name[name] = Conv2DKernel(
             layers=(pair.layer1, pair.layer2),
             batch=1,
             height=pair.height,
@@ -128,7 +128,7 @@ def kernels(lanes: int) -> dict[str, Conv2DKernel]:
             data_layout=packed,
             out_layout=packed,
         )
-    return found
+    return by_name
 
 
 def packed_function(kernel: Conv2DKernel) -> tirx.PrimFunc:
@@ -195,16 +195,18 @@ def measure(
     arguments = [tvm.runtime.tensor(array) for array in arrays]
     data = arguments[0]._create_view(tuple(planes(shapes[0])))
     weights = range(1, len(arrays) - 1, 2)
-    copies = min(200, max(2, WEIGHT_BYTES // sum(arrays[at].nbytes for at in weights)))
-    rotation = cycle([[tvm.runtime.tensor(arrays[at]) for at in weights] for _ in range(copies)])
+    copies = min(200, max(2, WEIGHT_BYTES // sum(arrays[place].nbytes for place in weights)))
+    rotation = cycle(
+        [[tvm.runtime.tensor(arrays[place]) for place in weights] for _ in range(copies)]
+    )
     times: list[list[float]] = [[] for _ in functions]
     shuffler = random.Random(seed)
 
     def turn(order: list[int]) -> None:
         shuffler.shuffle(order)
         for number in order:
-            for at, weight in zip(weights, next(rotation), strict=True):
-                arguments[at] = weight
+            for place, weight in zip(weights, next(rotation), strict=True):
+                arguments[place] = weight
             write(data)
             start = time.perf_counter()
             functions[number](*arguments)
@@ -229,7 +231,7 @@ def race(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]
     functions = build(kernel, chosen, target)
     shape = [int(extent) for extent in packed_function(kernel).params[0].shape]
     write = tvm.compile(writer(planes(shape), "float32", threads), target)["main"]
-    found = Crew(threads).run(measure, kernel, functions, write, options.seconds, options.seed)
+    seconds = Crew(threads).run(measure, kernel, functions, write, options.seconds, options.seed)
     return {
         "kernel": json.loads(to_json(kernel)),
         "threads": threads,
@@ -238,7 +240,7 @@ def race(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]
         "columns": [*asdict(chosen[0]), "seconds", "estimate"],
         "settings": [
             [*asdict(knobs).values(), taken, estimate(kernel, knobs, cpu).seconds]
-            for knobs, taken in zip(chosen, found, strict=True)
+            for knobs, taken in zip(chosen, seconds, strict=True)
         ],
     }
 
@@ -270,12 +272,12 @@ def loss(result: dict[str, Any]) -> float:
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
     """One row for each kernel and number of threads."""
-    found = Table(title="Default knobs against the best of their space")
+    grid = Table(title="Default knobs against the best of their space")
     for title in ("kernel", "threads", "settings", "default", "best", "loss", "estimate", "rank"):
-        found.add_column(title, justify="left" if title == "kernel" else "right")
+        grid.add_column(title, justify="left" if title == "kernel" else "right")
     for name, result in results.items():
         times, estimates = column(result, "seconds"), column(result, "estimate")
-        found.add_row(
+        grid.add_row(
             name.rpartition(",")[0],
             str(result["threads"]),
             str(len(times)),
@@ -286,8 +288,8 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
             f"{rank_correlation(times, estimates):.2f}",
         )
     losses = [loss(result) for result in results.values()]
-    found.caption = f"Loss: median {statistics.median(losses):.1%}, worst {max(losses):.1%}."
-    return found
+    grid.caption = f"Loss: median {statistics.median(losses):.1%}, worst {max(losses):.1%}."
+    return grid
 
 
 def main() -> int:

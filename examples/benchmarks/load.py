@@ -69,24 +69,24 @@ def spinning(count: int) -> Iterator[None]:
 
 def table(sections: dict[int, Results]) -> Table:
     """One row for each model, number of processes and engine."""
-    found = Table(title="Latency beside processes that compute, ms")
+    latencies = Table(title="Latency beside processes that compute, ms")
     for heading in ("model", "beside", "engine"):
-        found.add_column(heading)
+        latencies.add_column(heading)
     for heading in ("p50", "p90", "p99", "ratio"):
-        found.add_column(heading, justify="right")
+        latencies.add_column(heading, justify="right")
     for beside, results in sections.items():
         for name, result in results.items():
             for engine in result["engines"]:
                 times = (engine[key] for key in ("median_ms", "p90_ms", "p99_ms"))
-                found.add_row(
+                latencies.add_row(
                     name,
                     str(beside),
                     engine["title"],
                     *(f"{time:.2f}" for time in times),
                     f"{engine['ratio']:.2f}x",
                 )
-        found.add_section()
-    return found
+        latencies.add_section()
+    return latencies
 
 
 def main() -> int:

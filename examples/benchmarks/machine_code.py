@@ -117,7 +117,7 @@ def _result(
     knobs: Conv2DKnobs,
     layers: int,
     loop: Loop,
-    found: Prediction,
+    prediction: Prediction,
 ) -> Tile:
     return Tile(
         cpu=cpu,
@@ -129,21 +129,21 @@ def _result(
         loads=loop.loads,
         stores=loop.stores,
         spills=loop.stack_stores,
-        bound=found.bound,
-        block=found.block,
-        simulated=found.simulated,
-        share=found.share,
+        bound=prediction.bound,
+        block=prediction.block,
+        simulated=prediction.simulated,
+        share=prediction.share,
     )
 
 
-def table(cpu: str, found: list[Tile]) -> Table:
+def table(cpu: str, rows: list[Tile]) -> Table:
     """One row for each register tile."""
     result = Table(title=f"{cpu}: inner loops of dense layers, cycles an iteration by llvm-mca")
     result.add_column("layer")
     for title in ("tile", "layers", "multiply-adds", "loads", "stores", "spills", "bound",
                   "block", "simulated", "of bound"):  # fmt: skip
         result.add_column(title, justify="right")
-    for tile in sorted(found, key=lambda tile: tile.share):
+    for tile in sorted(rows, key=lambda tile: tile.share):
         result.add_row(
             tile.layer,
             f"{tile.pixels}x{tile.vectors}",

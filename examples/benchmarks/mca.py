@@ -54,13 +54,13 @@ def find_mca(path: str | None = None) -> str:
         If there is none.
     """
     names = [path] if path else [*(f"llvm-mca-{version}" for version in VERSIONS), "llvm-mca"]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    tool = next(filter(None, map(shutil.which, names)), None)
+    if tool is None:
         raise ModelError(
             f"{path or 'llvm-mca'} was not found: install LLVM's tools, for example the package "
             "llvm, or name the program by --llvm-mca"
         )
-    return found
+    return tool
 
 
 def predict(program: str, loop: Loop, cpu: str, machine: str) -> Prediction:

@@ -26,7 +26,7 @@ def conv_kernels(models: Sequence[onnx.ModelProto], lanes: int) -> list[Conv2DKe
     list[Conv2DKernel]
         Workloads without activations.
     """
-    found: dict[Conv2DKernel, None] = {}
+    kernels: dict[Conv2DKernel, None] = {}
     for model in models:
         graph = onnx.shape_inference.infer_shapes(model).graph
         shapes = {
@@ -36,8 +36,8 @@ def conv_kernels(models: Sequence[onnx.ModelProto], lanes: int) -> list[Conv2DKe
         shapes |= {weight.name: list(weight.dims) for weight in graph.initializer}
         for node in graph.node:
             if node.op_type == "Conv":
-                found[_kernel(node, shapes, lanes)] = None
-    return list(found)
+                kernels[_kernel(node, shapes, lanes)] = None
+    return list(kernels)
 
 
 def _kernel(node: onnx.NodeProto, shapes: dict[str, list[int]], lanes: int) -> Conv2DKernel:

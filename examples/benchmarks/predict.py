@@ -85,13 +85,13 @@ def learned(sweep: Sweep, machine: str) -> tuple[np.ndarray, np.ndarray, np.ndar
 def streaming(sweep: Sweep, machine: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
     """The same of a streaming operator."""
     tensors = dict(OPS.values())[sweep.kernel]
-    found = [
+    predictions = [
         predict(KernelCall(sweep.kernel, {}, "float32", 0, 4 * (tensors - 1) * n, 4 * n), target)
         for target in [load_machine(machine)]
         for n in (sweep.sizes["B"] * sweep.sizes["H"]).tolist()
     ]
-    time, low, high = np.array([(f.seconds, f.low, f.high) for f in found]).T
-    return time, low, high, found[0].model
+    time, low, high = np.array([(f.seconds, f.low, f.high) for f in predictions]).T
+    return time, low, high, predictions[0].model
 
 
 def sweeps(folder: Path) -> Iterator[Sweep]:
@@ -125,7 +125,7 @@ def kernels(folder: Path, all_rows: bool) -> list[dict[str, Any]]:
 
 def joint_models(folder: Path, all_rows: bool) -> dict[str, Any]:
     """Reports of the joint models, and their errors on sizes as the package has them."""
-    found = {}
+    reports = {}
     for name, (kernel, read) in joint.KERNELS.items():
         known = find_joint(name)
         if known is None:
@@ -141,8 +141,8 @@ def joint_models(folder: Path, all_rows: bool) -> dict[str, Any]:
                 mine = chosen.machine == machine
                 row = {"machine": machine, "dtype": sweep.dtype}
                 rows.append(row | errors(chosen.seconds[mine], predicted[mine]))
-        found[name] = {"now": rows, **report}
-    return found
+        reports[name] = {"now": rows, **report}
+    return reports
 
 
 def gpt_trainings(folder: Path) -> dict[str, dict[str, float]]:
@@ -182,14 +182,14 @@ def joint_report(found: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def distance_plot(found: dict[str, Any], path: Path) -> None:
+def distance_plot(reports: dict[str, Any], path: Path) -> None:
     """Error of the joint models against the distance from what they were taught."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5))
     axes = figure.subplots(1, 2, sharey=True)
     for axis, split in zip(axes, ("sizes", "machines"), strict=True):
-        for name, report in found.items():
+        for name, report in reports.items():
             near, error = np.array(report["error_by_distance"][split]).T
             axis.plot(near, error, "o-", label=name)
         axis.set_xlabel(f"distance of the {split} left out, in doublings")
@@ -236,14 +236,14 @@ def models(folder: Path) -> list[dict[str, Any]]:
         node = "h100" if run.machine == "h100" else "a100"
         transfer = whole_models.interpolated_transfers(folder, node)
         predictor = whole_models.Predictor(run.machine, transfer)
-        found, low, high = predictor.run(run, graphs[run.graph])
+        predicted, low, high = predictor.run(run, graphs[run.graph])
         rows.append(
             {
                 "machine": run.machine,
                 "graph": run.graph,
                 "measured_ms": round(1e3 * run.seconds, 3),
-                "predicted_ms": round(1e3 * float(found), 3),
-                "error": round(100 * (float(found) / run.seconds - 1), 1),
+                "predicted_ms": round(1e3 * float(predicted), 3),
+                "error": round(100 * (float(predicted) / run.seconds - 1), 1),
                 "low_ms": 1e3 * float(low),
                 "high_ms": 1e3 * float(high),
             }
@@ -307,7 +307,7 @@ def bert_base() -> list[KernelCall]:
 
 def predictor_seconds() -> dict[str, float]:
     """Seconds that predicting two networks takes, models read anew."""
-    found = {}
+    times = {}
     for name, calls in (("resnet_50", resnet_50()), ("bert_base", bert_base())):
         load_model.cache_clear()
         find_model.cache_clear()
@@ -315,8 +315,8 @@ def predictor_seconds() -> dict[str, float]:
         start = time.perf_counter()
         for call in calls:
             predict(call, machine)
-        found[name] = round(time.perf_counter() - start, 3)
-    return found
+        times[name] = round(time.perf_counter() - start, 3)
+    return times
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -336,14 +336,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(results: dict[str, Any], path: Path) -> None:
     """Errors of kernels by machine, and predicted beside measured times of whole models."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     names = ["gemm", "conv2d", "softmax", "layer_norm", "elementwise"]
-    rows = [row for row in found["kernels"] if row["dtype"] == "float32"]
+    rows = [row for row in results["kernels"] if row["dtype"] == "float32"]
     machines = sorted({row["machine"] for row in rows})
     for at, machine in enumerate(machines):
         gmae = {row["kernel"]: row["gmae"] for row in rows if row["machine"] == machine}
@@ -356,8 +356,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
     left.set_xticks(np.arange(len(names)) + 0.4, names)
     left.set_ylabel("GMAE of the held-out sizes, %")
     left.legend()
-    for machine in sorted({row["machine"] for row in found["models"]}):
-        mine = [row for row in found["models"] if row["machine"] == machine]
+    for machine in sorted({row["machine"] for row in results["models"]}):
+        mine = [row for row in results["models"] if row["machine"] == machine]
         right.loglog(
             [row["measured_ms"] for row in mine],
             [row["predicted_ms"] for row in mine],
@@ -374,12 +374,12 @@ def plot(found: dict[str, Any], path: Path) -> None:
         figure.savefig(aside, format="png", dpi=100)
 
 
-def report(found: dict[str, Any]) -> None:
+def report(results: dict[str, Any]) -> None:
     """Print the errors."""
     console = Console()
     table = Table("kernel", "dtype", "machine", "GMAE %", "MAPE %", "inside %", "launches")
     single = {name for name, _ in OPS.values()}
-    for row in found["kernels"]:
+    for row in results["kernels"]:
         if row["kernel"] not in single:
             figures = (f"{row[x]:.2f}" for x in ("gmae", "mape", "inside"))
             names = [row[x] for x in ("kernel", "dtype", "machine")]
@@ -391,7 +391,7 @@ def report(found: dict[str, Any]) -> None:
                     table.add_row(about, *names[1:], *figures, "", str(row["count"]))
     console.print(table)
     whole = Table("whole models on", "MAPE %", "worst %", "inside %", "runs")
-    for name, group in found["summary"].items():
+    for name, group in results["summary"].items():
         whole.add_row(name, *(str(group[x]) for x in ("mape", "worst", "inside", "count")))
     console.print(whole)
 
@@ -411,43 +411,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all-rows", action="store_true", help="no row was trained on")
     all_rows = parser.parse_args().all_rows
-    found: dict[str, Any] = {"predictor_seconds": predictor_seconds()}
-    print("predicting takes, in s:", found["predictor_seconds"])
-    found["cpu_intervals"] = {
+    results: dict[str, Any] = {"predictor_seconds": predictor_seconds()}
+    print("predicting takes, in s:", results["predictor_seconds"])
+    results["cpu_intervals"] = {
         path.parent.name: intervals.held_out(intervals.recorded(path.parent))
         for path in sorted(RESULTS.glob("*/predict_cpu.json"))
     }
-    print("inside the intervals of other networks, in %:", found["cpu_intervals"])
-    found["choices"] = {
+    print("inside the intervals of other networks, in %:", results["cpu_intervals"])
+    results["choices"] = {
         folder.name: choices.choices(folder)
         for folder in sorted(RESULTS.iterdir())
         if folder.is_dir()
     }
-    choices_report(found["choices"])
+    choices_report(results["choices"])
     folder = data_folder()
     if folder is None:
         print("left out: errors of kernels and of whole models (PREDICT_DATA names no folder)")
         return
-    found["kernels"] = kernels(folder, all_rows)
-    found["models"] = models(folder) if (folder / "gpu_kernels/model_times.csv").is_file() else []
-    found["summary"] = summary(found["models"]) if found["models"] else {}
-    if found["models"]:
-        found["session_spread"] = round(session_spread(session_errors(found["models"])), 3)
-        print("whole runs differ from their kernels by a factor of", found["session_spread"])
-    report(found)
-    found["joint"] = joint_models(folder, all_rows)
-    joint_report(found["joint"])
-    found["gpt_trainings"] = gpt_trainings(folder)
-    print("GPT trainings on 8 A100, errors in %:", found["gpt_trainings"])
-    found["links"] = check_links(folder)
-    print("NCCL, MAPE of left-out sizes in %:", found["links"])
-    if not found["models"]:
+    results["kernels"] = kernels(folder, all_rows)
+    results["models"] = models(folder) if (folder / "gpu_kernels/model_times.csv").is_file() else []
+    results["summary"] = summary(results["models"]) if results["models"] else {}
+    if results["models"]:
+        results["session_spread"] = round(session_spread(session_errors(results["models"])), 3)
+        print("whole runs differ from their kernels by a factor of", results["session_spread"])
+    report(results)
+    results["joint"] = joint_models(folder, all_rows)
+    joint_report(results["joint"])
+    results["gpt_trainings"] = gpt_trainings(folder)
+    print("GPT trainings on 8 A100, errors in %:", results["gpt_trainings"])
+    results["links"] = check_links(folder)
+    print("NCCL, MAPE of left-out sizes in %:", results["links"])
+    if not results["models"]:
         print("left out: whole models (no gpu_kernels/model_times.csv)")
-    text = json.dumps(found, indent=1) + "\n"
+    text = json.dumps(results, indent=1) + "\n"
     with written_aside(RESULTS / "predict.json") as aside:
         aside.write_text(text)
-    plot(found, RESULTS / "predict.png")
-    distance_plot(found["joint"], RESULTS / "predict_distance.png")
+    plot(results, RESULTS / "predict.png")
+    distance_plot(results["joint"], RESULTS / "predict_distance.png")
 
 
 if __name__ == "__main__":

@@ -42,13 +42,13 @@ Results = dict[str, dict[str, Any]]
 
 def summary(checked: CheckedModel) -> dict[str, Any]:
     """Figures of one network, in milliseconds and shares, and its kernels in microseconds."""
-    found = checked.prediction
-    pairs = list(zip(found.kernels, checked.measured, checked.errors, strict=True))
+    prediction = checked.prediction
+    pairs = list(zip(prediction.kernels, checked.measured, checked.errors, strict=True))
     convolutions = [error for row, _, error in pairs if "conv2d" in row.op]
     return {
-        "predicted_ms": found.seconds * 1e3,
-        "low_ms": found.low * 1e3,
-        "high_ms": found.high * 1e3,
+        "predicted_ms": prediction.seconds * 1e3,
+        "low_ms": prediction.low * 1e3,
+        "high_ms": prediction.high * 1e3,
         "measured_ms": checked.seconds * 1e3,
         "error": checked.error,
         "kernels": len(pairs),
@@ -94,15 +94,15 @@ def results_table(results: Results) -> Table:
     table.add_column("network")
     for heading in ("predicted ms", "measured ms", "error", "convolutions", "GMAE", "inside"):
         table.add_column(heading, justify="right")
-    for name, one in results.items():
+    for name, result in results.items():
         table.add_row(
             name,
-            f"{one['predicted_ms']:.3f}",
-            f"{one['measured_ms']:.3f}",
-            f"{one['error']:+.1%}",
-            str(one["convolutions"]),
-            f"{one['convolutions_gmae']:.1%}" if one["convolutions"] else "",
-            f"{one['inside_interval']:.0%}",
+            f"{result['predicted_ms']:.3f}",
+            f"{result['measured_ms']:.3f}",
+            f"{result['error']:+.1%}",
+            str(result["convolutions"]),
+            f"{result['convolutions_gmae']:.1%}" if result["convolutions"] else "",
+            f"{result['inside_interval']:.0%}",
         )
     return table
 

@@ -139,13 +139,13 @@ def _read(grid: dict[str, int], listing: str, used: Resources, machine: Machine)
     turn = [code[place] for place in body]
     splits = grid["blockIdx.x"] if "blockIdx.y" in grid else 1
     # Tickets are drawn before the main loop ends, or else behind it, as other updates are.
-    is_early = any("INC" in each.opcode for each in code[: body.stop])
+    is_early = any("INC" in instruction.opcode for instruction in code[: body.stop])
     return StreamingKernel(
         blocks=_product(grid, "blockIdx"),
         threads=threads,
         registers=used.registers,
         shared_bytes=used.shared,
-        turn_bytes=sum(each.loaded_bytes for each in turn),
+        turn_bytes=sum(instruction.loaded_bytes for instruction in turn),
         flight_bytes=sass.bytes_before_use(turn),
         turn_instructions=len(turn),
         start_cycles=cycles(range(start), slow),
@@ -159,14 +159,14 @@ def _read(grid: dict[str, int], listing: str, used: Resources, machine: Machine)
 
 def _grid(func: tirx.PrimFunc) -> dict[str, int]:
     """Extents by the names of the axes of grid and block."""
-    found: dict[str, int] = {}
+    extents: dict[str, int] = {}
 
     def visit(statement: tirx.AttrStmt) -> None:
         if statement.attr_key == "thread_extent":
-            found[str(statement.node.thread_tag)] = int(statement.value)
+            extents[str(statement.node.thread_tag)] = int(statement.value)
 
     tvm_ffi.structural_walk(func.body, [(tirx.AttrStmt, visit)])
-    return found
+    return extents
 
 
 def _product(grid: dict[str, int], part: str) -> int:
@@ -184,7 +184,7 @@ def predict(case: Case, machine: Machine) -> tuple[StreamingKernel, StreamingTim
 
 def predictions(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Any]:
     """Predictions of cases on machines, as the file holds them."""
-    found: dict[str, Any] = {}
+    by_case: dict[str, Any] = {}
     with progress_bar() as progress:
         for number, case in enumerate(cases):
             progress(case.name, number, len(cases))
@@ -192,17 +192,17 @@ def predictions(cases: Sequence[Case], names: Sequence[str]) -> dict[str, Any]:
             for name in names:
                 kernel, time = predict(case, load_machine(name))
                 by_machine[name] = {"kernel": asdict(kernel), "predicted": asdict(time)}
-            found[case.name] = {"bytes": case.bytes, "form": case.form, "machines": by_machine}
-    return found
+            by_case[case.name] = {"bytes": case.bytes, "form": case.form, "machines": by_machine}
+    return by_case
 
 
-def table(found: dict[str, Any], names: Sequence[str]) -> Table:
+def table(by_case: dict[str, Any], names: Sequence[str]) -> Table:
     """One row a case: the share on each machine, and the figures of the last machine's kernel."""
     result = Table(title="Predicted share of the reachable bandwidth; nothing is measured")
     for heading in ("case", "MB", *names, "us", "blocks", "waves", "KiB in flight", "instr./byte",
                     "finish, us"):  # fmt: skip
         result.add_column(heading, justify="left" if heading == "case" else "right")
-    for name, case in found.items():
+    for name, case in by_case.items():
         last = case["machines"][names[-1]]
         time = last["predicted"]
         result.add_row(

@@ -189,13 +189,13 @@ def backward(tables: list[torch.Tensor], batch: list[Batch]) -> list[Run]:
 
 def _update(table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> Run:
     gradient = torch.ops.aten._embedding_bag_backward.default
-    out, *found = torch.ops.aten._embedding_bag.default(
+    out, *states = torch.ops.aten._embedding_bag.default(
         table, indices, offsets, False, 0, True, None, False, -1
     )
     ones = torch.full_like(out, 1e-3)
 
     def run() -> None:
-        sparse = gradient(ones, indices, offsets, *found, table.shape[0], False, 0, True, None, -1)
+        sparse = gradient(ones, indices, offsets, *states, table.shape[0], False, 0, True, None, -1)
         table.add_(sparse, alpha=-1e-6)
 
     return run
@@ -305,7 +305,7 @@ class Rows:
 
 def rows_of(launches: list[dict[str, Any]], machine: Machine) -> Rows:
     """Draw the launches again, and describe each table of their batches."""
-    found: dict[str, list[Any]] = defaultdict(list)
+    columns: dict[str, list[Any]] = defaultdict(list)
     base: dict[str, list[list[float]]] = {name: [] for name in DIRECTIONS}
     times: dict[str, list[Any]] = {name: [] for name in DIRECTIONS}
     for entry in launches:
@@ -313,14 +313,14 @@ def rows_of(launches: list[dict[str, Any]], machine: Machine) -> Rows:
         for batch, tables in enumerate(draw(entry["seed"]).lookups):
             equal = [TableLookups(t.bags, t.rows, t.width, t.count) for t in tables]
             for number, table in enumerate(tables):
-                found["data"].append(features(table, tables, beside))
-                found["usual"].append(features(table, tables, machine))
+                columns["data"].append(features(table, tables, beside))
+                columns["usual"].append(features(table, tables, machine))
                 sizes = size_features(table, tables, beside)
                 traffic = np.log2(base_seconds(equal[number], beside, False))
-                found["sizes"].append(np.append(sizes, traffic))
-                found["ranges"].append(sizes_of(table))
-                found["launch"].append(BATCHES * entry["seed"] + batch)
-                found["held"].append(entry["seed"] % 5 == 0)
+                columns["sizes"].append(np.append(sizes, traffic))
+                columns["ranges"].append(sizes_of(table))
+                columns["launch"].append(BATCHES * entry["seed"] + batch)
+                columns["held"].append(entry["seed"] % 5 == 0)
                 for name in DIRECTIONS:
                     is_backward = name == "backward"
                     base[name].append(
@@ -329,16 +329,16 @@ def rows_of(launches: list[dict[str, Any]], machine: Machine) -> Rows:
                     times[name].append([half[batch][number] * 1e-6 for half in entry[name]])
     halves = {name: np.array(times[name]) for name in DIRECTIONS}
     return Rows(
-        np.array(found["data"]),
-        np.array(found["sizes"]),
-        np.array(found["usual"]),
+        np.array(columns["data"]),
+        np.array(columns["sizes"]),
+        np.array(columns["usual"]),
         {name: np.array(base[name])[:, 0] for name in DIRECTIONS},
         {name: np.array(base[name])[:, 1] for name in DIRECTIONS},
         {name: halves[name].mean(axis=1) for name in DIRECTIONS},
         halves,
-        np.array(found["launch"]),
-        np.array(found["held"]),
-        np.array(found["ranges"]),
+        np.array(columns["launch"]),
+        np.array(columns["held"]),
+        np.array(columns["ranges"]),
     )
 
 
@@ -365,20 +365,20 @@ def train(rows: Rows, direction: str) -> dict[str, Any]:
     total = rows.sums(measured)
     trained = []
     for seed in SEEDS:
-        arrays, found = fit(rows.by_data, np.log(measured / base), held, seed)
-        predicted = base * np.exp(found)
+        arrays, factors = fit(rows.by_data, np.log(measured / base), held, seed)
+        predicted = base * np.exp(factors)
         trained.append((errors(total, rows.sums(predicted))["gmae"], arrays, predicted))
-    trained.sort(key=lambda one: one[0])
+    trained.sort(key=lambda run: run[0])
     _, arrays, predicted = trained[len(trained) // 2]
     ends = intervals(measured[held], predicted[held], base[held])
     low, high = rows.sizes.min(axis=0), rows.sizes.max(axis=0)
     zero = np.zeros(1)
     arrays |= {"harness": zero, "latency": zero, "low": low, "high": high, **ends}
     usual = rows.usual_base[direction] * np.exp(trees_from_arrays(arrays)(rows.usual))
-    found = compared(rows, direction, predicted, usual)
+    report = compared(rows, direction, predicted, usual)
     return {
         "arrays": arrays,
-        "errors": {**found, "three_trainings_gmae": [one[0] for one in trained]},
+        "errors": {**report, "three_trainings_gmae": [run[0] for run in trained]},
     }
 
 
@@ -405,19 +405,19 @@ def compared(
     total = rows.sums(measured)
     even, odd = rows.sums(rows.halves[direction]).T
     alone = {"without_the_data": rows.by_sizes, "by_sizes_alone": np.log2(rows.sizes)}
-    each = {
+    totals = {
         "by_the_data": rows.sums(predicted),
         "by_the_data_with_the_exchange_of_the_file": rows.sums(usual),
         **{name: rows.sums(_median(columns, measured, held)) for name, columns in alone.items()},
         "by_traffic": rows.sums(base),
     }
-    found = {name: errors(total, times) for name, times in each.items()}
-    found["repeat"] = errors(odd, even)
+    report = {name: errors(total, times) for name, times in totals.items()}
+    report["repeat"] = errors(odd, even)
     smaller = [rows.sizes[:, RANGES.index(name)] < least for name, least in SOURCE_SIZES.items()]
     large = rows.sums(np.any(smaller, axis=0).astype(float)) == 0
     for name in ("by_the_data", *alone):
-        found[f"{name}_of_the_sources_sizes"] = errors(total[large], each[name][large])
-    return found
+        report[f"{name}_of_the_sources_sizes"] = errors(total[large], totals[name][large])
+    return report
 
 
 def _median(columns: np.ndarray, measured: np.ndarray, held: np.ndarray) -> np.ndarray:
@@ -426,7 +426,7 @@ def _median(columns: np.ndarray, measured: np.ndarray, held: np.ndarray) -> np.n
     return np.exp(np.median(times, axis=0))
 
 
-def write_model(direction: str, found: dict[str, Any], rows: Rows, machine: Machine) -> None:
+def write_model(direction: str, model: dict[str, Any], rows: Rows, machine: Machine) -> None:
     """Write a model and its report beside the others."""
     import xgboost
 
@@ -435,7 +435,7 @@ def write_model(direction: str, found: dict[str, Any], rows: Rows, machine: Mach
     kernel = KERNELS[direction]
     path = FOLDER / f"{kernel}-float32-{machine.name}.npz"
     with written_aside(path) as aside, aside.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **found["arrays"])
+        np.savez_compressed(file, allow_pickle=False, **model["arrays"])
     ends = (rows.sizes.min(axis=0), rows.sizes.max(axis=0))
     ranges = zip(RANGES, *(end.tolist() for end in ends), strict=True)
     report = {
@@ -448,8 +448,8 @@ def write_model(direction: str, found: dict[str, Any], rows: Rows, machine: Mach
         "command": "python examples/benchmarks/predict_lookups.py --seconds 0 --train",
         "xgboost": xgboost.__version__,
         "split": "a fifth of the launches is held out",
-        "held_out": found["errors"]["by_the_data"],
-        **found["errors"],
+        "held_out": model["errors"]["by_the_data"],
+        **model["errors"],
     }
     with written_aside(path.with_suffix(".json")) as aside:
         aside.write_text(json.dumps(report, indent=2) + "\n")

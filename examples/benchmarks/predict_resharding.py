@@ -123,7 +123,7 @@ def measure_tasks(folder: Path, tasks: int, rounds: int) -> None:
     curves = measure_collectives(ProcessGroup("gloo"), kinds=kinds, transport="gloo")
     if dist.get_rank() == 0:
         curves.save(folder / "collectives.json")
-    found = {}
+    by_seed = {}
     for seed in range(tasks):
         launch = draw_task(seed)
         steps = {n: ShardedTables(launch, r) for n, r in shardings(launch).items()}
@@ -137,13 +137,13 @@ def measure_tasks(folder: Path, tasks: int, rounds: int) -> None:
             times[turn, way] = time.perf_counter() - begin
         dist.all_reduce(times, dist.ReduceOp.MAX)
         typical = np.percentile(times[1:].numpy(), 10, axis=0)
-        found[str(seed)] = dict(zip(steps, typical.tolist(), strict=True))
+        by_seed[str(seed)] = dict(zip(steps, typical.tolist(), strict=True))
         record_rank(steps[TRACED], folder / f"task{seed}", STEPS, structure=False)
         if dist.get_rank() == 0:
             print(f"task {seed}: {1e3 * typical.min():.2f} to {1e3 * typical.max():.2f} ms")
             sys.stdout.flush()
     if dist.get_rank() == 0:
-        (folder / "times.json").write_text(json.dumps(found))
+        (folder / "times.json").write_text(json.dumps(by_seed))
 
 
 def predicted(folder: Path, seed: str, names: Sequence[str]) -> dict[str, float]:

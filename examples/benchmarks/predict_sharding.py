@@ -184,17 +184,17 @@ def measure_ways(folder: Path, rounds: int) -> None:
     All tasks take turns, since other work may slow the machine for a minute.
     """
     keep_freed_memory()
-    found: dict[str, list[np.ndarray]] = defaultdict(list)
+    by_seed: dict[str, list[np.ndarray]] = defaultdict(list)
     tasks = json.loads((folder / "ways.json").read_text())
     with torch.no_grad():
         for _ in range(TURNS):
             for seed, ways in tasks.items():
-                found[seed].append(measured(draw_task(int(seed)), ways, rounds))
+                by_seed[seed].append(measured(draw_task(int(seed)), ways, rounds))
                 if dist.get_rank() == 0:
-                    each = 1e3 * typical(found[seed][-1])
+                    each = 1e3 * typical(by_seed[seed][-1])
                     print(f"task {seed}: {each.min():.2f} to {each.max():.2f} ms", flush=True)
     if dist.get_rank() == 0:
-        times = {seed: np.concatenate(turns).tolist() for seed, turns in found.items()}
+        times = {seed: np.concatenate(turns).tolist() for seed, turns in by_seed.items()}
         (folder / "times.json").write_text(json.dumps(times))
 
 
@@ -214,16 +214,21 @@ def judged(shardings: Sequence[Sharding], times: np.ndarray) -> dict[str, Any]:
         (rounds, ways, batches) seconds of the distinct ways in order of their first sharding.
     """
     number = {ranks: index for index, ranks in enumerate(distinct(shardings))}
-    each = typical(times)
+    seconds = typical(times)
     halves = [typical(times[half::2]) for half in (0, 1)]
-    loss = {one.sharder: 100 * float(each[number[one.ranks]] / each.min() - 1) for one in shardings}
+    loss = {
+        sharding.sharder: 100 * float(seconds[number[sharding.ranks]] / seconds.min() - 1)
+        for sharding in shardings
+    }
     return {
         "choice": shardings[0].sharder,
         "loss_percent": loss[shardings[0].sharder],
-        "best_ms": 1e3 * float(each.min()),
+        "best_ms": 1e3 * float(seconds.min()),
         "loss_of_each_percent": loss,
-        "predicted_ms": {one.sharder: 1e3 * one.seconds for one in shardings},
-        "measured_ms": {one.sharder: 1e3 * float(each[number[one.ranks]]) for one in shardings},
+        "predicted_ms": {sharding.sharder: 1e3 * sharding.seconds for sharding in shardings},
+        "measured_ms": {
+            sharding.sharder: 1e3 * float(seconds[number[sharding.ranks]]) for sharding in shardings
+        },
         "repeat_percent": 100 * float(np.median(np.abs(halves[1] / halves[0] - 1))),
     }
 
@@ -295,13 +300,13 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         tasks = run(chosen.tasks, chosen.rounds, Path(folder))
-    found = summary(tasks)
+    results = summary(tasks)
     settings = {"machine": host_info(), "torch": torch.__version__}
     settings |= {"ranks": RANKS, "threads": THREADS, "rounds": TURNS * chosen.rounds}
-    save(chosen.output, {"settings": settings, "results": found, "tasks": tasks})
-    Console(width=100).print(table_of(found))
-    print(f"predicted iterations: MAPE {found['mape_percent']:.1f} %")
-    print(f"even and odd rounds differ by {found['repeat_percent']:.1f} % in the median")
+    save(chosen.output, {"settings": settings, "results": results, "tasks": tasks})
+    Console(width=100).print(table_of(results))
+    print(f"predicted iterations: MAPE {results['mape_percent']:.1f} %")
+    print(f"even and odd rounds differ by {results['repeat_percent']:.1f} % in the median")
     return 0
 
 

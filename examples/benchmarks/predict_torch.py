@@ -146,15 +146,15 @@ def check(name: str, machine: Machine, *settings: int) -> dict[str, Any]:
     """Predict a model, then run it in a process of its own."""
     with torch.inference_mode():
         model = exported(loaded(name))
-    found = tvm_fusion.predict(model, machine=machine, engine="pytorch")
+    prediction = tvm_fusion.predict(model, machine=machine, engine="pytorch")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         ran = process.submit(measured, name, *settings).result()
     return {
-        "predicted_ms": found.seconds * 1e3,
-        "low_ms": found.low * 1e3,
-        "high_ms": found.high * 1e3,
-        "error": found.seconds * 1e3 / ran["measured_ms"] - 1,
-        "predicted_kinds_ms": predicted_kinds(found),
+        "predicted_ms": prediction.seconds * 1e3,
+        "low_ms": prediction.low * 1e3,
+        "high_ms": prediction.high * 1e3,
+        "error": prediction.seconds * 1e3 / ran["measured_ms"] - 1,
+        "predicted_kinds_ms": predicted_kinds(prediction),
         **ran,
     }
 

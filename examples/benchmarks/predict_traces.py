@@ -70,13 +70,13 @@ def models_by_the_others(folder: Path) -> dict[str, Any]:
     runs = load_traces(folder)
     measured = [run.measured[0] for run in runs]
     shared = [predict_traces(run, _of_others(runs, run)).timeline for run in runs]
-    own = [predict_traces(run).timeline for run in runs]
+    simulated = [predict_traces(run).timeline for run in runs]
     return {
         "models": [run.name.split("__")[0] for run in runs],
         "measured_ms": [1e3 * seconds for seconds in measured],
         "by_other_models": errors([one.seconds for one in shared], measured),
-        "by_own_overheads": errors([one.seconds for one in own], measured),
-        "kernels_alone": errors([active_seconds(one.ranks[0]) for one in own], measured),
+        "by_own_overheads": errors([one.seconds for one in simulated], measured),
+        "kernels_alone": errors([active_seconds(one.ranks[0]) for one in simulated], measured),
     }
 
 
@@ -108,13 +108,15 @@ def _curve_errors(name: tuple[str, ...], sizes: np.ndarray, times: np.ndarray) -
     fitted = doublings(sizes)
     held_out = np.setdiff1d(np.arange(len(sizes)), fitted)
     curve = Curve(name[2], int(name[3]), tuple(sizes[fitted]), tuple(times[fitted]))
-    found = [curve.predict(float(size)) for size in sizes[held_out]]
-    result = errors([one.seconds for one in found], times[held_out])
+    predictions = [curve.predict(float(size)) for size in sizes[held_out]]
+    result = errors([one.seconds for one in predictions], times[held_out])
     del result["each_percent"]
-    inside = [one.low <= time <= one.high for one, time in zip(found, times[held_out], strict=True)]
+    inside = [
+        one.low <= time <= one.high for one, time in zip(predictions, times[held_out], strict=True)
+    ]
     return {
         "curve": " ".join(name),
-        "model": found[0].model,
+        "model": predictions[0].model,
         "points": len(fitted),
         "held_out": len(held_out),
         **result,

@@ -137,18 +137,20 @@ def typical_step(
     chosen = structure or runs[0]
     length = [len(graph.ops) // count for graph in runs[0]]
     second = [
-        replace(graph, ops=graph.ops[own : 2 * own], start=0.0)
-        for graph, own in zip(chosen, length, strict=True)
+        replace(graph, ops=graph.ops[per_step : 2 * per_step], start=0.0)
+        for graph, per_step in zip(chosen, length, strict=True)
     ]
     times = []
     for run in runs:
         for step in range(count):
             parts = [
-                replace(graph, ops=graph.ops[step * own :][:own])
-                for graph, own in zip(run, length, strict=True)
+                replace(graph, ops=graph.ops[step * per_step :][:per_step])
+                for graph, per_step in zip(run, length, strict=True)
             ]
             alike = all(map(_calls_the_same, parts, second))
-            if not alike or any(map(lambda g, own: len(g.ops) != own * count, run, length)):
+            if not alike or any(
+                map(lambda g, per_step: len(g.ops) != per_step * count, run, length)
+            ):
                 raise ValueError(f"{run[0].name}: {count} steps do not call the same operators")
             if step >= WARMED:
                 times.append(_intrinsic(parts))
@@ -165,13 +167,13 @@ def _calls_the_same(one: ExecutionGraph, other: ExecutionGraph) -> bool:
 
 def _intrinsic(ranks: Sequence[ExecutionGraph]) -> list[float]:
     """Times of the kernels of all ranks; of the n-th collective the least of the ranks."""
-    found = [[kernel.seconds for kernel in graph.kernels] for graph in ranks]
+    of_ranks = [[kernel.seconds for kernel in graph.kernels] for graph in ranks]
     places = [[n for n, one in enumerate(graph.kernels) if one.collective] for graph in ranks]
     for meeting in zip(*places, strict=True):
-        least = min(times[place] for times, place in zip(found, meeting, strict=True))
-        for times, place in zip(found, meeting, strict=True):
+        least = min(times[place] for times, place in zip(of_ranks, meeting, strict=True))
+        for times, place in zip(of_ranks, meeting, strict=True):
             times[place] = least
-    return [seconds for times in found for seconds in times]
+    return [seconds for times in of_ranks for seconds in times]
 
 
 def _retimed(graph: ExecutionGraph, times: Iterator[float]) -> ExecutionGraph:
@@ -203,9 +205,9 @@ def measure_ranks(names: Sequence[str], rounds: int, folder: Path) -> list[Measu
     """The same of two ranks; which operator waits for which collective execution traces tell."""
     from examples.benchmarks.prediction.rank_trainings import run_ranks
 
-    found = run_ranks(folder, names, rounds, TURNS)
-    print(f"the profiler adds {found.cost / MICRO:.2f} us to an event")
-    each = ProfilerCost(found.cost / MICRO)
+    measured = run_ranks(folder, names, rounds, TURNS)
+    print(f"the profiler adds {measured.cost / MICRO:.2f} us to an event")
+    each = ProfilerCost(measured.cost / MICRO)
 
     def loaded(case: str) -> TracedRun:
         return load_traces(folder / case, each)[0]
@@ -216,7 +218,7 @@ def measure_ranks(names: Sequence[str], rounds: int, folder: Path) -> list[Measu
         case = f"{name}-{batch}"
         runs = [loaded(f"{case}.{turn}") for turn in range(TURNS)]
         structure = loaded(f"{case}.structure")
-        result.append(_measured(name, batch, found.steps[case], runs, structure, found.cost))
+        result.append(_measured(name, batch, measured.steps[case], runs, structure, measured.cost))
     return result
 
 
@@ -288,22 +290,22 @@ def _power(low: float, high: float, share: float, ratio: float) -> float:
 
 def predictions(cases: Sequence[Measured]) -> dict[str, list[float]]:
     """Seconds of every step by each kind of prediction."""
-    found: dict[str, list[float]] = {"own_trace": [], "other_batches": [], "operators_alone": []}
-    for own in cases:
-        overheads = Overheads().merge(one.overheads for one in cases if one.name != own.name)
+    seconds: dict[str, list[float]] = {"own_trace": [], "other_batches": [], "operators_alone": []}
+    for case in cases:
+        overheads = Overheads().merge(one.overheads for one in cases if one.name != case.name)
         others = {
             one.batch: one.graphs
             for one in cases
-            if one.name == own.name and one.batch != own.batch
+            if one.name == case.name and one.batch != case.batch
         }
-        found["own_trace"].append(simulate(own.graphs, overheads).seconds)
+        seconds["own_trace"].append(simulate(case.graphs, overheads).seconds)
         unseen = [
-            between(own.batch, {batch: graphs[rank] for batch, graphs in others.items()})
-            for rank in range(len(own.graphs))
+            between(case.batch, {batch: graphs[rank] for batch, graphs in others.items()})
+            for rank in range(len(case.graphs))
         ]
-        found["other_batches"].append(simulate(unseen, overheads).seconds)
-        found["operators_alone"].append(max(map(_host_seconds, own.graphs)))
-    return found
+        seconds["other_batches"].append(simulate(unseen, overheads).seconds)
+        seconds["operators_alone"].append(max(map(_host_seconds, case.graphs)))
+    return seconds
 
 
 def results_of(cases: Sequence[Measured]) -> dict[str, Any]:

@@ -140,14 +140,14 @@ def measured(cpu: str) -> dict[str, float]:
     return {name: one["engines"][0]["median_ms"] for name, one in stored["results"].items()}
 
 
-def networks_table(machine: Machine, found: Mapping[str, list[Prediction]]) -> Table:
+def networks_table(machine: Machine, networks: Mapping[str, list[Prediction]]) -> Table:
     """One row a network."""
     clock = f"{machine['clock'] / 1e9:.2f} GHz"
     table = Table(title=f"{machine.title} at {clock}, two threads, batch 1: predicted ms")
     for heading in ("network", "by the cost model", "with llvm-mca's loops", "measured"):
         table.add_column(heading, justify="left" if heading == "network" else "right")
     known = measured(machine.name)
-    for name, kernels in found.items():
+    for name, kernels in networks.items():
         table.add_row(
             name,
             f"{sum(kernel.model for kernel in kernels) * 1e3:.2f}",
@@ -186,29 +186,29 @@ def main() -> int:
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
     chosen = options.parse_args()
     machine = find_machine(chosen.cpu, threads=2)
-    found: dict[str, list[Prediction]] = {}
+    networks: dict[str, list[Prediction]] = {}
     problems: set[str] = set()
     with progress_bar() as progress:
         for done, name in enumerate(chosen.only):
             progress(name, done, len(chosen.only))
             model = MODELS[name]()
             try:
-                found[name] = predictions(model, machine, find_mca(chosen.llvm_mca))
+                networks[name] = predictions(model, machine, find_mca(chosen.llvm_mca))
             except ModelError as error:
                 problems.add(f"{error}; the cost model alone is used")
-                found[name] = predictions(model, machine, None)
+                networks[name] = predictions(model, machine, None)
     for problem in problems:
         print(problem, file=sys.stderr)
     if chosen.json:
-        kernels = {name: [asdict(kernel) for kernel in group] for name, group in found.items()}
+        kernels = {name: [asdict(kernel) for kernel in group] for name, group in networks.items()}
         print(json_text({"cpu": chosen.cpu, "seconds": kernels}))
         return 0
     console = Console()
     console = console if console.is_terminal else Console(width=FILE_WIDTH)
     if chosen.kernels:
-        for name, group in found.items():
+        for name, group in networks.items():
             console.print(kernels_table(name, group))
-    console.print(networks_table(machine, found))
+    console.print(networks_table(machine, networks))
     return 0
 
 

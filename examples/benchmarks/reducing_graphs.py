@@ -328,15 +328,15 @@ def _bytes(ty: relax.Type) -> int:
 
 def table(counts: Sequence[Count]) -> Table:
     """One row a kind, and one for all."""
-    found = Table(title=f"{len(counts)} sub-graphs with reductions")
+    graphs = Table(title=f"{len(counts)} sub-graphs with reductions")
     for heading in ("kind", "sub-graphs", "in one kernel", "kernels", "bytes / least"):
-        found.add_column(heading, justify="left" if heading == "kind" else "right")
+        graphs.add_column(heading, justify="left" if heading == "kind" else "right")
     names = [kind.__name__ for kind in KINDS]
     for name, chosen in ((n, counts[k :: len(KINDS)]) for k, n in enumerate(names)):
         if chosen:
-            found.add_row(name, *_row(chosen))
-    found.add_row("all", *_row(counts))
-    return found
+            graphs.add_row(name, *_row(chosen))
+    graphs.add_row("all", *_row(counts))
+    return graphs
 
 
 def _row(counts: Sequence[Count]) -> list[str]:

@@ -239,7 +239,7 @@ def network() -> list[Case]:
 
 def operators() -> list[Case]:
     """Every operator with every type that has it, 2^22 elements, all forms for sum and max."""
-    found = []
+    cases = []
     for dtype in BYTES:
         numbers = () if dtype == "bool" else ("sum", "prod")
         logical = ("and", "or") if dtype in ("bool", "int32") else ()
@@ -248,8 +248,8 @@ def operators() -> list[Case]:
             for reduced in axes if operator in ("sum", "max") else axes[1:2]:
                 form = CanonicalLoops((1024, 4096), reduced).form
                 name = f"operator/{operator} {form} {dtype}"
-                found.append(_case(name, (1024, 4096), dtype, reduced, operator=operator))
-    return found
+                cases.append(_case(name, (1024, 4096), dtype, reduced, operator=operator))
+    return cases
 
 
 def sweep() -> list[Case]:

@@ -85,7 +85,7 @@ def engines(arch: str, quick: bool, words: Sequence[str] | None) -> list[Engine]
     return command_line.chosen(every, words)
 
 
-def dry_run(cases: Sequence[Case], found: Sequence[Engine], arch: str, assemble: bool) -> int:
+def dry_run(cases: Sequence[Case], known: Sequence[Engine], arch: str, assemble: bool) -> int:
     """List cases and engines, and compile our kernels to CUDA text; 1 if one does not compile."""
     table = Table(title=f"Cases and our kernels for {arch}")
     for heading in ("case", "form", "inputs", "MB", "kernels", "lines"):
@@ -107,7 +107,7 @@ def dry_run(cases: Sequence[Case], found: Sequence[Engine], arch: str, assemble:
         table.add_row(case.name, case.form, inputs, size, str(kernels), str(lines))
     console = command_line.make_console()
     console.print(table)
-    command_line.show_presence(found, console)
+    command_line.show_presence(known, console)
     console.print(f"compiler: {compiler() or 'none'}")
     for line in failed:
         console.print(f"FAILED {line}")

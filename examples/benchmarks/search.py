@@ -108,19 +108,19 @@ def knobs_alone(found: Recorded, seed: int) -> Search:
     return Search(knobs, np.zeros_like(found.log_predicted), seed=seed, knobs=found.knobs)
 
 
-def replay(found: Recorded, search: Search) -> Replay:
+def replay(recorded: Recorded, search: Search) -> Replay:
     """Let a search choose, and answer it from the record."""
-    best = float(found.log_times.min())
+    best = float(recorded.log_times.min())
     search.add(0, 0.0)
     reached: list[float] = []
     correlation = float("nan")
-    while search.trials < min(TRIALS, len(found.log_times) - 1):
+    while search.trials < min(TRIALS, len(recorded.log_times) - 1):
         for index in search.propose():
-            search.add(index, float(found.log_times[index] - found.log_times[0]))
-            fastest = found.log_times[0] + search.measured[search.best]
+            search.add(index, float(recorded.log_times[index] - recorded.log_times[0]))
+            fastest = recorded.log_times[0] + search.measured[search.best]
             reached.append(float(np.exp(best - fastest)))
         if search.trials == 32:
-            correlation = _held_out(found, search)
+            correlation = _held_out(recorded, search)
     return Replay(_filled(reached), correlation)
 
 
@@ -135,13 +135,13 @@ def _filled(reached: list[float]) -> list[float]:
     return (reached + [reached[-1]] * TRIALS)[:TRIALS]
 
 
-def _held_out(found: Recorded, search: Search) -> float:
+def _held_out(recorded: Recorded, search: Search) -> float:
     """Spearman's correlation of scores and times of the settings that were not tried."""
     scores = search.scores()
     rest = [index for index in range(len(search)) if index not in search.measured]
     if scores is None or len(rest) < LEAST_HELD_OUT:
         return float("nan")
-    return rank_correlation([*scores[rest]], [*found.log_times[rest]])
+    return rank_correlation([*scores[rest]], [*recorded.log_times[rest]])
 
 
 STRATEGIES: dict[str, Callable[[Recorded, int], Replay]] = {
@@ -181,7 +181,7 @@ def correlation(replays: dict[str, list[Replay]]) -> float:
 
 def summary(results: dict[str, dict[str, list[Replay]]]) -> dict[str, dict[str, float | None]]:
     """Figures of each strategy: those of the table."""
-    found: dict[str, dict[str, float | None]] = {}
+    by_strategy: dict[str, dict[str, float | None]] = {}
     for strategy, replays in results.items():
         rank = correlation(replays)
         medians = {
@@ -189,20 +189,24 @@ def summary(results: dict[str, dict[str, list[Replay]]]) -> dict[str, dict[str, 
             for trials in CHECKPOINTS
         }
         worst = {f"worst after {TRIALS}": min(shares(replays, TRIALS))}
-        found[strategy] = {**medians, **worst, "rank after 32": None if rank != rank else rank}
-    return found
+        by_strategy[strategy] = {
+            **medians,
+            **worst,
+            "rank after 32": None if rank != rank else rank,
+        }
+    return by_strategy
 
 
 def table(name: str, kernels: int, figures: dict[str, dict[str, float | None]]) -> Table:
     """One row a strategy."""
-    found = Table(title=f"{name}, {kernels} kernels: share of the best recorded speed")
-    found.add_column("search")
+    grid = Table(title=f"{name}, {kernels} kernels: share of the best recorded speed")
+    grid.add_column("search")
     for heading in figures["ours"]:
-        found.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right")
     for strategy, values in figures.items():
         cells = ("" if value is None else f"{value:.3f}" for value in values.values())
-        found.add_row(strategy, *cells)
-    return found
+        grid.add_row(strategy, *cells)
+    return grid
 
 
 def plot(path: Path, results: dict[str, dict[str, dict[str, list[Replay]]]]) -> None:

@@ -38,15 +38,17 @@ def speedups(path: Path) -> dict[str, float]:
     }
 
 
-def draw(found: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draw a bar for each network and CPU; ``found`` is by title of the CPU and network."""
-    names = list(dict.fromkeys(name for each in found.values() for name in each))
-    height = 0.8 / len(found)
-    figure, axes = pyplot.subplots(figsize=(7, 0.4 * len(names) * len(found) / 1.5 + 1))
-    for index, (cpu, each) in enumerate(found.items()):
-        places = [names.index(name) + (index - (len(found) - 1) / 2) * height for name in each]
+def draw(ratios: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draw a bar for each network and CPU; ``ratios`` is by title of the CPU and network."""
+    names = list(dict.fromkeys(name for by_network in ratios.values() for name in by_network))
+    height = 0.8 / len(ratios)
+    figure, axes = pyplot.subplots(figsize=(7, 0.4 * len(names) * len(ratios) / 1.5 + 1))
+    for index, (cpu, by_network) in enumerate(ratios.items()):
+        places = [
+            names.index(name) + (index - (len(ratios) - 1) / 2) * height for name in by_network
+        ]
         colour = COLOURS[index % len(COLOURS)]
-        bars = axes.barh(places, list(each.values()), height * 0.9, label=cpu, color=colour)
+        bars = axes.barh(places, list(by_network.values()), height * 0.9, label=cpu, color=colour)
         axes.bar_label(bars, fmt="%.2fx", padding=3, fontsize=8)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])

@@ -55,13 +55,13 @@ def torch_table(results: Results) -> Table:
     for heading in ("compile s, each", "relative error"):
         table.add_column(heading, justify="right")
     for name, result in results.items():
-        found = result["engines"]
+        engines = result["engines"]
         table.add_row(
             name,
-            *(f"{engine['median_ms']:.2f}" for engine in found),
-            *(f"{engine['ratio']:.2f}x" for engine in found[1:]),
-            ", ".join(f"{engine['compile_seconds']:.0f}" for engine in found),
-            f"{float(found[0]['relative_error']):.1e}",
+            *(f"{engine['median_ms']:.2f}" for engine in engines),
+            *(f"{engine['ratio']:.2f}x" for engine in engines[1:]),
+            ", ".join(f"{engine['compile_seconds']:.0f}" for engine in engines),
+            f"{float(engines[0]['relative_error']):.1e}",
         )
     table.add_section()
     columns = zip(*[[e["ratio"] for e in r["engines"][1:]] for r in results.values()], strict=True)

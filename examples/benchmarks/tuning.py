@@ -106,7 +106,7 @@ def again(name: str, folder: Path, options: argparse.Namespace) -> Result:
 
 
 def _job(name: str, database: Path, options: argparse.Namespace, seed: int) -> Result:
-    found = tvm_fusion.tune(
+    tuned = tvm_fusion.tune(
         build_pair(name),
         database=database,
         trials=options.trials,
@@ -114,11 +114,11 @@ def _job(name: str, database: Path, options: argparse.Namespace, seed: int) -> R
         threads=options.threads,
         seed=seed,
     )
-    forms = [{"about": task.about, "times": task.times} for task in found.tasks if task.times]
+    forms = [{"about": task.about, "times": task.times} for task in tuned.tasks if task.times]
     return {
-        "seconds": found.seconds,
-        "trials": sum(task.trials for task in found.tasks),
-        "done": not found.interrupted and all(is_done(task, options) for task in found.tasks),
+        "seconds": tuned.seconds,
+        "trials": sum(task.trials for task in tuned.tasks),
+        "done": not tuned.interrupted and all(is_done(task, options) for task in tuned.tasks),
         "forms": forms,
     }
 

@@ -65,11 +65,11 @@ def zoo_table(results: Results) -> Table:
     headings = "compile s", "relative error"
     table = engines_table(results, "Exported architectures, medians in ms", "model", *headings)
     for family, names in FAMILIES.items():
-        found = {name: results[name] for name in names if name in results}
-        if not found:
+        measured = {name: results[name] for name in names if name in results}
+        if not measured:
             continue
         table.add_section()
-        for name, result in found.items():
+        for name, result in measured.items():
             ours, peer = result["engines"]
             table.add_row(
                 name,
@@ -78,7 +78,7 @@ def zoo_table(results: Results) -> Table:
                 f"{ours['compile_seconds']:.1f}",
                 f"{float(ours['relative_error']):.1e}",
             )
-        mean = geometric_mean(map(ratio, found.values()))
+        mean = geometric_mean(map(ratio, measured.values()))
         table.add_row(f"[i]{family}, geometric mean", "", "", mean)
     table.add_section()
     table.add_row("geometric mean", "", "", geometric_mean(map(ratio, results.values())))

@@ -98,13 +98,13 @@ def _hard_swish(torch: Any, given: Sequence[Any], attributes: Arguments) -> Any:
     return torch.nn.functional.hardswish(given[0])
 
 
-def _gemm(torch: Any, given: Sequence[Any], attributes: Arguments) -> Any:
-    a = given[0].t() if attributes.get("transA") else given[0]
-    b = given[1].t() if attributes.get("transB") else given[1]
+def _gemm(torch: Any, operands: Sequence[Any], attributes: Arguments) -> Any:
+    a = operands[0].t() if attributes.get("transA") else operands[0]
+    b = operands[1].t() if attributes.get("transB") else operands[1]
     alpha, beta = attributes.get("alpha", 1.0), attributes.get("beta", 1.0)
-    if len(given) < 3:
+    if len(operands) < 3:
         return alpha * (a @ b)
-    return torch.addmm(given[2], a, b, beta=beta, alpha=alpha)
+    return torch.addmm(operands[2], a, b, beta=beta, alpha=alpha)
 
 
 def _pads(attributes: Arguments) -> list[int]:

@@ -157,11 +157,11 @@ def _check_kind(found: Any, expected: Any, dtype: str) -> None:
         )
 
 
-def _ratio(found: Any, expected: Any, allowed: Any) -> float:
+def _ratio(output: Any, expected: Any, allowed: Any) -> float:
     """The largest error over the tolerance; infinite where an exact result differs."""
     torch = module("torch")
     if allowed is None:
-        same = (found == expected) | ((found != found) & (expected != expected))
+        same = (output == expected) | ((output != output) & (expected != expected))
         return 0.0 if bool(same.all()) else math.inf
-    ratio = (found.to(torch.float64) - expected).abs() / allowed
+    ratio = (output.to(torch.float64) - expected).abs() / allowed
     return math.inf if bool(ratio.isnan().any()) else float(ratio.max())

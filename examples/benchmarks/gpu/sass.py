@@ -66,19 +66,19 @@ class Instruction:
 
     def _split(self) -> tuple[set[str], set[str]]:
         """Results, which come first among the operands, and the rest."""
-        found: set[str] = set()
+        registers: set[str] = set()
         parts = [] if self.name.startswith(_NO_RESULT) else self.operands.split(",")
         count = 0
         for count, operand in enumerate(parts):
             register = re.fullmatch(r"\s*(U?R\d+)(\.\w+)*", operand)
             if register and "SETP" not in self.opcode:
-                found |= _wide(register[1], self._width)
+                registers |= _wide(register[1], self._width)
                 count += 1
                 break
             if re.fullmatch(r"\s*U?P[\dT]", operand) is None:
                 break
-            found |= _registers(operand)
-        return found, _registers(",".join(self.operands.split(",")[count:]))
+            registers |= _registers(operand)
+        return registers, _registers(",".join(self.operands.split(",")[count:]))
 
     @property
     def _width(self) -> int:
@@ -124,19 +124,19 @@ def sass(source: str, arch: str = "sm_90", fast_math: bool = False) -> dict[str,
 
 def instructions(code: str) -> list[Instruction]:
     """The instructions of one kernel in their order."""
-    found: list[Instruction] = []
+    listed: list[Instruction] = []
     labels: dict[str, int] = {}
     jumps: dict[int, str] = {}
     for line in code.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
-            labels[label[1]] = len(found)
+            labels[label[1]] = len(listed)
         for guard, opcode, operands in _INSTRUCTION.findall(line):
             if opcode.startswith("BRA") and (jump := re.search(r"`\((\.L_\w+)\)", operands)):
-                jumps[len(found)] = jump[1]
-            found.append(Instruction(guard, opcode, operands))
+                jumps[len(listed)] = jump[1]
+            listed.append(Instruction(guard, opcode, operands))
     return [
         Instruction(i.guard, i.opcode, i.operands, labels.get(jumps.get(place, "")))
-        for place, i in enumerate(found)
+        for place, i in enumerate(listed)
     ]
 
 

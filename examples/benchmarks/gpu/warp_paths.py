@@ -76,14 +76,14 @@ def block_cycles(
 def _timed(path: Iterator[Instruction], known: Mapping[str, float], waits: bool) -> Warp:
     ready: dict[str, float] = {}
     now, end = 0.0, 0.0
-    for each in path:
-        now = max([now + _ISSUE, *(ready.get(source, 0.0) for source in each.sources)])
-        latency = known.get(each.opcode, known.get(each.name, _OTHERS))
-        if each.name == "BAR":
+    for instruction in path:
+        now = max([now + _ISSUE, *(ready.get(source, 0.0) for source in instruction.sources)])
+        latency = known.get(instruction.opcode, known.get(instruction.name, _OTHERS))
+        if instruction.name == "BAR":
             now = yield now
-        now += latency if each.name in _BLOCKING else 0
-        ready |= dict.fromkeys(each.results, now + latency)
-        end = max([end, now, *(ready[result] for result in each.results if waits)])
+        now += latency if instruction.name in _BLOCKING else 0
+        ready |= dict.fromkeys(instruction.results, now + latency)
+        end = max([end, now, *(ready[result] for result in instruction.results if waits)])
     return end
 
 
@@ -99,18 +99,22 @@ def warp_path(
     values: dict[str, int] = {}
     place = 0
     while place < places.stop:
-        each = code[place]
-        runs = _holds(each.guard, values)
-        if each.name == "EXIT" and (runs or not each.guard):
+        instruction = code[place]
+        runs = _holds(instruction.guard, values)
+        if instruction.name == "EXIT" and (runs or not instruction.guard):
             return
         if place >= places.start:  # what does not run is issued all the same
-            yield each if runs is not False else replace(each, opcode="NOP", operands="")
+            yield (
+                instruction
+                if runs is not False
+                else replace(instruction, opcode="NOP", operands="")
+            )
         if runs is not False:
-            _evaluate(each, values, thread, certain=runs is True)
-        forward = each.target is not None and each.target > place
-        if forward and each.name == "BRA" and _is_taken(code, place, runs):
-            assert each.target is not None, "it leads forward"
-            place = each.target
+            _evaluate(instruction, values, thread, certain=runs is True)
+        forward = instruction.target is not None and instruction.target > place
+        if forward and instruction.name == "BRA" and _is_taken(code, place, runs):
+            assert instruction.target is not None, "it leads forward"
+            place = instruction.target
         else:
             place += 1
 
@@ -144,28 +148,31 @@ def _number(operand: str, values: Mapping[str, int]) -> int | None:
     return values.get(text)
 
 
-def _evaluate(each: Instruction, values: dict[str, int], thread: int | None, certain: bool) -> None:
+def _evaluate(
+    instruction: Instruction, values: dict[str, int], thread: int | None, certain: bool
+) -> None:
     """Note what an instruction writes, as far as it follows from the number of the thread."""
-    found = _result(each, values, thread) if certain else None
-    for result in each.results:
+    found = _result(instruction, values, thread) if certain else None
+    for result in instruction.results:
         values.pop(result, None)
-    if found is not None and each.results:
-        [name] = each.results
+    if found is not None and instruction.results:
+        [name] = instruction.results
         values[name] = found
 
 
-def _result(each: Instruction, values: Mapping[str, int], thread: int | None) -> int | None:
-    if len(each.results) != 1:
+def _result(instruction: Instruction, values: Mapping[str, int], thread: int | None) -> int | None:
+    if len(instruction.results) != 1:
         return None
-    parts = [part.strip() for part in each.operands.split(",")]
-    words = each.opcode.split(".")
+    parts = [part.strip() for part in instruction.operands.split(",")]
+    words = instruction.opcode.split(".")
     if words[0] == "S2R":
         return thread if parts[1] == "SR_TID.X" else None
     if words[0] == "MOV":
         return _number(parts[1], values)
-    if each.opcode == "IMAD.MOV.U32":
+    if instruction.opcode == "IMAD.MOV.U32":
         return _number(parts[3], values)
-    if each.opcode == "HFMA2.MMA" and parts[1:3] == ["-RZ", "RZ"]:  # a constant, as two halves
+    # A constant, as two halves.
+    if instruction.opcode == "HFMA2.MMA" and parts[1:3] == ["-RZ", "RZ"]:
         return int(np.array([parts[4], parts[3]], "float16").view("uint32")[0])
     if words[0] == "P2R" and parts[3] == "0x1":
         known = _truth("P0", values)
@@ -175,7 +182,7 @@ def _result(each: Instruction, values: Mapping[str, int], thread: int | None) ->
     if words[0] == "SHF" and words[1] == "R" and parts[1] == "RZ":
         shifted, by = _number(parts[3], values), _number(parts[2], values)
         return None if shifted is None or by is None else shifted >> by
-    if each.opcode == "LOP3.LUT" and parts[-2] == "0xc0":
+    if instruction.opcode == "LOP3.LUT" and parts[-2] == "0xc0":
         first = 1 if parts[0].startswith("P") else 0
         numbers = [_number(part, values) for part in parts[first + 1 : first + 3]]
         if None not in numbers:

@@ -194,7 +194,7 @@ def _linear(table: Columns) -> dict[str, np.ndarray]:
 
 def joint_gemm_sweeps(folder: Path) -> list[Sweep]:
     """Products of all types, each with the number of its harness (``HARNESSES``)."""
-    found = []
+    joint = []
     for number, sweep in enumerate(
         (gemm_sweep(folder), gemm_fp16_sweep(folder), gemm_bf16_sweep(folder))
     ):
@@ -202,8 +202,8 @@ def joint_gemm_sweeps(folder: Path) -> list[Sweep]:
             batched = sweep.sizes["batched"]
             harness = batched if number == 0 else np.full(len(batched), 1.0 + number)
             part = np.array(HARNESSES)[harness.astype(int)]
-            found.append(replace(sweep, sizes={**sweep.sizes, "harness": harness}, part=part))
-    return found
+            joint.append(replace(sweep, sizes={**sweep.sizes, "harness": harness}, part=part))
+    return joint
 
 
 def attention_sweeps(folder: Path) -> list[Sweep]:
@@ -276,14 +276,14 @@ def row_sweeps(folder: Path) -> dict[str, Sweep]:
     table = _tables(folder / "gpu_kernels", "rows.csv.gz", "rows_larger.csv.gz")
     if table is None:
         return {}
-    machine, found = _machines(table["device"]), {}
+    machine, sweeps = _machines(table["device"]), {}
     ours = {"softmax": "softmax", "ln": "layer_norm", **{op: name for op, (name, _) in OPS.items()}}
     for op, name in ours.items():
         is_op = table["op"] == op
         sizes = {"B": table["B"][is_op], "H": table["H"][is_op]}
         seconds, part = table["ms"][is_op] / 1e3, np.full(int(is_op.sum()), name)
-        found[name] = Sweep(name, "float32", machine[is_op], sizes, seconds, part, NEUSIGHT)
-    return found
+        sweeps[name] = Sweep(name, "float32", machine[is_op], sizes, seconds, part, NEUSIGHT)
+    return sweeps
 
 
 def errors(measured: np.ndarray, predicted: np.ndarray) -> dict[str, float]:

@@ -47,7 +47,7 @@ def measured(folder: Path) -> dict[str, dict[tuple[str, int], tuple[np.ndarray, 
     if not path.is_file():
         return {}
     table = read_columns(path)
-    found: dict[str, dict[tuple[str, int], Any]] = {}
+    by_machine: dict[str, dict[tuple[str, int], Any]] = {}
     columns = (table[name] for name in ("device", "collective", "gpus"))
     for device, kind, ranks in sorted(set(zip(*(c.tolist() for c in columns), strict=True))):
         mine = (table["device"] == device) & (table["collective"] == kind)
@@ -55,8 +55,8 @@ def measured(folder: Path) -> dict[str, dict[tuple[str, int], tuple[np.ndarray, 
         order = np.argsort(table["bytes"][mine])
         curve = ELEMENT_BYTES * table["bytes"][mine][order], table["us"][mine][order] * 1e-6
         key = ("all_to_all" if kind == "alltoall" else kind, int(ranks))
-        found.setdefault(MACHINES.get(device, device), {})[key] = curve
-    return found
+        by_machine.setdefault(MACHINES.get(device, device), {})[key] = curve
+    return by_machine
 
 
 def left_out(message: np.ndarray, seconds: np.ndarray, fold: int) -> np.ndarray:

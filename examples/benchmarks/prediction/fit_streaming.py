@@ -43,7 +43,7 @@ def fit(moved: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     rate = np.median(moved[many] / seconds[many])
     start = np.log([seconds.min(), seconds.min() / 2, rate])
     bounds = (np.log([1e-6, 1e-7, rate / 10]), np.log([1.5 * seconds.min(), 1e-3, rate * 10]))
-    found = least_squares(
+    solution = least_squares(
         lambda p: weight * np.log(model(p, moved) / seconds),
         start,
         bounds=bounds,
@@ -52,8 +52,8 @@ def fit(moved: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     )
     if moved.min() > SHORT:
         # The harness is not seen without short launches; elsewhere it is about two latencies.
-        found.x[0] = found.x[1] + np.log(2.0)
-    return found.x
+        solution.x[0] = solution.x[1] + np.log(2.0)
+    return solution.x
 
 
 def fit_streaming(folder: Path) -> None:

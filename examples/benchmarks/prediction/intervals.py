@@ -63,7 +63,7 @@ def spreads(kernels: Sequence[Timed]) -> dict[str, tuple[float, float]]:
             ratio = math.log(kernel.measured / kernel.predicted)
             for name in (kernel.op, "convolutions" if kernel.op in CONVOLUTIONS else "loops"):
                 groups[name][kernel.network].append(ratio)
-    found = {}
+    ends = {}
     for name, networks in groups.items():
         if name.startswith("cpu.") and len(networks) < LEAST_NETWORKS:
             continue
@@ -71,8 +71,8 @@ def spreads(kernels: Sequence[Timed]) -> dict[str, tuple[float, float]]:
             math.exp(np.quantile([np.quantile(each, end) for each in networks.values()], end))
             for end in ENDS
         )
-        found[name] = min(low, 1.0), max(high, 1.0)
-    return found
+        ends[name] = min(low, 1.0), max(high, 1.0)
+    return ends
 
 
 def is_inside(kernel: Timed, found: Mapping[str, tuple[float, float]]) -> bool:

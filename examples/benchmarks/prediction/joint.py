@@ -179,7 +179,7 @@ def harnesses(kernel: LearnedKernel, sweeps: Sequence[Sweep]) -> tuple[np.ndarra
 
     Times of float16 are of kernels alone: they have no harness, and the latency is the least.
     """
-    found: dict[int, tuple[float, float]] = {}
+    floors: dict[int, tuple[float, float]] = {}
     for sweep in sweeps:
         group = kernel.group(sweep.sizes)
         for which in np.unique(group).tolist():
@@ -193,8 +193,8 @@ def harnesses(kernel: LearnedKernel, sweeps: Sequence[Sweep]) -> tuple[np.ndarra
                     ]
                 )
             )
-            found[which] = (0.0, least) if sweep.dtype == "float16" else (least, least / 2)
-    both = [found.get(which, (0.0, 0.0)) for which in range(max(found) + 1)]
+            floors[which] = (0.0, least) if sweep.dtype == "float16" else (least, least / 2)
+    both = [floors.get(which, (0.0, 0.0)) for which in range(max(floors) + 1)]
     return np.array([one for one, _ in both]), np.array([one for _, one in both])
 
 
@@ -396,7 +396,7 @@ class Split:
     def errors(self) -> list[dict[str, Any]]:
         """Errors by machine, type and part, with the share inside intervals of other families."""
         low, high = self.intervals()
-        found = []
+        rows = []
         for key in sorted(set(zip(self.machine, self.dtype, self.part, strict=True))):
             mine = (self.machine == key[0]) & (self.dtype == key[1]) & (self.part == key[2])
             inside = (low <= self.seconds) & (self.seconds <= high)
@@ -405,8 +405,8 @@ class Split:
             row |= errors(self.seconds[mine], self.predicted[mine])
             row["inside"] = round(100 * float(inside[mine].mean()), 1)
             width = np.median((high - low)[mine] / self.predicted[mine])
-            found.append(row | {"width": round(100 * float(width), 1)})
-        return found
+            rows.append(row | {"width": round(100 * float(width), 1)})
+        return rows
 
     def by_distance(self) -> list[list[float]]:
         """Distance, and mean absolute error in per cent, of tenths of the launches by distance."""
@@ -431,13 +431,13 @@ class Split:
             others = ~mine & (by_size | ~np.isin(self.machine, OTHER_VENDORS))
             others = others if others.any() else mine
             if by_size:
-                found = factors(ratio[others], self.base[others], SIZE_ENDS)
-                known = spreads(ratio[others], self.base[others], self.name[others], found)
+                bounds = factors(ratio[others], self.base[others], SIZE_ENDS)
+                known = spreads(ratio[others], self.base[others], self.name[others], bounds)
                 spread = np.array([known.get(each, 1.0) for each in self.name[mine].tolist()])
             else:
-                found = envelope(ratio[others], self.base[others], self.family[others])
+                bounds = envelope(ratio[others], self.base[others], self.family[others])
                 spread = np.maximum(1.0, self.distance[mine] / APART)
-            edges, below, above = found
+            edges, below, above = bounds
             at = np.searchsorted(edges, self.base[mine])
             if group in OTHER_VENDORS:
                 spread = spread * FARTHER
@@ -482,31 +482,31 @@ def split_groups(
     trust : float
         Share of what they correct that counts.
     """
-    found = np.zeros(len(rows.seconds))
-    near, base = found.copy(), found.copy()
-    sample = np.arange(len(found)) % max(1, len(found) // DOUBTED_ROWS) == 0
+    estimate = np.zeros(len(rows.seconds))
+    near, base = estimate.copy(), estimate.copy()
+    sample = np.arange(len(estimate)) % max(1, len(estimate) // DOUBTED_ROWS) == 0
     for name in np.unique(group):
         out = group == name
         trees, seen = teach(~out & sample)
-        found[out], base[out] = predicted(trees, seen, out, trust), seen.base[out]
+        estimate[out], base[out] = predicted(trees, seen, out, trust), seen.base[out]
         known = np.unique(rows.figures[~out], axis=0)
         near[out] = cKDTree(known).query(rows.figures[out])[0]
-    every = np.ones(len(found), bool)
-    return _split(left_out, replace(rows, base=base), every, found, near, group)
+    every = np.ones(len(estimate), bool)
+    return _split(left_out, replace(rows, base=base), every, estimate, near, group)
 
 
 def _split(
     left_out: str,
     rows: Rows,
     which: np.ndarray,
-    found: np.ndarray,
+    estimate: np.ndarray,
     near: np.ndarray,
     group: np.ndarray,
 ) -> Split:
     machine, dtype, part = (x[which] for x in (rows.machine, rows.dtype, rows.part))
     seconds, base = rows.seconds[which], rows.base[which]
     family = group if len(group) else machine
-    return Split(left_out, machine, dtype, part, seconds, found, base, near, family)
+    return Split(left_out, machine, dtype, part, seconds, estimate, base, near, family)
 
 
 @dataclass(frozen=True)

@@ -109,13 +109,13 @@ def rank_step(name: str, batch: int) -> Step:
     """A step of a rank of a training, on its half of a batch; the same weights on all ranks."""
     make, inputs, _ = TRAININGS[name]
     torch.manual_seed(0)
-    own = batch // RANKS
+    local = batch // RANKS
     if name == "dlrm":
         model: nn.Module = ShardedRecommendationModel()
-        data = torch.randn(own, DENSE), torch.randint(ROWS, (TABLES // RANKS, batch, LOOKUPS))
+        data = torch.randn(local, DENSE), torch.randint(ROWS, (TABLES // RANKS, batch, LOOKUPS))
     else:
-        model, data = DistributedDataParallel(make()), inputs(own)
-    return sgd_step(model, data, own)
+        model, data = DistributedDataParallel(make()), inputs(local)
+    return sgd_step(model, data, local)
 
 
 def record_rank(step: Step, folder: Path, count: int, structure: bool) -> None:
@@ -137,21 +137,21 @@ def measure_rank(folder: Path, names: Sequence[str], rounds: int, turns: int) ->
     """Time and record the steps of this rank, in turns; rank 0 writes the times of all."""
     cost = torch.tensor(event_cost())
     dist.all_reduce(cost, dist.ReduceOp.MAX)
-    found: dict[str, list[float]] = {}
+    steps: dict[str, list[float]] = {}
     for turn in range(turns):
         for name in names:
             for batch in TRAININGS[name][2]:
                 step, case = rank_step(name, batch), f"{name}-{batch}"
                 times = torch.tensor(time_steps(step, rounds))
                 dist.all_reduce(times, dist.ReduceOp.MAX)
-                found.setdefault(case, []).append(float(times.median()))
+                steps.setdefault(case, []).append(float(times.median()))
                 record_rank(step, folder / f"{case}.{turn}", timed_steps.TRACED, False)
                 if turn == 0:
                     record_rank(step, folder / f"{case}.structure", STRUCTURE, True)
                 if dist.get_rank() == 0:
-                    print(f"{name} {batch}: {1e3 * found[case][-1]:.2f} ms", flush=True)
+                    print(f"{name} {batch}: {1e3 * steps[case][-1]:.2f} ms", flush=True)
     if dist.get_rank() == 0:
-        (folder / "times.json").write_text(json.dumps({"cost": float(cost), "steps": found}))
+        (folder / "times.json").write_text(json.dumps({"cost": float(cost), "steps": steps}))
 
 
 def run_ranks(folder: Path, names: Sequence[str], rounds: int, turns: int) -> RankTimes:

@@ -101,7 +101,7 @@ def harness(kernel: LearnedKernel, sweep: Sweep) -> tuple[np.ndarray, np.ndarray
     Times of float16 are of kernels alone: no harness, and the latency is the least time.
     """
     group = kernel.group(sweep.sizes)
-    found: list[float] = []
+    floors: list[float] = []
     drift = np.zeros(len(group)) if sweep.drift is None else sweep.drift
     for which in range(int(group.max()) + 1):
         shortest = [
@@ -109,8 +109,8 @@ def harness(kernel: LearnedKernel, sweep: Sweep) -> tuple[np.ndarray, np.ndarray
             for machine in np.unique(sweep.machine)
             if len(times := sweep.seconds[(group == which) & (sweep.machine == machine)]) > 99
         ]
-        found.append(float(np.median(shortest)) if shortest else float(sweep.seconds.min()))
-    least = np.array(found)
+        floors.append(float(np.median(shortest)) if shortest else float(sweep.seconds.min()))
+    least = np.array(floors)
     if sweep.dtype == "float16":
         return np.zeros(len(least)), least
     return least, (least + float(np.median(drift))) / 2
@@ -255,13 +255,13 @@ def train_kind(kernel: LearnedKernel, sweep: Sweep, kind: str) -> None:
 
 def leave_one_out(kernel: LearnedKernel, sweep: Sweep) -> dict[str, dict[str, float]]:
     """Errors of each part, predicted by a model that is trained on the others."""
-    found = {}
+    errors_of = {}
     for part in np.unique(sweep.part):
         is_out = sweep.part == part
         arrays = train(kernel, sweep[~is_out], DOUBTED, False)
         predicted, _ = evaluate(kernel, arrays, sweep[is_out])
-        found[str(part)] = errors(sweep.seconds[is_out], predicted)
-    return found
+        errors_of[str(part)] = errors(sweep.seconds[is_out], predicted)
+    return errors_of
 
 
 def train_unseen(kernel: LearnedKernel, sweep: Sweep) -> None:
@@ -269,15 +269,15 @@ def train_unseen(kernel: LearnedKernel, sweep: Sweep) -> None:
     kinds = np.array([KINDS.get(name, name) for name in sweep.machine.tolist()])
     taught = kinds != CONTRADICTORY.get(f"{kernel.name}-{sweep.dtype}")
     teach = fit if kernel.law is not None else _train_all
-    found, by_gpu = [], {}
+    parts, by_gpu = [], {}
     for kind in np.unique(kinds):
         arrays = teach(kernel, sweep[(kinds != kind) & taught])
         part = sweep[kinds == kind]
         predicted, base = evaluate(kernel, arrays, part)
-        found.append((part.seconds, predicted, base, np.full(len(base), kind)))
+        parts.append((part.seconds, predicted, base, np.full(len(base), kind)))
         by_gpu[str(kind)] = errors(part.seconds, predicted)
     arrays = teach(kernel, sweep[taught])
-    measured, predicted, base, kind = (np.concatenate(x) for x in zip(*found, strict=True))
+    measured, predicted, base, kind = (np.concatenate(x) for x in zip(*parts, strict=True))
     ratio = measured / predicted
     for name, row in by_gpu.items():
         others = kind != name

@@ -297,19 +297,19 @@ def byte_pair(name: str, batch: int, channels: tuple[int, int, int], size: int) 
         return [(_bytes_of_weights(*shape), *_scales_and_bias(*shape)) for shape in shapes]
 
     def weights() -> dict[str, NDArray[Any]]:
-        found = {"unit": np.array(_UNIT, "float32"), "zero": np.array(0, "uint8")}
+        tensors = {"unit": np.array(_UNIT, "float32"), "zero": np.array(0, "uint8")}
         for number, (numbers, scale, bias) in enumerate(layers(), 1):
-            found[f"w{number}"], found[f"s{number}"] = numbers, scale
-            found[f"z{number}"] = np.zeros(scale.shape, "int8")
-            found[f"b{number}"] = (bias / (_UNIT * scale)).astype("int32")
-        return found
+            tensors[f"w{number}"], tensors[f"s{number}"] = numbers, scale
+            tensors[f"z{number}"] = np.zeros(scale.shape, "int8")
+            tensors[f"b{number}"] = (bias / (_UNIT * scale)).astype("int32")
+        return tensors
 
     def parameters() -> dict[str, NDArray[Any]]:
-        found = {}
+        tensors = {}
         for number, (numbers, scale, bias) in enumerate(layers(), 1):
-            found[f"w{number}"] = (numbers * scale[:, None, None, None]).astype("float16")
-            found[f"b{number}"] = bias.astype("float16")
-        return found
+            tensors[f"w{number}"] = (numbers * scale[:, None, None, None]).astype("float16")
+            tensors[f"b{number}"] = bias.astype("float16")
+        return tensors
 
     return KernelCase(
         name,
@@ -567,14 +567,14 @@ def timed_cases() -> list[KernelCase]:
         rms_norm("norm/rms norm 8192x4096 float16", 8192, 4096, half),
         cross_entropy("norm/cross entropy 4096x32000", 4096, 32000),
         cross_entropy("norm/cross entropy 4096x128256 float16", 4096, 128256, half),
-        *(each for case in _large_products() for each in (case, of_warpgroups(case))),
+        *(variant for case in _large_products() for variant in (case, of_warpgroups(case))),
         product("product/16x4096x4096", 16, 4096, 4096),
-        *(each for case in _large_attention() for each in (case, of_warpgroups(case))),
+        *(variant for case in _large_attention() for variant in (case, of_warpgroups(case))),
         attention("attention/8x12x128x64", 8, 12, 128, 64),
         decoding("attention/decoding 1x32 of 8, 32768 keys", 1, 32, 4, 32768),
         decoding("attention/decoding 16x32 of 8, 4096 keys", 16, 32, 4, 4096),
         decoding("attention/decoding 8x32, 4096 keys", 8, 32, 1, 4096),
-        *(each for case in _large_convolutions() for each in (case, of_warpgroups(case))),
+        *(variant for case in _large_convolutions() for variant in (case, of_warpgroups(case))),
         pair("convolution/resnet-50 stage 1, batch 8", 8, (64, 64, 256), 56),
         pair("convolution/resnet-50 stage 2, batch 8", 8, (128, 128, 512), 28),
         pair("convolution/resnet-50 stage 3, batch 8", 8, (256, 256, 1024), 14),

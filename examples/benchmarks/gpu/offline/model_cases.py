@@ -112,15 +112,15 @@ class TorchModel(Engine):
         net = module("examples.benchmarks.gpu.offline.torch_models").make(case.builder)
         dtype = torch.float16 if case.options.get("precision") == "fp16" else torch.float32
         net = net.eval().to(sets[0][0].device, dtype)
-        given = [tensors[0] for tensors in sets]
+        inputs = [tensors[0] for tensors in sets]
         if is_image:
             net = net.to(memory_format=torch.channels_last)
-            given = [x.to(dtype).contiguous(memory_format=torch.channels_last) for x in given]
+            inputs = [x.to(dtype).contiguous(memory_format=torch.channels_last) for x in inputs]
         run = torch.compile(net, dynamic=False) if self.compiled else net
 
         def launch(number: int) -> tuple[Any, ...]:
             with torch.no_grad():
-                return (run(given[number]),)
+                return (run(inputs[number]),)
 
         return Launcher(launch)
 

@@ -22,15 +22,15 @@ _ROW_BYTES = 1 << 16  # Bytes of the longest row that our Triton kernels hold in
 def peers_of(case: KernelCase) -> list[Engine]:
     """The peers that can run a case, whether they are present or not."""
     inside = " float16" if case.parameters else ""
-    found: list[Engine] = [ByExpression(LIBRARIES.get(case.group, "PyTorch") + inside)]
+    peers: list[Engine] = [ByExpression(LIBRARIES.get(case.group, "PyTorch") + inside)]
     if case.group == "convolution":
-        found.append(ByExpression(f"cuDNN NHWC{inside}", last=True))
-    found.append(ByExpression("torch.compile", compiled=True))
+        peers.append(ByExpression(f"cuDNN NHWC{inside}", last=True))
+    peers.append(ByExpression("torch.compile", compiled=True))
     if case.reduction is not None:
-        found.append(CubOfReduction())
+        peers.append(CubOfReduction())
     if {node[0] for node in case.nodes} <= {"Softmax", "LayerNormalization"}:
-        found += [QuACK(), TritonRows()]
-    return found
+        peers += [QuACK(), TritonRows()]
+    return peers
 
 
 class ByExpression(Engine):

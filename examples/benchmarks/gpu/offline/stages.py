@@ -89,13 +89,13 @@ def packed(folder: Path, cases: Sequence[Any]) -> list[Any]:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a log; a process that was killed may have left half a line."""
-    found = []
+    lines = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return lines
 
 
 def judge_kernel(
@@ -227,13 +227,13 @@ def race_models(folder: Path, log: Log, until: float, clock: Clock) -> None:
 
     def work(case: PackedModel) -> None:
         inputs, expected = case.arrays(folder)
-        wanted = [torch.from_numpy(array).to(clock.device) for array in expected]
+        references = [torch.from_numpy(array).to(clock.device) for array in expected]
         first = [torch.from_numpy(array).to(clock.device) for array in inputs]
         sets = [[_turned(tensor, turn) for tensor in first] for turn in range(MODEL_SETS)]
         turns = Rotation(MODEL_SETS, MODEL_SETS, flush=True)
 
         def judge(outputs: Sequence[Any]) -> tuple[float, float]:
-            return largest_error(outputs, wanted) / case.tolerance, case.tolerance
+            return largest_error(outputs, references) / case.tolerance, case.tolerance
 
         ours = Trial(case, sets, judge, turns, graphs=True)
         theirs = Trial(case, sets, lambda outputs: (0.0, math.nan), turns, graphs=True)

@@ -60,24 +60,24 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _row(
-    name: str, found: Lines, facts: Mapping[str, Any], predicted: float | None
+    name: str, lines: Lines, facts: Mapping[str, Any], predicted: float | None
 ) -> tuple[str, ...]:
     """Our time and the peers', the fastest first; ratio: how many times as long it took."""
-    ours = [line for line in found if line["engine"] == Loaded.title]
+    ours = [line for line in lines if line["engine"] == Loaded.title]
     times = [line for line in ours if "us" in line]
     peers = sorted(
-        (line for line in found if line["engine"] != Loaded.title and "us" in line),
+        (line for line in lines if line["engine"] != Loaded.title and "us" in line),
         key=lambda line: line["us"],
     )
-    own = min((line["us"] for line in times), default=None)
+    ours_us = min((line["us"] for line in times), default=None)
     best = peers[0] if peers else {}
-    ratio = best.get("ratio") or (best["us"] / own if best and own else None)
+    ratio = best.get("ratio") or (best["us"] / ours_us if best and ours_us else None)
     others = ", ".join(f"{line['engine']} {line['us']:.1f}" for line in peers[1:])
     return (
         name,
         _check(ours),
-        f"{own:.1f}" if own else "",
-        _share(times[0], own, facts) if own else "",
+        f"{ours_us:.1f}" if ours_us else "",
+        _share(times[0], ours_us, facts) if ours_us else "",
         f"{predicted * 1e6:.1f}" if predicted else "",
         best.get("engine", ""),
         f"{best['us']:.1f}" if best else "",

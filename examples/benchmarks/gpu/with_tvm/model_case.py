@@ -130,13 +130,13 @@ def judge(
 
     def error(outputs: Sequence[Any]) -> tuple[float, float]:
         nonlocal known
-        found = [as_torch(output).detach().cpu().numpy() for output in outputs]
+        computed = [as_torch(output).detach().cpu().numpy() for output in outputs]
         if known is None:
-            known = found
-        shapes = [[array.shape for array in arrays] for arrays in (found, known)]
+            known = computed
+        shapes = [[array.shape for array in arrays] for arrays in (computed, known)]
         if shapes[0] != shapes[1]:
             raise EngineError(f"outputs have shapes {shapes[0]}; expected {shapes[1]}")
-        return max(map(_error, found, known)) / TOLERANCE, TOLERANCE
+        return max(map(_error, computed, known)) / TOLERANCE, TOLERANCE
 
     return error
 

@@ -138,14 +138,14 @@ def build(module: tvm.IRModule, passes: Sequence[tvm.transform.Pass], arch: str)
 
 def cuda_texts(executable: Any) -> list[str]:
     """The CUDA source of every kernel module of an executable."""
-    found: list[str] = []
+    texts: list[str] = []
     waiting = [executable.mod]
     while waiting:
         module = waiting.pop()
         if module.kind == "cuda":
-            found.append(module.inspect_source("cuda"))
+            texts.append(module.inspect_source("cuda"))
         waiting.extend(module.imports)
-    return found
+    return texts
 
 
 def kernel_count(executable: Any) -> int:

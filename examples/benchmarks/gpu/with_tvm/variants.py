@@ -128,29 +128,29 @@ def variants(case: Case, arch: str) -> list[Variant]:
             Variant(),
             *(Variant(unroll=u, threads=t) for t in (128, 256, 512) for u in (1, 2, 4, 8)),
         ]
-    found = [Variant(), Variant("one_block", 1, cluster=1)]
+    forms = [Variant(), Variant("one_block", 1, cluster=1)]
     config = chosen(case, "last_block", arch)
     loops = case.loops(case.reductions[0])
     tiles = reduce_config.tiles(config, loops)
     steps = int(loops.reduced) // config.stride
     most = min(GPUInfo.from_target(cuda_target(arch)).max_cluster, steps)
-    found += [Variant("one_block", cluster=size) for size in (2, 4, 8) if size <= most]
+    forms += [Variant("one_block", cluster=size) for size in (2, 4, 8) if size <= most]
     for splits in SPLITS[1:]:
         if splits <= steps and tiles * splits <= MOST_BLOCKS:
-            found += [Variant("last_block", splits), Variant("atomic", splits)]
-    return found
+            forms += [Variant("last_block", splits), Variant("atomic", splits)]
+    return forms
 
 
 def threshold_cases() -> list[Case]:
     """Float32 sums around the sizes at which the rule's choice changes."""
-    found = [_sum("finish", (1 << power,), 0) for power in range(12, 26)]
+    cases = [_sum("finish", (1 << power,), 0) for power in range(12, 26)]
     for outputs in (1, 8, 32, 64, 128, 264):
-        found += [_sum("split", (outputs, 1 << power), 1) for power in (12, 14, 16, 18, 20, 22)]
+        cases += [_sum("split", (outputs, 1 << power), 1) for power in (12, 14, 16, 18, 20, 22)]
     for columns in (32, 256, 1024, 4096, 16384):
-        found += [_sum("tile", (1 << power, columns), 0) for power in (8, 10, 12, 14, 16)]
+        cases += [_sum("tile", (1 << power, columns), 0) for power in (8, 10, 12, 14, 16)]
     reads = [_sum("reads", (1 << 28,), 0), _sum("reads", (1 << 16, 1 << 12), 0)]
     return (
-        found
+        cases
         + reads
         + [replace(case, name=f"{case.name} bf16", dtype="bfloat16") for case in reads]
     )
