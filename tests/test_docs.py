@@ -39,8 +39,9 @@ def blocks(text: str, language: str) -> list[tuple[int, str]]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The lines of blocks of commands, as words."""
-    lines = [line for _, block in blocks(text, "sh") for line in block.splitlines()]
+    """The lines of blocks of commands, as words; a line may go on behind a backslash."""
+    whole = (re.sub(r"\\\n *", "", block) for _, block in blocks(text, "sh"))
+    lines = [line for block in whole for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines]
 
 
@@ -128,8 +129,7 @@ def test_commands_exist(page: Path, folder: Path) -> None:
     """Their arguments are understood, too; what one writes, later ones may read."""
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     group = command_line.cli
-    text = re.sub(r"\\\n *", "", page.read_text())  # lines that go on
-    for program, *arguments in filter(None, commands(text)):
+    for program, *arguments in filter(None, commands(page.read_text())):
         if program == "tvm-fusion":
             with group.make_context("tvm-fusion", list(arguments)) as context:
                 name, command, rest = group.resolve_command(context, arguments)
