@@ -88,7 +88,7 @@ def suppress_boxes(
         "order": ((batch, classes, boxes), "int64"),
         "overlap": ((1,), dtype),
         "score": ((1,), dtype),
-        "found": ((_product((batch, classes, kept)), 3), "int64"),
+        "selected": ((_product((batch, classes, kept)), 3), "int64"),
         "size": ((2,), "int64"),
     }
 
