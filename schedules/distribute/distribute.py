@@ -180,18 +180,18 @@ class Distribution:
         begin, end = rows[axis]
 
         @functools.cache
-        def is_local(one: int) -> bool:
+        def is_local(index: int) -> bool:
             middle = [((b + e) // 2, (b + e) // 2 + 1) for b, e in rows]
-            middle[axis] = (one, one + 1)
+            middle[axis] = (index, index + 1)
             return self._is_local(part, tuple(middle))
 
         tried = sorted({begin, *range(begin, end, -((begin - end) // _PROBES)), end - 1})
-        local = [one for one in tried if is_local(one)]
+        local = [index for index in tried if is_local(index)]
         if not local:
             return begin, begin
         first = bisect.bisect_left(range(begin, local[0]), True, key=is_local) + begin
         last = bisect.bisect_left(
-            range(local[-1] + 1, end), True, key=lambda one: not is_local(one)
+            range(local[-1] + 1, end), True, key=lambda index: not is_local(index)
         )
         return first, last + local[-1] + 1
 

@@ -179,15 +179,15 @@ def _tensor_errors(
     name: str, operator: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> TensorErrors:
     """Errors of the second of each pair."""
-    largest = max(relative_error([found], [wanted]) for wanted, found in pairs)
-    wide = [(wanted.astype(np.float64), found.astype(np.float64)) for wanted, found in pairs]
+    largest = max(relative_error([found], [exact]) for exact, found in pairs)
+    wide = [(exact.astype(np.float64), found.astype(np.float64)) for exact, found in pairs]
     with np.errstate(invalid="ignore", over="ignore"):
-        size = sum(float(np.square(wanted).sum()) for wanted, _ in wide)
-        error = sum(float(np.square(found - wanted).sum()) for wanted, found in wide)
+        size = sum(float(np.square(exact).sum()) for exact, _ in wide)
+        error = sum(float(np.square(found - exact).sum()) for exact, found in wide)
     rms = (error / size) ** 0.5 if size else 0.0
-    wanted = pairs[0][0]
+    exact = pairs[0][0]
     top1 = None
-    if wanted.dtype.kind == "f" and wanted.ndim and wanted.shape[-1] > 1 and wanted.size:
+    if exact.dtype.kind == "f" and exact.ndim and exact.shape[-1] > 1 and exact.size:
         same = [a.argmax(-1) == b.argmax(-1) for a, b in pairs]
         top1 = float(np.mean([np.mean(each) for each in same]))
     return TensorErrors(name, operator, largest, rms, top1)

@@ -58,18 +58,18 @@ def throughput(
             models += [load(path, model.threads) for _ in range(streams - 1)]
     start = threading.Barrier(streams)
 
-    def stream(own: CompiledModel) -> tuple[float, float, int]:
+    def stream(copy: CompiledModel) -> tuple[float, float, int]:
         start.wait()
         begin = end = time.perf_counter()
         calls = 0
         while end - begin < seconds:
-            own(inputs)
+            copy(inputs)
             end = time.perf_counter()
             calls += 1
         return begin, end, calls
 
     with ThreadPoolExecutor(streams) as pool:
-        list(pool.map(lambda own: own(inputs), models))  # nothing fails at the barrier after it
+        list(pool.map(lambda copy: copy(inputs), models))  # nothing fails at the barrier after it
         begins, ends, counts = zip(*pool.map(stream, models), strict=True)
     whole, calls = max(ends) - min(begins), sum(counts)
     return Throughput(calls / whole, calls, whole, streams, model.threads)

@@ -228,14 +228,14 @@ def feeds(extent: int, cores: int) -> bool:
     return extent >= 4 * cores or (extent >= cores and extent % cores == 0)
 
 
-def chunk_count(extent: int, wanted: int, any_count: bool) -> int:
-    """Number of chunks of a loop: ``wanted`` or more, a divisor unless ``any_count``."""
-    if extent <= wanted:
+def chunk_count(extent: int, least: int, any_count: bool) -> int:
+    """Number of chunks of a loop: ``least`` or more, a divisor unless ``any_count``."""
+    if extent <= least:
         return extent
-    for count in range(wanted, min(extent, 8 * wanted) + 1):
+    for count in range(least, min(extent, 8 * least) + 1):
         if extent % count == 0:
             return count
-    return wanted if any_count else 1
+    return least if any_count else 1
 
 
 def finish(

@@ -181,7 +181,7 @@ def _periods(loop: tirx.For) -> list[_Period]:
 
 def _loaded(loop: tirx.For, periods: Sequence[_Period]) -> tirx.Stmt:
     """The loop with ``periods`` from their planes, and the calls that fill these."""
-    realize, block, at = loop.body, loop.body.block, axis_along(loop)
+    realize, block, lane = loop.body, loop.body.block, axis_along(loop)
     of_buffer = {period.load.source: period for period in periods}
     analyzer, calls = sym.Analyzer(), []
 
@@ -189,7 +189,7 @@ def _loaded(loop: tirx.For, periods: Sequence[_Period]) -> tirx.Stmt:
         period = of_buffer.get(load.source)
         if period is None:
             return load
-        return period.planes[analyzer.simplify(_place(load) - period.place), at.var]
+        return period.planes[analyzer.simplify(_place(load) - period.place), lane.var]
 
     zero = {loop.loop_var: tirx.const(0, str(loop.loop_var.ty.dtype))}
     values = [substitute(value, zero) for value in realize.iter_values]
@@ -208,7 +208,7 @@ def _loaded(loop: tirx.For, periods: Sequence[_Period]) -> tirx.Stmt:
     store, others = block.body, block.annotations.items()
     new = tvm_ffi.structural_map(store.value, (ir.TensorLoad, from_plane))
     computing = s_tir.SBlock(
-        [*block.iter_vars, at],
+        [*block.iter_vars, lane],
         [*block.reads, *whole],
         block.writes,
         block.name_hint,

@@ -173,14 +173,14 @@ class _ColumnNest(ReductionNest):
         for indices, chunk, _ in self._tasks(columns, 1, self.partial_states):
             self.indices = indices
             whole = self.states(columns.lanes)
-            for at, place in self._each_vector(columns, chunk):
-                whole.store(at, partial.load(self.source.output_index(place)))
+            for number, place in self._each_vector(columns, chunk):
+                whole.store(number, partial.load(self.source.output_index(place)))
             with T.serial(0, i64(self.split.parts - 1)) as part:
-                for at, place in self._each_vector(columns, chunk):
+                for number, place in self._each_vector(columns, chunk):
                     index = (part + 1) * outputs + self.source.output_index(place)
-                    whole.update(at, partial.load(index))
-            for at, place in self._each_vector(columns, chunk):
-                self.write(whole.load(at), place)
+                    whole.update(number, partial.load(index))
+            for number, place in self._each_vector(columns, chunk):
+                self.write(whole.load(number), place)
 
 
 def _ceildiv(extent: Index, size: int) -> Index:

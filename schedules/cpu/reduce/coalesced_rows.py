@@ -410,11 +410,11 @@ class _StreamNest(ReductionNest):
     def _combine_parts(self, partial: States) -> None:
         outputs = self.source.outputs
         whole = self.states(self.width)
-        for at, place in self._each_output():
-            whole.store(at, partial.load(self.source.output_index(place)))
+        for number, place in self._each_output():
+            whole.store(number, partial.load(self.source.output_index(place)))
         with T.serial(0, i64(self.split.parts - 1)) as part:
-            for at, place in self._each_output():
+            for number, place in self._each_output():
                 index = (part + 1) * outputs + self.source.output_index(place)
-                whole.update(at, partial.load(index))
-        for at, place in self._each_output():
-            self.write(whole.load(at), place)
+                whole.update(number, partial.load(index))
+        for number, place in self._each_output():
+            self.write(whole.load(number), place)

@@ -93,16 +93,16 @@ class States:
         """Combine one state with another."""
         self._replace(at, _combine(self.workload, self.load(at), state))
 
-    def advance(self, at: Index, state: State) -> None:
+    def advance(self, number: Index, state: State) -> None:
         """Combine one state with that of an element after all that it has seen."""
         if len(state) == 1:
-            self.update(at, state)
+            self.update(number, state)
             return
-        old = self.load(at)
+        old = self.load(number)
         stays = state[0] <= old[0] if self.workload.operator == "argmax" else state[0] >= old[0]
         stays = _unless_nan(old[0], stays, tirx.const(True, "bool"))
         pairs = zip(old, state, strict=True)
-        self._replace(at, tuple(tirx.Select(stays, mine, other) for mine, other in pairs))
+        self._replace(number, tuple(tirx.Select(stays, mine, other) for mine, other in pairs))
 
     def _replace(self, at: Index, state: State) -> None:
         if len(state) > 1:  # each field depends on both old ones

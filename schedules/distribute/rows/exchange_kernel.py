@@ -164,19 +164,19 @@ class _Writer:
             T.evaluate(T.call_packed(EXCHANGE_WAIT, T.int64(self._number), message))
         return slot, at
 
-    def _pack(self, at: tirx.Expr, slot: tirx.Expr, own: tirx.Expr) -> None:
+    def _pack(self, place: tirx.Expr, slot: tirx.Expr, own: tirx.Expr) -> None:
         """Emit the copy of a message into a slot, past the caches where that is faster."""
         if not self._is_x86:
-            self._copy(at, slot, own)
+            self._copy(place, slot, own)
             return
-        size, length = self._field(table.BYTES, at), self._field(table.LENGTH, at)
+        size, length = self._field(table.BYTES, place), self._field(table.LENGTH, place)
         is_whole = tirx.truncmod(length, streamed.UNIT).equal(0)
         with T.If(tirx.all(size >= streamed.LEAST_BYTES, is_whole)):
             with T.Then():
-                self._copy(at, slot, own, streamed.STREAM)
+                self._copy(place, slot, own, streamed.STREAM)
                 T.add_to_parent(store_fence())
             with T.Else():
-                self._copy(at, slot, own)
+                self._copy(place, slot, own)
 
     def _copy(self, at: tirx.Expr, target: tirx.Expr, source: tirx.Expr, copy: str = _COPY) -> None:
         """Emit the copy of a message, or of the rank's own rows."""

@@ -259,7 +259,7 @@ class _Block:
                 self._add(u, loaded)
 
     def _loads(
-        self, kind: str, batch: Sequence[tirx.Expr], at: tirx.Expr
+        self, kind: str, batch: Sequence[tirx.Expr], key_place: tirx.Expr
     ) -> list[tuple[PointWriter, tirx.Expr]]:
         """Emit the lane's loads of a key or a value."""
         is_key = kind == "key"
@@ -270,7 +270,7 @@ class _Block:
             inner = self._element(
                 v, int(self.attention.depth if is_key else self.attention.columns)
             )
-            where = (at, inner) if is_key else (inner, at)
+            where = (key_place, inner) if is_key else (inner, key_place)
             loads.append((self._writer(operand, lanes, batch, *where), operand.value))
         return loads
 

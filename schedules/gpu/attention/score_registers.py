@@ -58,7 +58,7 @@ def store_logits(
     views: Views,
     place: Sequence[tirx.Expr],  # Batch, row and column of the first score.
     scores: tirx.Buffer,  # Registers.
-    at: Sequence[int],  # Indices of the scores.
+    elements: Sequence[int],  # Indices of the scores.
     keys: int | None,  # Keys of a tile, or None if all of them exist and are visible.
 ) -> None:
     """Replace neighbouring scores by the values of logits; -inf past the last key."""
@@ -69,13 +69,13 @@ def store_logits(
     with when(None if is_whole else column < i64(attention.n)):
         places = [[*before, column + i64(k)] for k in range(lanes.vector)]
         writer = PointWriter(lanes, views, places)
-        writer.give(logit.score, [scores[e] for e in at])
+        writer.give(logit.score, [scores[e] for e in elements])
         writer.steps()
-        for k, e in enumerate(at):
+        for k, e in enumerate(elements):
             T.buffer_store(scores, writer.value(value, k), [e])
     if not is_whole:
         with when(column >= i64(attention.n)):
-            for e in at:
+            for e in elements:
                 T.buffer_store(scores, tirx.const(float("-inf"), FLOAT), [e])
 
 

@@ -451,8 +451,10 @@ class SlotRoute:
         record: int,  # Address of the text that tells what the rank does.
     ) -> None:
         """Write the row that the kernel reads, where it can make the exchange."""
-        fields = [self._fields(each, own if each.is_sent else held) for each in self._messages]
-        both, sends = intersection(own, held), sum(each.is_sent for each in self._messages)
+        fields = [
+            self._fields(message, own if message.is_sent else held) for message in self._messages
+        ]
+        both, sends = intersection(own, held), sum(message.is_sent for message in self._messages)
         keeps = sends < len(fields) and own != held and region_size(both) > 0
         if keeps:
             to, by = (table.layout_in(both, window, self._itemsize) for window in (held, own))
@@ -460,7 +462,7 @@ class SlotRoute:
         texts = [int(text.ctypes.data) for text in self._texts]
         counts = sends, len(self._messages) - sends, int(keeps)
         row[: table.HEADER] = [1, spins, record, *texts, *counts]
-        slots = [(each.slot.address, each.nbytes) for each in self._messages]
+        slots = [(message.slot.address, message.nbytes) for message in self._messages]
         places = row[table.HEADER :].reshape(-1, table.FIELDS)
         for place, slot, copy in zip(places, [*slots, (0, 0)], fields, strict=False):
             if copy is None:

@@ -282,13 +282,17 @@ def _convolution(shapes: list[Shape], values: tuple) -> _Found | None:
     if len(shapes) < 2 or len(shapes[0]) != len(shapes[1]) or len(shapes[0]) not in (3, 4):
         return None
     data, weight = shapes[:2]
-    lists = [list(map(int, re.findall(r"\d+", str(one)))) for one in values if "[" in str(one)]
+    lists = [
+        list(map(int, re.findall(r"\d+", str(numbers))))
+        for numbers in values
+        if "[" in str(numbers)
+    ]
     stride, pad, dilation = (lists + [[], [], []])[:3]
     out = []
     for at, (size, window) in enumerate(zip(data[2:], weight[2:], strict=True)):
         step, around, apart = (
-            one[min(at, len(one) - 1)] if one else default
-            for one, default in ((stride, 1), (pad, window // 2), (dilation, 1))
+            numbers[min(at, len(numbers) - 1)] if numbers else default
+            for numbers, default in ((stride, 1), (pad, window // 2), (dilation, 1))
         )
         out.append(max((size + 2 * around - apart * (window - 1) - 1) // max(step, 1) + 1, 1))
     groups = max(data[1] // max(weight[1], 1), 1)

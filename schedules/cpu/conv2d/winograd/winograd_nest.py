@@ -376,15 +376,15 @@ class _TaskNest:
                         self._load(products.buffer, products.at(r * count + c, b, t))
                         for c in range(count)
                     ]
-                    for at, value in zip(
+                    for vector_place, value in zip(
                         half.row(r), transform_inverse(self.size, row), strict=True
                     ):
-                        self._store(*at, value)
+                        self._store(*vector_place, value)
                 plane = added = _plane(self.output, self.blocks[-1], place, block)
                 if self.residual is not None and self.residual.is_apart(self.output):
                     added = _plane(self.residual, self.blocks[-2], place, block)
                 for c, vectors in half.columns(count):
-                    values = [self._load(*at) for at in vectors]
+                    values = [self._load(*vector_place) for vector_place in vectors]
                     column = place.column * self.size + c
                     with when(self.output.width % self.size == 0 or column < self.output.width):
                         start = plane + column * lanes

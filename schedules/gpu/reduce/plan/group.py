@@ -253,7 +253,7 @@ def _total(pair: _MaximumAndSum, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
     """A sum, from the maximum and the sum of exponentials relative to it."""
     dtype = str(raw.ty.dtype)
 
-    def value(at: tirx.Expr) -> tirx.Expr:
+    def value(position: tirx.Expr) -> tirx.Expr:
         high = largest.astype(dtype)
         infinity = tirx.infinity(dtype)
         is_finite = tirx.abs(high) < infinity
@@ -261,7 +261,7 @@ def _total(pair: _MaximumAndSum, largest: tirx.Var, raw: tirx.Var) -> Epilogue:
             # NaN; TVM would simplify a difference of equal expressions to 0.
             terms = tirx.Select(is_finite, raw, infinity - tirx.abs(high))
         else:
-            factor = tirx.exp(high - substitute(pair.shift, {pair.m: at}).astype(dtype))
+            factor = tirx.exp(high - substitute(pair.shift, {pair.m: position}).astype(dtype))
             terms = tirx.Select(is_finite, raw, tirx.const(1, dtype)) * factor
             terms = tirx.Select(tirx.isnan(high), high, terms)
         return terms.astype(pair.total.workload.out_dtype)

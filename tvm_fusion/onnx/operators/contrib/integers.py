@@ -196,7 +196,7 @@ def gather_in_blocks(parts: Expansion) -> str | None:
     """Rows of a constant matrix of 4 or 8 bits whose rows have a scale for each block."""
     places = (0, 2, 3) if parts.input(3) else (0, 2)
     given = [parts.facts.constant(parts.input(place)) for place in places]
-    known = [each for each in given if each is not None]
+    known = [tensor for tensor in given if tensor is not None]
     if len(known) < len(given):
         return "its data, scales or zero points are only known at run time"
     data, scales, *zeros = known
@@ -215,7 +215,7 @@ def gather_in_blocks(parts: Expansion) -> str | None:
             [_split(zero, 4)[:, : scales.shape[1]] for zero in zeros] if parts.input(3) else zeros
         )
     blocks = data.shape[0], -(-data.shape[1] // size)
-    if any(each.shape != blocks for each in (scales, *zeros)):
+    if any(tensor.shape != blocks for tensor in (scales, *zeros)):
         return f"its scales have shape {scales.shape}; expected {blocks} for blocks of {size}"
     zero = zeros[0] if zeros else None
     found = narrow_weight(data, scales, zero, axis=1, block=size)
