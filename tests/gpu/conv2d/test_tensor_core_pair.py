@@ -250,29 +250,36 @@ LARGE, WIDE, SQUARE, SMALL = TILES
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "tiles",
-    in_turns([(WIDE, LARGE), (SMALL, SQUARE), (NARROW, NARROW)]),
-    ids=str,
+    [(WIDE, WIDE), (SMALL, SQUARE), (NARROW, NARROW), (None, LARGE)],
+    ids=["wide", "small_square", "narrow", "depthwise_large"],
 )
 def test_numbers_of_each_tile(
-    tiles: tuple[TensorTile, TensorTile], emulated: pytest.MonkeyPatch
+    tiles: tuple[TensorTile | None, TensorTile], emulated: pytest.MonkeyPatch
 ) -> None:
-    """Several tiles of channels of either layer, where they fit, and of pixels."""
+    """Several tiles of channels of either layer, where they fit, and of pixels.
+
+    The large one does not fit behind a dense layer: 128 channels of 128 pixels are 32 KB.
+    """
     first, second = tiles
     candidates = tensor_core_pair_tile.candidates
 
+    def sizes(*tiles: TensorTile | None) -> list[tuple[int, int] | None]:
+        return [tile and (tile.rows, tile.columns) for tile in tiles]
+
     def only(pair: FusedConv2DWorkload) -> list[PairTile]:
         return [
-            tile
-            for tile in candidates(pair)
-            if tile.first
-            and (tile.first.columns, tile.second.rows) == (first.columns, second.rows)
-            and tile.second.columns == second.columns
+            tile for tile in candidates(pair) if sizes(tile.first, tile.second) == sizes(*tiles)
         ]
 
     emulated.setattr(tensor_core_pair_tile, "candidates", only)
     choose_pair_tile.cache_clear()
-    mid = first.columns + (8 if first.rows < 128 else -8)
-    layers = dense(8, mid, activation="relu"), dense(mid, second.columns + 3)
+    if first is None:
+        mid = 72
+        layer1 = depthwise(mid, activation="relu")
+    else:
+        mid = first.columns + (8 if first.columns < 128 else -8)
+        layer1 = dense(8, mid, activation="relu")
+    layers = layer1, dense(mid, second.columns + 3)
     kernel = kernel_of(layers, (1, 3, second.rows // 2), residual=True)
     check(kernel, scheduled(function(kernel), OPENCL))
     choose_pair_tile.cache_clear()
