@@ -18,7 +18,7 @@ from tvm.target import Target
 
 from relay_passes import Decision, FuseConv2D, FuseEpilogue
 from schedules.errors import OpError
-from schedules.workload.conv2d import ConvLayer, FusedConv2DWorkload
+from schedules.workload.conv2d import ByteAddition, ConvLayer, FusedConv2DWorkload
 
 TARGET = Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
 RNG = np.random.default_rng(4)
@@ -160,6 +160,34 @@ def test_bytes_are_fused_for_tensor_cores():
     )
     for target in (TARGET, Target({"kind": "cuda", "arch": "sm_75"})):
         assert_functions_equal(FuseConv2D("all", target)(Bytes), Bytes)
+
+
+def test_bytes_that_the_second_layer_also_adds_are_left_alone():
+    """They stay bound: a fused call would read what it has replaced."""
+    w1, w2 = np.ones((32, 32, 3, 3), "int8"), np.ones((32, 32, 1, 1), "int8")
+    how = ByteAddition(0.5, 0.25, 0.0, 0.75, 0.0, 255.0)
+
+    @I.ir_module
+    class Bytes:
+        @R.function
+        def main(x: R.Tensor((8, 32, 28, 28), "uint8")) -> R.Tensor((8, 32, 28, 28), "uint8"):
+            R.func_attr({"num_input": 1})
+            with R.dataflow():
+                lv0 = R.tvm_fusion.quantized_conv2d(
+                    x, relax.const(w1), relax.const(BIAS), relax.const(BIAS), padding=[1] * 4,
+                    activation="round_clip", low=0.0, high=255.0, out_dtype="uint8",
+                )  # fmt: skip
+                lv1 = R.tvm_fusion.quantized_conv2d(
+                    lv0, relax.const(w2), relax.const(BIAS), relax.const(BIAS), lv0,
+                    activation="round_clip", low=0.0, high=255.0, out_dtype="uint8",
+                    addition=how,
+                )  # fmt: skip
+                R.output(lv1)
+            return lv1
+
+    found = FuseConv2D("all", Target({"kind": "cuda", "arch": "sm_80"}))(Bytes)
+    assert_functions_equal(found, Bytes)
+    assert report_of(found) == []
 
 
 def test_float32_of_float16_factors_is_left_alone():

@@ -212,6 +212,35 @@ def test_dense_convolutions_of_bytes_on_tensor_cores(fuse, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+def test_a_layer_that_adds_its_input_is_no_pair_on_tensor_cores(tmp_path, monkeypatch):
+    """By emulation: the bytes between the layers are read twice by the second one."""
+    emulate_tensor_cores(monkeypatch)
+    rng, node = np.random.default_rng(4), onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w1"], ["a"], kernel_shape=[3, 3], pads=[1] * 4),
+        node("Relu", ["a"], ["b"]),
+        node("Conv", ["b", "w2"], ["c"], kernel_shape=[1, 1]),
+        node("Add", ["c", "b"], ["y"]),
+    ]
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
+        for name, shape in (("w1", (24, 24, 3, 3)), ("w2", (24, 24, 1, 1)))
+    ]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [1, 24, 5, 6]) for name in "xy"]
+    graph = onnx.helper.make_graph(nodes, "block", ends[:1], ends[1:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    model = quantized(model, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
+    x = next(iter(Images(model).get_next().values()))
+    target = resolve("opencl")
+    mod = pipeline.optimize(import_onnx(model).mod, target, Options(fuse="all"))
+    kernels = [from_json(text) for text in workloads(mod)]
+    assert [(len(each.layers), each.residual) for each in kernels] == [(1, False), (1, True)]
+    (found,) = RelaxOnOpenCL(mod, target)(x)
+    np.testing.assert_array_equal(found, run_onnx(model, {"x": x})[0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [1, 8])
 def test_networks_with_groups_are_in_blocks_on_tensor_cores(own, tmp_path, monkeypatch):
     """By emulation: one pack and one unpack; no layer is computed in NCHW."""
