@@ -192,6 +192,7 @@ class OpenVINOEngine(Engine):
         import openvino
 
         self.version = openvino.__version__
+        self._package = openvino
         self._core = openvino.Core()
 
     def load(self, path: str, shapes: Shapes, threads: int, options: Mapping[str, Any]) -> None:
@@ -205,24 +206,46 @@ class OpenVINOEngine(Engine):
         compiled = self._core.compile_model(model, "CPU", settings)
         self._precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
         self._request = compiled.create_infer_request()
-        self._outputs = range(len(compiled.outputs))
+        self._outputs = [_openvino_type(port) for port in compiled.outputs]
         self.inputs = [
             Input(
                 port.any_name,
                 tuple(size.get_length() if size.is_static else "?" for size in shape),
-                np.dtype(port.get_element_type().to_dtype()).name,
+                _openvino_type(port).name,
             )
             for port, shape in ((port, port.get_partial_shape()) for port in compiled.inputs)
         ]
 
+    def feed(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        """Arrays by name; those of bfloat16 as tensors, which hold the same memory."""
+        return {
+            name: self._package.Tensor(array.view("float16"), array.shape, self._package.Type.bf16)
+            if array.dtype.name == "bfloat16"
+            else array
+            for name, array in arrays.items()
+        }
+
     def run(self, feed: Any) -> Sequence[Any]:
         """Infer in place, without copies of inputs and outputs."""
         self._request.infer(feed, share_inputs=True, share_outputs=True)
-        return [self._request.get_output_tensor(index).data for index in self._outputs]
+        return [
+            self._request.get_output_tensor(index).data.view(dtype)
+            for index, dtype in enumerate(self._outputs)
+        ]
 
     def details(self) -> dict[str, Any]:
         """Element type that it computes in, as OpenVINO calls it."""
         return {"precision": self._precision}
+
+
+def _openvino_type(port: Any) -> np.dtype[Any]:
+    """Type of a model's input or output, for whose bfloat16 OpenVINO has numpy's float16."""
+    element = port.get_element_type()
+    if element.get_type_name() != "bf16":
+        return np.dtype(element.to_dtype())
+    import ml_dtypes  # only where a model needs it, as the process is the peer's
+
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,8 @@ ZEN_3 = MachineCosts()
 # ours: vdpbf16ps of 512 bits starts 5.05e9 times a second on a Ryzen 7 7840HS, vfmaddps 5.08e9; on
 # a Ryzen AI Max+ 395, a Zen 5, 9.3e9 and 10.1e9 in twelve chains, as its latency is longer. LLVM's
 # scheduling model of Zen 4 has 3 cycles for it at any width, and 2 for vpdpbusd, which the same log
-# refutes. ``winograd_rounding`` is an estimate from counted instructions.
+# refutes. ``winograd_rounding`` was never measured: a vector takes vpmovzxwd, vpslld and
+# vcvtneps2bf16, for which 4 cycles are assumed on Zen 4 and 2 on Zen 5.
 ZEN_4 = MachineCosts(
     fma_bits_per_cycle=512,
     depthwise_tap=0.36,

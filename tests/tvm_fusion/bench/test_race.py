@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from small_onnx import small_model
 
@@ -29,6 +30,7 @@ from tvm_fusion.bench.race import (
 )
 from tvm_fusion.cli.output import json_text
 from tvm_fusion.errors import EngineError, InvalidModelError
+from tvm_fusion.runtime.host_arrays import random_inputs
 
 
 class FakeWorker:
@@ -249,6 +251,23 @@ def test_openvino_tells_its_precision(tmp_path: Path) -> None:
     assert engine.details() == {"precision": "f32"}
     engine.load(str(path), {}, 1, {"precision": "default"})
     assert engine.details()["precision"] in ("f32", "bf16", "f16")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("openvino") is None, reason="OpenVINO is not installed"
+)
+def test_openvino_gets_and_returns_bfloat16(tmp_path: Path) -> None:
+    text = """<ir_version: 9, opset_import: ["" : 17]> g (bfloat16[2, 3] x, float[3] b)
+        => (bfloat16[2, 3] y, float[3] z) { y = Neg(x) z = Neg(b) }"""
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(text), path)
+    engine = ENGINES["openvino"].make()
+    engine.load(str(path), {}, 1, {})
+    arrays = random_inputs(engine.inputs, 0)
+    assert [arrays[name].dtype.name for name in "xb"] == ["bfloat16", "float32"]
+    found = engine.run(engine.feed(arrays))
+    np.testing.assert_array_equal(found[0].astype("float32"), -arrays["x"].astype("float32"))
+    np.testing.assert_array_equal(found[1], -arrays["b"])
 
 
 def test_model_file_of_bytes_is_temporary() -> None:

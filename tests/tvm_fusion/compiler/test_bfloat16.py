@@ -365,7 +365,7 @@ def test_auto_is_the_faster_one(name: str, auto: str) -> None:
     assert (text is not None) == (auto == "bf16")
     assert faster_precision("bf16", target) is faster_precision("auto", target) is None
     if text:
-        assert f"precision='bf16' is faster on {name}" in text
+        assert f"{name} multiplies bfloat16 faster than float32" in text
     assert not CPUInfo.from_target(target).multiplies_pairs or "znver" in name
 
 
@@ -393,7 +393,17 @@ def test_commands_say_when_another_precision_is_faster(tmp_path: Path) -> None:
     shown = CliRunner().invoke(
         cli, ["explain", str(path), "--target", TILES, "--precision", "auto"]
     )
-    assert shown.exit_code == 0 and "is faster on" not in shown.output
+    assert shown.exit_code == 0 and "bfloat16 faster" not in shown.output
+
+
+def test_compile_tells_of_each_target_that_has_a_faster_precision(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(model_of("g (float[3] x) => (float[3] y) { y = Relu(x) }"), path)
+    command = ["compile", str(path), "-o", str(tmp_path / "model.so"), "--json", "--target"]
+    shown = CliRunner().invoke(cli, [*command, f"{ZEN_3},{TILES},{ZEN_4}"])
+    assert shown.exit_code == 0, shown.output
+    lines = [faster_precision("fp32", resolve(name)) for name in (TILES, ZEN_4)]
+    assert json.loads(shown.stdout)["faster"].splitlines() == lines
 
 
 def stored_in(kind: int) -> onnx.ModelProto:

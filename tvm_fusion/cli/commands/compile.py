@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ def compile_command(
         "inputs": compiled.inputs,
         "outputs": compiled.outputs,
         "records": compiled.records,
-        "faster": None if ranks else _faster(options["precision"], compiled),
+        "faster": None if ranks else _faster(options, compiled),
     }
     device = "" if compiled.needs is None else f" for {compiled.needs}"
     if ranks is not None:
@@ -130,10 +131,15 @@ def compile_command(
     show(result, text, as_json)
 
 
-def _faster(precision: str, compiled: Any) -> str | None:
+def _faster(options: Mapping[str, Any], compiled: Any) -> str | None:
+    """A line on a faster precision of each target that has it; None without any."""
     from ...compiler.options import faster_precision
+    from ...compiler.targets import resolve
 
-    return faster_precision(precision, compiled.target)
+    named = options["target"]
+    targets = list(map(resolve, named)) if isinstance(named, list) else [compiled.target]
+    lines = (faster_precision(options["precision"], target) for target in targets)
+    return "\n".join(filter(None, lines)) or None
 
 
 def _compiled(
