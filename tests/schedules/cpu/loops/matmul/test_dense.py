@@ -96,10 +96,14 @@ def test_batches(batch, rows, columns, shared):
     close(run(scheduled, a, b)[0], exact, 5)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("steps-100-False", "offset-100-True")  # tails of tiles of any vectors
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("columns", [16, 28, 40, 65, 100])
-@pytest.mark.parametrize("place", [lambda n: 2 * n, lambda n: n + 5, lambda n: 199 - n])
+@pytest.mark.parametrize(
+    "place",
+    [lambda n: 2 * n, lambda n: n + 5, lambda n: 199 - n],
+    ids=["steps", "offset", "from the end"],
+)
 def test_columns_with_steps_offsets_and_from_the_end(place, columns, transposed):
     x = tensor("x", 37, 33)
     w = tensor("w", *((200, 33) if transposed else (33, 200)))
