@@ -76,7 +76,7 @@ def check_options(target: Target, options: Options) -> None:
             f"fast_math=True has no effect on {target.kind.name!r}; it chooses the functions of "
             "CUDA kernels: leave it out, or compile for 'cuda'"
         )
-    if options.weights is not None and options.weights not in WEIGHTS_BITS:
+    if options.weights is not None and options.weights not in tuple(WEIGHTS_BITS):
         raise TargetError(
             f"weights is {options.weights!r}; expected {' or '.join(map(repr, WEIGHTS_BITS))}"
         )

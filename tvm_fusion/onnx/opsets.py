@@ -116,7 +116,7 @@ def _converted(model: onnx.ModelProto, target: int) -> onnx.ModelProto:
         refuse_nodes(model, [(node, reason) for node in scans])
     try:
         converted = version_converter.convert_version(model, target)
-    except (RuntimeError, ValueError) as error:
+    except (version_converter.ConvertError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InvalidModelError(
             f"the model of opset {opset} cannot be converted to {target} ({reason}); "

@@ -331,3 +331,17 @@ def test_sparse_weights_are_refused() -> None:
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [4]))
     with pytest.raises(UnsupportedOperatorError, match="initialiser 'sparse' is sparse"):
         import_onnx(model)
+
+
+@pytest.mark.parametrize("opset", [11, 17])
+def test_sparse_constants_are_refused(opset: int) -> None:
+    values = onnx.numpy_helper.from_array(normal(1), "sparse")
+    indices = onnx.numpy_helper.from_array(int64(1), "indices")
+    sparse = helper.make_sparse_tensor(values, indices, [4])
+    nodes = [
+        helper.make_node("Constant", [], ["c"], name="op", sparse_value=sparse),
+        helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    model = onnx_model(nodes, {"x": (4,)}, ["y"], opset=opset)
+    with pytest.raises(UnsupportedOperatorError, match="node 'op': .* its value is sparse"):
+        import_onnx(model)

@@ -62,6 +62,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
         13,
         r"no padding gives its output_shape \[40, 40\]",
     ),
+    ("GatherND", [int64(-1)], {"batch_dims": -7}, 12, "its attribute batch_dims is -7; expected 0"),
     ("Einsum", [], {"equation": "x?"}, 13, r"its equation is 'x\?'"),
     ("LpNormalization", [], {"p": 3}, 13, "its p is 3; ONNX has 1 and 2"),
     ("Concat", [None], {"axis": 0}, 13, "its input 1 is missing"),

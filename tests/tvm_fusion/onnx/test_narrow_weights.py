@@ -412,6 +412,8 @@ def test_check_knows_what_rounding_may_cost() -> None:
 def test_rounding_that_has_no_effect_is_refused() -> None:
     with pytest.raises(TargetError, match="weights is 'int2'; expected 'bf16' or 'int8' or 'int4'"):
         tvm_fusion.compile(network(), weights="int2")
+    with pytest.raises(TargetError, match="weights is {'w': 4}; expected 'bf16' or"):
+        tvm_fusion.compile(network(), weights={"w": 4})
     with pytest.raises(TargetError, match="narrow weights are for CPUs"):
         tvm_fusion.compile(network(), "opencl", weights="int8")
     with pytest.raises(TargetError, match="weights='int8' has no effect with ranks"):

@@ -23,7 +23,7 @@ from onnx_cases import (
 )
 
 from tests.selection import in_turns
-from tvm_fusion.errors import InvalidModelError, UnsupportedOperatorError
+from tvm_fusion.errors import InvalidModelError, ModelWarning, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 OLD = {
@@ -150,6 +150,16 @@ def test_opset_that_cannot_be_upgraded() -> None:
     model = one_node("Add", (2, 3, 4), normal(3), opset=6, listed=True, broadcast=1, axis=1)
     model.graph.node[0].attribute[0].i = 7
     with pytest.raises(InvalidModelError, match="model of opset 6 cannot be converted to 17"):
+        import_onnx(model)
+
+
+def test_undefined_names_in_a_model_that_is_upgraded() -> None:
+    model = one_node("Mish", (2, 3), opset=12)
+    model.graph.node[0].input[0] = "lost"
+    with (
+        pytest.warns(ModelWarning, match="Mish, of opset 18"),
+        pytest.raises(InvalidModelError, match=r"cannot be converted to 18 \(Input lost is undef"),
+    ):
         import_onnx(model)
 
 

@@ -325,10 +325,17 @@ def _gather(expansion: Expansion, x: str, places: str, shape: tuple[int, ...], a
     return expansion.emit("GatherElements", x, whole, axis=axis)
 
 
+def _batch_defect(node: onnx.NodeProto) -> str | None:
+    """Refuse a number of axes below zero, of which onnx's inference of shapes crashes."""
+    wrong = [entry.i for entry in node.attribute if entry.name == "batch_dims" and entry.i < 0]
+    return f"its attribute batch_dims is {wrong[0]}; expected 0 or more" if wrong else None
+
+
 OPERATORS = (
     Operator("EyeLike", expand=expand_eye_like),
     Operator("Gather", expand=check_indices, translate=translate_gather),
-    *operators("GatherElements GatherND ScatterElements ScatterND", expand=check_indices),
+    Operator("GatherND", refuse=_batch_defect, defect=_batch_defect, expand=check_indices),
+    *operators("GatherElements ScatterElements ScatterND", expand=check_indices),
     Operator("OneHot", shape_inputs=(1,), expand=expand_one_hot),
     Operator("ReverseSequence", expand=expand_reverse_sequence, check=sequence_problem),
     Operator("Scatter"),

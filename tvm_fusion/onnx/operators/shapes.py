@@ -107,10 +107,16 @@ def _split_defect(node: onnx.NodeProto) -> str | None:
     return f"its num_outputs is {parts}, and it has {len(node.output)} outputs"
 
 
+def _sparse_constant(node: onnx.NodeProto) -> str | None:
+    is_sparse = attribute(node, "sparse_value") is not None
+    return "its value is sparse; store it as a dense tensor" if is_sparse else None
+
+
 OPERATORS = (
-    *operators("Constant DepthToSpace Flatten Identity Shape Size Transpose"),
+    *operators("DepthToSpace Flatten Identity Shape Size Transpose"),
     Operator("CenterCropPad", is_defined=True),
     Operator("Concat", expand=name_wide_concat),
+    Operator("Constant", refuse=_sparse_constant),
     Operator("ConstantOfShape", shape_inputs=(0,)),
     *operators("Expand Unsqueeze", expand=take_as_vector, shape_inputs=(1,)),
     Operator("Pad", expand=expand_pad, shape_inputs=(1, 3)),
