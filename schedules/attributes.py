@@ -112,6 +112,10 @@ RANK_PLAN = "tvm_fusion.rank_plan"
 """The :class:`schedules.distribute.rows.row_plan.RankPlan` as JSON, from ``DistributeRows`` to the
 passes behind it and to the compiler."""
 
+NODES, KERNELS = "tvm_fusion.nodes", "tvm_fusion.kernels"
+"""Labels of the model's nodes, and numbers of nodes by names of functions, as JSON. The compiler
+writes the former and ``NoteKernels`` the latter, for errors that name nodes."""
+
 # Blocks and loops, within one rule.
 
 TAIL = "tvm_fusion.tail"

@@ -15,16 +15,12 @@ from contextlib import contextmanager
 import tvm
 from tvm import relax, tirx
 
+from schedules import attributes
 from schedules.errors import reason
 
 from ..errors import CompilationError, TVMFusionError
 from ..onnx.translate import NODE_VARIABLE
 from .interrupts import interrupts_kept
-
-NODES = "tvm_fusion.nodes"
-"""Attribute of a module: labels of the model's nodes, as JSON."""
-KERNELS = "tvm_fusion.kernels"
-"""Attribute of a module: from names of functions to numbers of nodes, as JSON."""
 
 MOST_NAMED = 4
 _KERNEL = re.compile(r"the kernel '([^']+)'")
@@ -36,12 +32,12 @@ ADVICE = (
 
 def with_nodes(mod: tvm.IRModule, nodes: Sequence[str]) -> tvm.IRModule:
     """Return an imported module with the labels of the nodes that its variables stand for."""
-    return mod.with_attr(NODES, json.dumps(list(nodes))) if nodes else mod
+    return mod.with_attr(attributes.NODES, json.dumps(list(nodes))) if nodes else mod
 
 
 def without_nodes(mod: tvm.IRModule) -> tvm.IRModule:
     """Return the module as it is compiled."""
-    return mod.without_attr(NODES).without_attr(KERNELS)
+    return mod.without_attr(attributes.NODES).without_attr(attributes.KERNELS)
 
 
 @tvm.transform.module_pass(opt_level=0, name="NoteKernels")
@@ -55,14 +51,14 @@ class NoteKernels:
 
     def transform_module(self, mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with more notes."""
-        if NODES not in (mod.attrs or {}):
+        if attributes.NODES not in (mod.attrs or {}):
             return mod
-        notes: dict[str, list[int]] = json.loads(str(mod.attrs.get(KERNELS, "{}")))
+        notes: dict[str, list[int]] = json.loads(str(mod.attrs.get(attributes.KERNELS, "{}")))
         programs = {v: f for v, f in mod.functions_items() if isinstance(f, relax.Function)}
         for var, func in programs.items():
             is_fused = "Primitive" in (func.attrs or {})
             _note(var.name_hint if is_fused else None, func, notes)
-        return mod.with_attr(KERNELS, json.dumps(notes))
+        return mod.with_attr(attributes.KERNELS, json.dumps(notes))
 
 
 def _note(name: str | None, func: relax.Function, notes: dict[str, list[int]]) -> None:
@@ -130,8 +126,8 @@ def _place(mod: tvm.IRModule, kernel: str) -> str:
         ]
         text += f"; its arguments are {', '.join(shapes)}"
     attrs = mod.attrs or {}
-    labels = json.loads(str(attrs.get(NODES, "[]")))
-    numbers = json.loads(str(attrs.get(KERNELS, "{}"))).get(kernel, [])
+    labels = json.loads(str(attrs.get(attributes.NODES, "[]")))
+    numbers = json.loads(str(attrs.get(attributes.KERNELS, "{}"))).get(kernel, [])
     names = [labels[number] for number in numbers]
     if names:
         rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
