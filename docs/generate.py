@@ -91,10 +91,14 @@ def architectures() -> str:
 
 def operators() -> str:
     """Outcomes of each ONNX operator: its own test cases are imported."""
-    # The last column is not wrapped at its heading: its cells break words where they must.
-    refused = "why\N{NO-BREAK SPACE}others\N{NO-BREAK SPACE}are\N{NO-BREAK SPACE}refused"
+    # The last column is as wide as its heading, and long names of the others are wrapped.
+    refused = "why others are refused".replace(" ", "\N{NO-BREAK SPACE}")
     columns = ("operator", "imported", "constant", "rewritten to", refused)
-    return _table(columns, [map(_escape, row) for row in operator_cases.rows()])
+    rows = (
+        [re.sub("[_.](?=[a-zA-Z])", r"\g<0><wbr>", _escape(cell)) for cell in row]
+        for row in operator_cases.rows()
+    )
+    return _table(columns, rows)
 
 
 def element_types() -> str:
@@ -284,22 +288,24 @@ def _races(name: str, peers: Sequence[str], section: str = "results") -> str:
     files = sorted(RESULTS.glob(f"*/{name}.json"))
     read = {_cpu(file.parent.name): json.loads(file.read_text()) for file in files}
     stored = {cpu: {**one, "results": one[section]} for cpu, one in read.items() if section in one}
-    cases = list(dict.fromkeys(case for one in stored.values() for case in one["results"]))
-    head = ["case"]
-    for cpu in stored:
-        head += [f"{cpu}, ms", *(f"{cpu}: {peer}" for peer in peers)]
-    cells = {
-        cpu: [_cells(one["results"].get(case), peers) for case in cases]
-        for cpu, one in stored.items()
-    }
+    # One table for all CPUs fits in a page if it has few columns for each.
+    groups = [list(stored)] if len(peers) < 3 else [[cpu] for cpu in stored]
+    tables = [_race_table({cpu: stored[cpu]["results"] for cpu in g}, peers) for g in groups]
+    return "\n\n".join([*tables, *_settings(stored)])
+
+
+def _race_table(results: dict[str, Any], peers: Sequence[str]) -> str:
+    """Races on some CPUs side by side."""
+    cases = dict.fromkeys(case for column in results.values() for case in column)
     rows = [
-        [case, *(cell for column in cells.values() for cell in column[number])]
-        for number, case in enumerate(cases)
+        [case, *(cell for column in results.values() for cell in _cells(column.get(case), peers))]
+        for case in cases
     ]
-    means = ["geometric mean"]
-    for one in stored.values():
-        means += ["", *(_mean(one["results"].values(), peer) for peer in peers)]
-    return "\n\n".join([_table(head, [*rows, means]), *_settings(stored)])
+    head, means = ["case"], ["geometric mean"]
+    for cpu, column in results.items():
+        head += [f"{cpu}, ms", *(f"{cpu}: {peer}" if len(results) > 1 else peer for peer in peers)]
+        means += ["", *(_mean(column.values(), peer) for peer in peers)]
+    return _table(head, [*rows, means])
 
 
 def stencils() -> str:
