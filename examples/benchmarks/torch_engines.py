@@ -36,7 +36,7 @@ class TorchEngine(engines.Engine):
             os.environ["TORCHINDUCTOR_FREEZING"] = "1"
         import torch
 
-        # From the checkout; it imports PyTorch, which reads the variable above.
+        # The checkout has it; it imports PyTorch, which reads the variable above.
         from examples.torchvision_ops import import_torchvision
 
         self._torchvision = import_torchvision()

@@ -74,9 +74,9 @@ class FuseConv2D:
     target : Target | str | dict | None
         Target of the module, a CPU or a GPU; None takes the current target.
     winograd : str
-        As for :class:`relay_passes.ChooseWinograd`, used on CPUs only: unless ``never``, a pair has
-        to be faster than its separate layers, of which those with constant weights may be computed
-        by that algorithm.
+        Choice as in :class:`relay_passes.ChooseWinograd`, used on CPUs only. Unless it is
+        ``never``, a pair has to be faster than its separate layers, of which those with constant
+        weights may be computed by that algorithm.
     records : Records | None
         Winners of tuning jobs, which ``auto`` follows before all predictions. Where all pairs of a
         chain have records, those are fused that together save the most measured time.

@@ -87,8 +87,8 @@ def winograd_conv2d(
     in_channels, out_channels : int
         True channel counts.
     out_dtype : str | None
-        Of the output, for data of bfloat16 with a bias of float32: one of both types, by default
-        the former.
+        Type of the output, for data of bfloat16 with a bias of float32: one of both types, by
+        default the former.
 
     Returns
     -------

@@ -66,7 +66,7 @@ class KeptRows:
 class OperationSequence:
     """Chunks of a device's rows, in order."""
 
-    chunks: tuple[Chunk, ...]  # At least one chunk.
+    chunks: tuple[Chunk, ...]  # One chunk or more.
     outputs: tuple[str, ...]  # The parameters that are copied out; the others are copied in.
     resident: tuple[str, ...]
     """Inputs that all chunks read, and all the same, such as weights: copied once."""

@@ -40,7 +40,7 @@ class EngineSpec:
     title : str
         The name in tables; by default the engine's own.
     options : dict
-        For ``tvm-fusion`` arguments of ``compile``, as ``target`` and ``precision``, or
+        Arguments of ``compile`` for ``tvm-fusion``, as ``target`` and ``precision``, or
         ``artifact``, the path of a compiled model to load; for ``tvm`` the ``target``; for
         ``onnxruntime`` the ``provider``, ``CPU`` or ``CUDA``; for ``openvino`` the ``precision``,
         ``f32`` by default, or ``default`` for what it chooses.

@@ -60,8 +60,8 @@ def compile(
         has: the widest vectors, then the most features. Weights that are packed in the same way for
         several targets are stored once.
     shapes : mapping, optional
-        From the name of an input to its shape, or from the name of a dimension to its size, where
-        the model has symbolic ones. Those of an exported program stay symbolic by default.
+        Shape of each input, or size of each dimension, by its name, where the model has symbolic
+        ones. Those of an exported program stay symbolic by default.
     fuse : str or callable
         ``"auto"`` fuses the pairs of convolutions that gain, ``"all"`` those that can be fused,
         ``"none"`` none; a callable decides itself.

@@ -48,8 +48,8 @@ class ScalingPoint:
     seconds : float
         Predicted seconds of a run, overlapped where that gains.
     efficiency : float
-        Of strong scaling: time of the first number of ranks, times that number, over ranks times
-        this time; of weak scaling: time of the first over this time.
+        Efficiency of strong scaling: time of the first number of ranks, times that number, over
+        ranks times this time. Efficiency of weak scaling: time of the first over this time.
     beyond : bool
         Whether there are more ranks than those with which the network was measured.
     """

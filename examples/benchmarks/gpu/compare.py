@@ -39,8 +39,8 @@ class Trial:
     sets : Sets
         The inputs.
     judge : Callable
-        From an engine's outputs on the first set to their error in units of what is allowed, and
-        the largest error allowed.
+        Function from an engine's outputs on the first set to their error in units of what is
+        allowed, and the largest error allowed.
     turns : Rotation
         Turns of the sets.
     graphs : bool | None

@@ -49,8 +49,8 @@ def block_cycles(
     code, places : Sequence[Instruction], range
         The kernel, and the part of it.
     latencies : Mapping[str, float]
-        Of instructions by their names with or without modifiers, beside or instead of the usual
-        ones.
+        Latencies of instructions by their names with or without modifiers, beside or instead of the
+        usual ones.
     threads : Sequence[int | None]
         The first thread of each warp, whose number decides its branches; None takes those that
         depend on it like others, see :func:`warp_path`.

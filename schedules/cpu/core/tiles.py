@@ -31,8 +31,8 @@ class Run:
     start, size : int
         First pixel of the first tile, and pixels per tile.
     taps : tuple[tuple[int, int], ...]
-        For each kernel column the half-open range of the tile's pixels whose input pixel
-        exists; ``(0, size)`` everywhere inside the row, smaller at its padded borders.
+        Half-open range, for each kernel column, of the tile's pixels whose input pixel exists;
+        ``(0, size)`` everywhere inside the row, smaller at its padded borders.
     """
 
     first: int

@@ -52,7 +52,7 @@ class TilePairKnobs:
     height : int
         Rows of a task.
     pixels1, pixel_tiles1, channel_tiles1 : int
-        Of the first layer, as in :class:`.TileConv2DKnobs`; of one in vectors the pixels in
+        Knobs of the first layer, as in :class:`.TileConv2DKnobs`; of one in vectors the pixels in
         registers, and one each.
     pixels2, pixel_tiles2, channel_tiles2 : int
         Knobs of the second layer.

@@ -85,10 +85,10 @@ class PairTile:
     Parameters
     ----------
     first : TensorTile | None
-        That of the first product, whose rows are the block's pixels and, before a layer that is not
+        Tile of the first product, whose rows are the block's pixels and, before a layer that is not
         pointwise, those around them; None for a depthwise first layer.
     second : TensorTile
-        That of the second product, whose rows are the block's pixels, with as many threads.
+        Tile of the second product, whose rows are the block's pixels, with as many threads.
     channels : int
         Channels between the layers, rounded up.
     pixels : int

@@ -422,9 +422,9 @@ class WarpgroupCore(RegisterOperations):
         left : tirx.Buffer
             Registers of the second products' left factor.
         between : Callable
-            From a step's number and a function that waits for the second products before: makes the
-            left factor of the first results. Only after that function it touches the second results
-            and the left factor.
+            Makes the left factor of the first results, from a step's number and a function that
+            waits for the second products before. Only after that function it touches the second
+            results and the left factor.
         finish : Callable
             Stores the second results.
         """

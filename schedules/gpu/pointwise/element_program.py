@@ -54,7 +54,7 @@ class ElementProgram:
     Attributes
     ----------
     steps : list[Step]
-        In an order in which they can be taken.
+        Steps in an order in which they can be taken.
     """
 
     def __init__(

@@ -287,6 +287,7 @@ def test_every_element_is_read_once() -> None:
     shapes = [(tuple(map(int, p.shape)), str(p.dtype)) for p in group.func.params]
     traffic = Traffic(group.func, CUDA, [np.empty(*shape) for shape in shapes])
     assert traffic.kernels == 1
-    assert set(traffic.reads[1]) == {1} and set(traffic.writes[1]) == {0}  # behind the workspace
+    # The tensors behind the workspace.
+    assert set(traffic.reads[1]) == {1} and set(traffic.writes[1]) == {0}
     for writes in traffic.writes[-2:]:
         assert set(writes) == {1}

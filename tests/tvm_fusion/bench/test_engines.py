@@ -83,7 +83,7 @@ def test_load_reports_inputs_version_and_time() -> None:
 
 
 def test_peak_memory_grows_with_what_is_held() -> None:
-    # In a process of its own: a peak that other tests have left behind is not exceeded so easily.
+    # A process of its own has no peak that other tests have left behind.
     program = """
 import numpy as np
 from tvm_fusion.bench.engines import Engine, Service

@@ -31,8 +31,8 @@ def bind_shapes(model: onnx.ModelProto, shapes: Shapes | None) -> None:
     model : onnx.ModelProto
         Changed in place. Its inputs must not contain initialisers.
     shapes : mapping, optional
-        From the name of an input to its whole shape, or from the name of a symbolic dimension to
-        its size. A string as a size keeps that dimension symbolic, under this name.
+        Whole shape of each input, or size of each symbolic dimension, by its name. A string as a
+        size keeps that dimension symbolic, under this name.
     """
     inputs = {value.name: value for value in model.graph.input}
     by_input, by_name = _sorted_by_kind(shapes or {})

@@ -269,8 +269,8 @@ def predict(
         File of nodes, whose machine replaces ``machine``; see :mod:`tvm_fusion.prediction.cluster`.
         Without it all ranks are in one node.
     phase, step : str, int
-        Of a decoder, whose open dimensions they bind: ``prefill`` of a prompt of ``step`` tokens,
-        or ``decode``, the token after ``step`` others; see :func:`phase_shapes`.
+        Phase of a decoder, whose open dimensions it binds: ``prefill`` of a prompt of ``step``
+        tokens, or ``decode``, the token after ``step`` others; see :func:`phase_shapes`.
     what_if : sequence of str
         Changes whose effect is predicted, such as ``machine=h100``, see :meth:`Question.what_if`.
 

@@ -42,12 +42,11 @@ class _Unit:
     wide_row : int
         Least pixels of an input row for which planes pay off.
     most_rows : dict[int, int]
-        By step of columns, the most rows of a step: more gain nothing, or their input evicts their
-        output.
+        Most rows of a step, by its columns: more gain nothing, or their input evicts their output.
     longest : int
         Most rows of a step where more rows leave less of its last vector unused; 0 to ignore that.
     tile_rows : dict[int, int]
-        By step of columns, the rows of a depthwise tile; more leave no registers for the weights.
+        Rows of a depthwise tile, by columns of a step; more leave no registers for the weights.
     outputs, vectors : int
         Register tile of layer two.
     ahead : bool

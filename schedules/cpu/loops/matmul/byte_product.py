@@ -15,8 +15,8 @@ STEPS = 4
 """Words of the reduced axis that are unrolled; NEON loads so many of a row at once."""
 VECTORS = 2
 """Vectors of columns of a register tile."""
-_ROWS = {8: 6, 16: 12, LANES_OF_128_BITS: 8}  # of a register tile, by the lanes of a vector
-_PANEL_SHARE = 0.5  # of the second-level cache
+_ROWS = {8: 6, 16: 12, LANES_OF_128_BITS: 8}  # Rows of a register tile, by the lanes of a vector.
+_PANEL_SHARE = 0.5  # Share of the second-level cache.
 _PIECES = 4  # tasks of a core, where products are few
 # Cycles of a vector of words: of columns, whose bytes lie along the columns or along the reduced
 # axis, and of rows; of a vector of results; and of a word of single bytes. Measured on Zen 3.
@@ -35,7 +35,7 @@ class ByteFactor:
     Parameters
     ----------
     shape : tuple[int, ...]
-        Of ``data``.
+        Shape of ``data``.
     axes : tuple[int, ...]
         Its axes in the order of the product's: batch, rows, then columns.
     dtype : str

@@ -90,7 +90,7 @@ class WarpgroupWorkload(MatmulWorkload):
 
     @property
     def type(self) -> MatrixType:
-        """That of both factors."""
+        """Type of both factors."""
         return MatrixType(self.factors, self.right)
 
 

@@ -144,7 +144,7 @@ class Grid:
         return int(constant(self.matmul.k) or 0)
 
     def start(self, number: tirx.Expr) -> list[tirx.Expr]:
-        """Where the rows of a tile begin."""
+        """First row of a tile."""
         return [T.bind(number * i64(self.tile.rows))]
 
     def locate(self, start: Sequence[tirx.Expr], first: tirx.Expr) -> Locate:

@@ -27,7 +27,7 @@ from .tensor_core_tile import (
 
 _MOST_AXES = 5  # of a map
 MOST_STAGES = 8
-"""Of a tile."""
+"""Stages of a tile."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class BlockedAxes:
 
     @property
     def longest(self) -> tuple[int, ...]:
-        """For each axis of the rows, the longest box."""
+        """Longest box along each axis of the rows."""
         found = [1] * len(self.rows)
         for axis in self.axes:
             if axis.row is not None:
@@ -195,7 +195,7 @@ class BlockedTensor(BlockedAxes):
     def coordinates(
         self, rows: Sequence[tirx.Expr], depths: Sequence[tirx.Expr]
     ) -> list[tirx.Expr]:
-        """Where the box of some first rows, a tap and a first block begins."""
+        """Coordinates of the box of some first rows, a tap and a first block."""
         places = [axis.at(rows, depths) for axis in self.axes]
         if self.is_joined:
             return [places[0] * i64(self.words), *places[1:]]

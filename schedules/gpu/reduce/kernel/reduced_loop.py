@@ -247,7 +247,7 @@ def _share(ctx: ReduceContext) -> tuple[tirx.Expr, tirx.Expr]:
         return ctx.split * length, length
 
     def first(block: tirx.Expr) -> tirx.Expr:
-        # Without a condition, of which TVM would derive bounds anew wherever the result is used.
+        # No condition is used: TVM would derive its bounds anew wherever the result is used.
         return (block * least + tirx.min(block, longer)) * i64(config.stride)
 
     begin = T.bind(first(ctx.split))
