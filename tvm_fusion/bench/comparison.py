@@ -187,7 +187,8 @@ def _tensor_errors(
     rms = (error / size) ** 0.5 if size else 0.0
     exact = pairs[0][0]
     top1 = None
-    if exact.dtype.kind == "f" and exact.ndim and exact.shape[-1] > 1 and exact.size:
+    is_float = exact.dtype.kind == "f" or exact.dtype.name == "bfloat16"
+    if is_float and exact.ndim and exact.shape[-1] > 1 and exact.size:
         same = [a.argmax(-1) == b.argmax(-1) for a, b in pairs]
         top1 = float(np.mean([np.mean(each) for each in same]))
     return TensorErrors(name, operator, largest, rms, top1)

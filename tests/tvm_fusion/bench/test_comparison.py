@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -69,6 +70,8 @@ def test_places_and_values_that_are_not_finite() -> None:
     found = np.array([[1.0, 3.5, 2.0], [4.0, 5.0, 0.0]], "float32")
     errors = _tensor_errors("y", "", [(wanted, found), (wanted, wanted)])
     assert errors.top1 == 0.75 and errors.largest == pytest.approx(0.2)
+    halves = [array.astype(ml_dtypes.bfloat16) for array in (wanted, found)]
+    assert _tensor_errors("y", "", [tuple(halves)]).top1 == 0.5
     found[0, 0] = np.nan
     assert _tensor_errors("y", "", [(wanted, found)]).largest == np.inf
     whole = np.array([1, 2])
