@@ -140,7 +140,7 @@ def chosen_precision(precision: str, target: Target) -> str:
         )
     if not on_gpu and precision not in CPU_PRECISIONS:
         raise TargetError(
-            f"precision={precision!r} is for GPUs: CPUs compute float16 slower than float32; "
+            f"precision={precision!r} is for GPUs, whose tensor cores compute in it; "
             f"expected {' or '.join(map(repr, CPU_PRECISIONS))}, or compile for 'cuda'"
         )
     if precision == "tf32" and not GPUInfo.from_target(target).has_tensor_cores:
