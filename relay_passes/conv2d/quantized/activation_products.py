@@ -240,8 +240,7 @@ def fold_order(graph: Graph, call: relax.Call) -> Value:
 def _joined(operation: np.ufunc, left: float, right: float, dtype: str = "float32") -> float | None:
     """The result for two constants in a type; None if it is no normal number of that."""
     kind = np.dtype(dtype).type
-    with np.errstate(all="ignore"):
-        result = operation(kind(left), kind(right))
+    result = operation(kind(left), kind(right))
     is_lost = bool(left) and bool(right) and abs(result) < np.finfo(kind).tiny
     return float(result) if np.isfinite(result) and not is_lost else None
 

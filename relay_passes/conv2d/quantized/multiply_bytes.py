@@ -102,6 +102,7 @@ class MultiplyBytes:
     def __init__(self, target: Target | None = None) -> None:
         self.target = target
 
+    @np.errstate(all="ignore")  # a scale that no float holds is refused by its value
     def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
         """Rewrite every Relax function of ``mod``."""
         target = pass_target(self.target, "MultiplyBytes")

@@ -150,6 +150,7 @@ def packed_kernel(func: tirx.PrimFunc, layers: int) -> Conv2DKernel | None:
         return None
     kernel = from_json(str(text))
     packed = kernel.out_layout == f"NCHW{LANES}c" and kernel.dtype == "float32"
+    packed = packed and kernel.data_dtype is kernel.out_dtype is None  # no bytes
     static = None not in (kernel.height, kernel.width)
     direct = not (kernel.winograd or kernel.plain_data or kernel.plain_out)
     # Weights of tensor cores have words.

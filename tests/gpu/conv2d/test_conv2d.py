@@ -31,7 +31,7 @@ from tvm.target import Target
 from schedules.compute.conv2d import conv2d
 from schedules.errors import OpError
 from schedules.gpu import AnyConv2D, Conv2D, DepthwiseConv2D, FusedConv2D
-from schedules.gpu.conv2d.conv2d import conv2d_template
+from schedules.gpu.conv2d.conv2d import conv2d_template, packed_kernel
 from schedules.gpu.conv2d.costs import layer_cycles
 from schedules.gpu.conv2d.depthwise_conv2d import DepthwiseKnobs, depthwise_template
 from schedules.gpu.core.machine import GPUInfo
@@ -232,6 +232,31 @@ def test_groups_that_cut_packed_blocks_are_refused(rule: ScheduleRule) -> None:
 )
 def test_one_thread_an_output(case: Case, rng: np.random.Generator) -> None:
     check(case, scheduled(case, AnyConv2D()), rng)
+
+
+def test_bytes_in_fours_have_one_thread_an_output(rng: np.random.Generator) -> None:
+    """Templates read and write floats."""
+    case = case_of(depthwise(6), height=5, width=7)
+    (_, *parameters), _ = arguments(case, int(rng.integers(1 << 30)))
+    data = rng.integers(0, 256, [int(extent) for extent in build(case).params[0].shape], "uint8")
+    arrays = [data, *(np.ascontiguousarray(array, "float32") for array in parameters)]
+    inputs = [te.placeholder(array.shape, str(array.dtype)) for array in arrays]
+    kernel = replace(case.kernel, data_dtype="uint8")
+    layouts = kernel.data_layout, kernel.out_layout
+    func = te.create_prim_func([*inputs, conv2d(*inputs, None, *kernel.layers, *layouts)])
+    func = func.with_attr("tvm_fusion.workload", to_json(kernel))
+    assert rule_of(func) == "AnyConv2D"
+    outputs = []
+    for function, first in (func, data), (build(case), data.astype("float32")):
+        outputs.append(np.full(data.shape, np.nan, "float32"))
+        rule = AnyConv2D() if function is func else DepthwiseConv2D()
+        scheduled_func = rule.apply(function, OPENCL, False).mod["main"]
+        compile_opencl(scheduled_func, OPENCL).run(first, *arrays[1:], outputs[-1])
+    np.testing.assert_allclose(*outputs, rtol=1e-5)
+    rounding = Activation("round_clip", 0, 255)
+    layers = (replace(case.layers[0], activation=rounding),)
+    rounded = replace(case.kernel, layers=layers, out_dtype="uint8")
+    assert packed_kernel(build(case).with_attr("tvm_fusion.workload", to_json(rounded)), 1) is None
 
 
 @pytest.mark.slow

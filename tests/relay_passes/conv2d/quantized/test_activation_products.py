@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import tvm
@@ -243,6 +245,59 @@ def test_offsets_of_pairs_fit_16_bits(offset, is_taken):
 
     after = MultiplyBytes(AVX2)(module(build, *SQUARES))
     assert ("byte_matmul" in after.script()) == is_taken
+
+
+HUGE = "1e25 1e25", "1e-25 1e-25", "1e39 1"
+
+
+@pytest.mark.parametrize("scales", HUGE)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_scales_whose_product_no_float_holds_stay_outside(scales, dtype):
+    """Without a word of numpy: zero times what float32 holds is zero, times infinity it is not."""
+
+    def build(emit, x, y):
+        factors = []
+        for data, scale in zip((x, y), scales.split(), strict=True):
+            value = emit(relax.op.astype(data, dtype))
+            for part in (float(scale) ** 0.5,) * 2:
+                value = emit(relax.op.multiply(value, relax.const(part, dtype)))
+            factors.append(value)
+        return relax.op.matmul(*factors)
+
+    before = module(build, *SQUARES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = MultiplyBytes(AVX2)(before)
+    is_held = dtype == "float64" and scales != HUGE[2]
+    assert ("byte_matmul" in after.script()) == is_held
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, np.inf, np.nan])
+def test_divisors_that_a_scale_does_not_take_stay_outside(scale):
+    def build(emit, x, y):
+        product = emit(relax.op.matmul(numbers_of(emit, x, 0, 1e20), numbers_of(emit, y, 0, 1)))
+        return relax.op.divide(product, number(scale))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after = MultiplyBytes(AVX2)(module(build, *SQUARES))
+    assert "byte_matmul" in after.script() and "R.divide" in after.script()
+
+
+def test_a_tensor_is_added_outside_to_a_product_in_another_order():
+    """Another product, in order, adds their sum. What is added lies as the product does."""
+    shape = (1, 64, 64, 64)
+
+    def build(emit, x, y, mask):
+        first = emit(changed(plain_product(emit, x, y), axes=[0, 2, 1, 3]))
+        masked = emit(relax.op.add(first, mask))
+        second = emit(relax.op.matmul(numbers_of(emit, x, 0, 0.5), numbers_of(emit, y, 0, 0.5)))
+        return relax.op.add(second, masked)
+
+    inputs = (shape, "uint8"), (shape, "uint8"), ((1, 64, 1, 64), "float32")
+    text = MultiplyBytes(AVX2)(module(build, *inputs)).script()
+    assert text.count("byte_matmul") == 2 and text.count("R.add") == 1
+    assert text.count("is_added_to=True") == 1
 
 
 def plain_product(_, x: relax.Expr, y: relax.Expr) -> relax.Expr:
