@@ -196,13 +196,12 @@ class _FirstPart(ThreadPart):
         chunk = self.core.type.chunk
         for i in range(self.tile.warp_rows // STEP):
             sums = self.sums_of_rows(i)
-            for half in range(2):
+            for half, group, values in row_vectors(self.core, self.lane, sums):
                 line = self.row + i * STEP + half * ELEMENTS
-                for group, values in row_vectors(self.core, self.lane, sums, half):
-                    held = self._finished(line + self.lane // QUAD, group, values)
-                    for turn in range(-(-ELEMENTS // chunk)):
-                        at = place(line, self.column + group * ELEMENTS, turn)
-                        self.core.store(at, held, turn * chunk)
+                held = self._finished(line + self.lane // QUAD, group, values)
+                for turn in range(-(-ELEMENTS // chunk)):
+                    at = place(line, self.column + group * ELEMENTS, turn)
+                    self.core.store(at, held, turn * chunk)
 
     def _finished(self, row: Index, group: int, values: Sequence[tirx.Expr]) -> tirx.Buffer:
         """Registers with eight of the layer's results; zeros if there are no such channels."""

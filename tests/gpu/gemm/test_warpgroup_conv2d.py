@@ -265,6 +265,27 @@ def test_machine_code(name: str) -> None:
     assert count(names, "STG.E") == count(names, "STG.E.128") > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_90", "sm_80"])
+@pytest.mark.parametrize("name", ["product", "added"])
+def test_epilogues_of_bytes_spill_nothing(name: str, arch: str) -> None:
+    """Scales and biases of 256 columns do not stay in registers from eight rows to the next."""
+    layer, size = layer_of(768, 3072), (4096, 1, 1)  # a product with a matrix
+    if name == "added":
+        layer, size = layer_of(64, 256, activation=BYTES), (64, 56, 56)
+    kernel = in_blocks(kernel_of((layer,), size))
+    kernel = with_bytes(kernel) if name == "added" else kernel
+    target = Target({"kind": "cuda", "arch": arch}, host="llvm")
+    func = AnyConv2D().apply(function(kernel), target, False).mod["main"]
+    source = cuda_source(func.with_attr("global_symbol", "main"), arch)
+    assert ("m64n128k32.s32.u8.s8" in source) == (arch == "sm_90a")
+    [used], [code] = ptxas(source, arch).values(), sass(source, arch).values()
+    assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0)
+    names = opcodes(code)
+    assert count(names, "IGMMA" if arch == "sm_90a" else "IMMA")
+    assert not count(names, "STL") and not count(names, "LDL")
+
+
 def rule_of(
     layer: ConvLayer,
     size: Size = (8, 28, 28),

@@ -479,16 +479,16 @@ def store_products(
     """
     # Vectors of 16 bytes of float32, for which all that the epilogue reads fits into registers.
     lanes = epilogue_lanes(product, ELEMENTS if keep is None else ELEMENTS // keep.vectors)
-    for half in range(2):
-        (*batch, own), exists = locate(i64(half * 8 + lane // QUAD))
-        for group, values in row_vectors(core, lane, sums, half):
-            first = T.bind(column + i64((group + lane % QUAD) * ELEMENTS))
-            place = batch, own, first, values, exists
-            then = None if keep is None else keep.take
-            store_results(product, lanes, views, *place, rows, then)
-            if keep is not None:
-                begin = column + i64(group * ELEMENTS)
-                _finish_moments(core, lane, product, views, own, begin, keep)
+    places = [locate(i64(half * 8 + lane // QUAD)) for half in range(2)]
+    for half, group, values in row_vectors(core, lane, sums):
+        (*batch, own), exists = places[half]
+        first = T.bind(column + i64((group + lane % QUAD) * ELEMENTS))
+        place = batch, own, first, values, exists
+        then = None if keep is None else keep.take
+        store_results(product, lanes, views, *place, rows, then)
+        if keep is not None:
+            begin = column + i64(group * ELEMENTS)
+            _finish_moments(core, lane, product, views, own, begin, keep)
 
 
 def _finish_moments(
@@ -514,16 +514,20 @@ def _finish_moments(
 
 
 def row_vectors(
-    core: Exchanging, lane: tirx.Expr, sums: Sequence[tirx.Expr], half: int
-) -> Iterator[tuple[int, list[tirx.Expr]]]:
-    """Emit the exchanges for the upper or lower eight of 16 rows, four products at a time.
+    core: Exchanging, lane: tirx.Expr, sums: Sequence[tirx.Expr]
+) -> Iterator[tuple[int, int, list[tirx.Expr]]]:
+    """Emit the exchanges of 16 rows, four products at a time.
 
-    Yields the first product's number, and eight neighbours of a row: lane ``4 r + t`` has those of
-    row ``r`` and product ``t``.
+    Both halves of the rows are next to each other, since compilers keep what one of them loads for
+    its columns until the other one needs it.
+
+    Yields which half it is, the first product's number, and eight neighbours of a row: lane
+    ``4 r + t`` has those of row ``r`` of the half and product ``t``.
     """
     for group in range(0, len(sums) // 4, QUAD):
-        found = [sums[4 * (group + j) + 2 * half + e] for j in range(QUAD) for e in range(2)]
-        yield group, _neighbours(core, lane, found)
+        for half in range(2):
+            found = [sums[4 * (group + j) + 2 * half + e] for j in range(QUAD) for e in range(2)]
+            yield half, group, _neighbours(core, lane, found)
 
 
 def _neighbours(core: Exchanging, lane: tirx.Expr, found: Sequence[tirx.Expr]) -> list[tirx.Expr]:

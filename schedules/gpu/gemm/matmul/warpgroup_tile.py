@@ -66,8 +66,12 @@ class WarpgroupTile:
 
     @property
     def moves_registers(self) -> bool:
-        """Return whether sums and a rounded factor take more registers than 288 threads have."""
-        return self.type.is_rounded and self.columns == 256 and self.warpgroups == 2
+        """Return whether a thread needs more registers for its sums than nine warps have.
+
+        Three of them share a quarter of a multiprocessor's registers: 168 for a thread. Beside 128
+        sums these hold neither a factor that is rounded nor all that an epilogue reads ahead.
+        """
+        return self.columns == 256 and self.warpgroups == 2
 
     @property
     def stage_bytes(self) -> int:
