@@ -7,6 +7,8 @@ operator's entry checks gave wrong numbers or a crash; a clear error is better.
 
 from __future__ import annotations
 
+import math
+
 import onnx
 from onnx.defs import OpSchema
 
@@ -77,6 +79,23 @@ def _defect(node: onnx.NodeProto, opset: int) -> str | None:
             if abs(value) > MAX_ATTRIBUTE:
                 return f"its attribute {entry.name} is {value}"
     return operator.defect(node) if operator and operator.defect else None
+
+
+def check_scalars(model: onnx.ModelProto, facts: GraphFacts) -> None:
+    """Refuse nodes with several numbers, or none, where the rules of their operators take one."""
+    nodes = list(filter(is_default_domain, model.graph.node))
+    reasons = ((node, _not_scalar(node, facts)) for node in nodes)
+    refuse_nodes(model, [(node, reason) for node, reason in reasons if reason])
+
+
+def _not_scalar(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
+    operator = find(node)
+    scalars = operator.scalars if operator else ()
+    for name in (node.input[k] for k in scalars if k < len(node.input)):
+        shape = facts.shape(name) if name else None
+        if shape is not None and math.prod(shape) != 1:
+            return f"its input {name!r} has the shape {shape}; expected one number"
+    return None
 
 
 def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:

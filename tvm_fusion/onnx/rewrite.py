@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from .checks import check_nodes, check_translations
+from .checks import check_nodes, check_scalars, check_translations
 from .graph.branches import splice_branches
 from .graph.fold import fold_constants
 from .graph.functions import expand_operators, inline_functions
@@ -51,6 +51,7 @@ def mend(model: onnx.ModelProto, weights: Weights) -> onnx.ModelProto:
     write_sides(model)
     model = _simplify(infer_first(model), weights)
     facts = GraphFacts(model, weights)
+    check_scalars(model, facts)
     while expand_nodes(model, facts, lambda operator: operator.reshape):
         model = infer_shapes_anew(model)
         facts = GraphFacts(model, weights)

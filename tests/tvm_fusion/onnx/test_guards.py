@@ -64,8 +64,11 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], int, str]] = [
     ),
     ("GatherND", [int64(-1)], {"batch_dims": -7}, 12, "its attribute batch_dims is -7; expected 0"),
     ("Einsum", [], {"equation": "x?"}, 13, r"its equation is 'x\?'"),
+    ("LRN", [], {"size": 0}, 13, "its size is 0; expected 1 or more"),
     ("LpNormalization", [], {"p": 3}, 13, "its p is 3; ONNX has 1 and 2"),
     ("Concat", [None], {"axis": 0}, 13, "its input 1 is missing"),
+    ("Trilu", [int64(1, 2)], {}, 14, r"its input 'c0' has the shape \(2,\); expected one number"),
+    ("CumProd", [int64(1, 2)], {}, 26, r"its axis is \[1, 2\]; expected one number"),
     ("Flatten", [], {"axis": 2**40}, 13, "its attribute axis is 1099511627776"),
     ("Split", [], {"num_outputs": 3, "axis": 1}, 18, "its num_outputs is 3, and it has 1 outputs"),
 ]
@@ -89,6 +92,22 @@ def test_outputs_that_the_importer_does_not_compute() -> None:
     model.graph.output.append(helper.make_tensor_value_info("extra", TensorProto.FLOAT, None))
     with pytest.raises(UnsupportedOperatorError, match="its output 'extra' is not supported"):
         import_onnx(model)
+
+
+def test_limits_that_are_no_numbers() -> None:
+    node = helper.make_node("NonMaxSuppression", ["x", "scores", "most"], ["y"], name="op")
+    constants = {"scores": normal(1, 1, 4), "most": int64(1, 2)}
+    model = onnx_model([node], {"x": (1, 4, 4)}, ["y"], constants)
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.INT64
+    with pytest.raises(UnsupportedOperatorError, match="'most' has the shape .* one number"):
+        import_onnx(model)
+
+
+def test_steps_that_are_no_numbers() -> None:
+    node = helper.make_node("STFT", ["x", "step", "window"], ["y"], name="op")
+    constants = {"step": np.zeros(0, np.int64), "window": normal(8)}
+    with pytest.raises(InvalidModelError, match="shapes do not fit together"):
+        import_onnx(onnx_model([node], {"x": (1, 32, 1)}, ["y"], constants))
 
 
 def test_all_problems_in_one_error() -> None:

@@ -122,7 +122,7 @@ def infer_first(model: onnx.ModelProto) -> onnx.ModelProto:
 def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as error:
+    except (onnx.shape_inference.InferenceError, IndexError, ValueError, RuntimeError) as error:
         text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise InvalidModelError(f"the model's shapes do not fit together: {text}") from error
 

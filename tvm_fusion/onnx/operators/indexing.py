@@ -340,6 +340,6 @@ OPERATORS = (
     Operator("ReverseSequence", expand=expand_reverse_sequence, check=sequence_problem),
     Operator("Scatter"),
     Operator("TensorScatter", expand=expand_tensor_scatter, check=sequence_problem),
-    Operator("Trilu", expand=clamp_diagonal),
+    Operator("Trilu", scalars=(1,), expand=clamp_diagonal),
     Operator(CHECKED_INDICES, translate=translate_checked_indices),
 )

@@ -229,13 +229,18 @@ def _parts(node: onnx.NodeProto, opset: int, kind: int) -> list[onnx.NodeProto]:
 
 
 def expand_lrn(expansion: Expansion) -> None:
-    """Write one of an even number of channels, or of float64, by its formula."""
+    """Write out a node of an even size or one beyond all channels, of another rank, or float64."""
     facts, x, size = expansion.facts, expansion.input(0), expansion.get("size")
     dims, kind = facts.dims(x), facts.dtype(x)
-    if dims is None or dims[1] is None or (size % 2 and kind != onnx.TensorProto.DOUBLE):
+    if dims is None or len(dims) < 2 or dims[1] is None:
+        return
+    is_easy = size % 2 and size < 2 * dims[1] and len(dims) in (3, 4)
+    if is_easy and kind != onnx.TensorProto.DOUBLE:  # TVM's converter takes these
         return
     pads = np.zeros((2, len(dims)), np.int64)
-    pads[:, 1] = (size - 1) // 2, size // 2
+    # What lies further away than all channels is zero.
+    before, after = (min(reach, dims[1] - 1) for reach in ((size - 1) // 2, size // 2))
+    pads[:, 1] = before, after
     padded = expansion.emit(
         "Pad", expansion.emit("Mul", x, x), expansion.constant("pads", pads.ravel())
     )
@@ -247,7 +252,7 @@ def expand_lrn(expansion: Expansion) -> None:
             *(expansion.constant("at", np.array([i + n])) for n in (0, dims[1])),
             axis,
         )
-        for i in range(size)
+        for i in range(before + after + 1)
     ]
     total = parts[0]
     for part in parts[1:]:
@@ -278,12 +283,17 @@ def _lp_norm_defect(node: onnx.NodeProto) -> str | None:
     return None if power in (1, 2) else f"its p is {power}; ONNX has 1 and 2"
 
 
+def _lrn_defect(node: onnx.NodeProto) -> str | None:
+    size = attribute(node, "size")
+    return None if size > 0 else f"its size is {size}; expected 1 or more"
+
+
 OPERATORS = (
     Operator("BatchNormalization", outputs=1, widen=expand_batch_norm, check=_batch_norm_problem),
     Operator("GroupNormalization", widen=widen_group_norm),
     Operator("InstanceNormalization", widen=widen_sum),
     Operator("LayerNormalization", outputs=3, expand=expand_layer_norm),
     Operator("LpNormalization", defect=_lp_norm_defect, widen=widen_sum, expand=expand_lp_norm),
-    Operator("LRN", widen=widen_sum, expand=expand_lrn),
+    Operator("LRN", defect=_lrn_defect, widen=widen_sum, expand=expand_lrn),
     *operators("MeanVarianceNormalization RMSNormalization"),
 )

@@ -69,6 +69,10 @@ class Operator:
     shape_inputs: Sequence[int] = ()
     """Inputs that decide a shape or a place in memory; they must not depend on data."""
 
+    scalars: Sequence[int] = ()
+    """Inputs of one element, whatever their rank, which onnx does not check; the rules rely on
+    that."""
+
     check: Callable[[onnx.NodeProto, GraphFacts], str | None] | None = None
     """Returns the reason why a node that is still there cannot be translated, if any."""
 

@@ -244,7 +244,7 @@ def translate_cumulative_product(
 def name_axis(expansion: Expansion) -> None:
     """Give a CumProd its constant axis as an attribute."""
     axis = expansion.facts.constant(expansion.input(1))
-    if axis is not None:
+    if axis is not None and axis.size == 1:
         kept = {name: expansion.get(name, 0) for name in ("exclusive", "reverse")}
         number = int(axis.item())
         expansion.finish(expansion.emit("CumProd", expansion.input(0), axis=number, **kept))

@@ -398,6 +398,7 @@ OPERATORS = (
     Operator("Compress", check=compress_problem, translate=translate_compress),
     Operator(
         "NonMaxSuppression",
+        scalars=(2, 3, 4),
         expand=name_limits,
         check=suppression_problem,
         translate=translate_suppression,

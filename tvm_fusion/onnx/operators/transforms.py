@@ -191,5 +191,5 @@ OPERATORS = (
     Operator("Det", widen=widen_sum, check=determinant_problem, translate=translate_determinant),
     Operator("DFT", widen=widen_sum, expand=expand_dft, check=fourier_problem),
     Operator("MelWeightMatrix", shape_inputs=(0, 1, 2, 3, 4)),
-    Operator("STFT", widen=widen_sum, expand=expand_stft, check=fourier_problem),
+    Operator("STFT", widen=widen_sum, scalars=(1, 3), expand=expand_stft, check=fourier_problem),
 )

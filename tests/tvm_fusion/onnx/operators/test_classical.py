@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_cases import normal
 
 import tvm_fusion
-from tvm_fusion.errors import InvalidInputError, UnsupportedOperatorError
+from tvm_fusion.errors import InvalidInputError, InvalidModelError, UnsupportedOperatorError
 from tvm_fusion.onnx.frontend import import_onnx
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -278,6 +278,11 @@ def _single(op_type: str, **attributes: Any) -> onnx.ModelProto:
 def test_refusals(op_type: str, attributes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedOperatorError, match=f"'{op_type}_y': .*{message}"):
         import_onnx(_single(op_type, **attributes))
+
+
+def test_keys_that_are_no_tensor() -> None:
+    with pytest.raises(InvalidModelError, match="onnx.checker refuses the model: .*keys_tensor"):
+        import_onnx(_single("LabelEncoder", keys_tensor=1.0, values_floats=[1.0]))
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def classical_refusal(node: onnx.NodeProto) -> str | None:
             return reason
     for name in ("keys_tensor", "values_tensor"):
         tensor = attribute(node, name)
-        if tensor is not None and tensor.data_type == onnx.TensorProto.STRING:
+        if isinstance(tensor, onnx.TensorProto) and tensor.data_type == onnx.TensorProto.STRING:
             return _TEXT if name == "keys_tensor" else _LABELS
     return None
 
