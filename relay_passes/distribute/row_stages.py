@@ -176,7 +176,7 @@ def _convolution(call: relax.Call) -> ChannelOp | None:
     if not constants or layer.groups > 1 or len(bias.ty.shape.values) != 2:
         return None
     blocks, lanes = (int(extent) for extent in bias.ty.shape.values)
-    first = 3 + (kernel.weight_dtype is not None)  # Narrow weights have a scale before these.
+    first = 3 + kernel.has_scale  # The scale stands before these.
 
     def rebuild(operands: Sequence[relax.Expr], begin: int, end: int) -> relax.Call:
         own, filters = slice(begin, end), weight.value.numpy()

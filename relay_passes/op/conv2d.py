@@ -20,7 +20,9 @@ dense layer has a weight in words of two channels, and data in blocks of its own
 image in ``NCHW4c``.
 
 On CPUs a packed ``weight`` may be of int8 among operands of float32, with a ``scale`` like ``bias``
-for each output channel, by which sums are multiplied before the bias is added.
+for each output channel, by which sums are multiplied before the bias is added. ``data`` of a
+depthwise layer may be of uint8 among operands of float32, with a ``scale``, by which sums are
+multiplied after that: those of whole numbers are exact.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def conv2d(
     residual : relax.Expr | None
         A tensor of the output's shape, added before the activation.
     scale : relax.Expr | None
-        Factors of the sums for a weight of int8, which needs a bias.
+        Factors of the sums for a weight of int8, or for data of uint8; either needs a bias.
     strides, padding, dilation, groups, activation, low, high
         The layer, as :meth:`schedules.workload.conv2d.ConvLayer.to_attrs` writes it.
     data_layout : str

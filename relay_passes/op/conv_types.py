@@ -130,9 +130,10 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
     kernel = Conv2DKernel(layers, batch, height, width, residual, dtype, *layouts)
     if count > op.operands:
         _check_scale(call, layers[0], lanes, op.name)
+    if str(call.args[1].ty.dtype) == "int8":
         kernel = replace(kernel, weight_dtype="int8")
     if str(data.dtype) != dtype:
-        _check_bytes_in(layers, op.name)
+        _check_bytes_in(layers, count > op.operands, op.name)
         kernel = replace(kernel, data_dtype=str(data.dtype))
     out_dtype = str(call.attrs["out_dtype"]) if "out_dtype" in call.attrs.keys() else None
     if sums is not None:
@@ -167,14 +168,17 @@ def _has_words(call: relax.Call, op: ConvOp, index: int) -> bool:
 
 
 def has_scale(call: relax.Call, op: ConvOp) -> bool:
-    """Return whether a call of one layer has a weight of int8, and a scale after its bias."""
+    """Return whether a call of one layer has data of bytes or a weight of int8, and a scale."""
     if len(op.suffixes) > 1 or len(call.args) <= op.operands:
         return False
-    return str(tensor_type(call.args[1], "weight", op.name).dtype) == "int8"
+    dtypes = (str(tensor_type(each, "operand", op.name).dtype) for each in call.args[:2])
+    return next(dtypes) == "uint8" or next(dtypes) == "int8"
 
 
 def _check_scale(call: relax.Call, layer: ConvLayer, lanes: int, op: str) -> None:
     shape, expected = (constant_shape(call.args[at], "scale", op) for at in (3, 2))
+    if str(call.args[1].ty.dtype) != "int8" and shape == expected:
+        return
     if not lanes or layer.group_lanes(lanes) or shape != expected:
         raise OpError(
             f"{op}: a weight of int8 with a scale of shape {shape} for {layer}; expected a packed "
@@ -200,12 +204,14 @@ def _check_word_layout(
     )
 
 
-def _check_bytes_in(layers: Sequence[ConvLayer], op: str) -> None:
+def _check_bytes_in(layers: Sequence[ConvLayer], is_scaled: bool, op: str) -> None:
     if len(layers) > 1 or not layers[0].is_depthwise:
         raise OpError(
             f"{op}: data of uint8 for {' and '.join(map(str, layers))}; expected one depthwise "
             "layer: use relax.tvm_fusion.quantized_conv2d, or cast the data with relax.astype"
         )
+    if not is_scaled:
+        raise OpError(f"{op}: data of uint8 without a scale; expected one after the bias, like it")
 
 
 def output_type(call: relax.Call, op: ConvOp) -> relax.TensorType:

@@ -3,21 +3,23 @@
 
 ::
 
-    out = activation(conv(data, weight) * scale + bias)
+    out = activation((conv(data, weight) + bias) * scale)           bias int32
+    out = activation(conv(data, weight) * scale + bias)             bias float32
     out = round((activation(...) * factor + (residual + shift) * bytes_factor) / divisor)
 
-    data [N, C, H, W] uint8    weight [O, C / groups, kh, kw] int8    scale, bias [O] float32
+    data [N, C, H, W] uint8    weight [O, C / groups, kh, kw] int8
+    scale [O] float32           bias [O] int32 or float32
     residual [N, O, H', W'] uint8
     out [N, O, H', W'] float32, or uint8: the distances of rounded numbers to their lower bound
 
-Sums are exact in int32; padding consists of zero bytes. An image of up to four channels may be
-float32 in NCHW, also where the rest is packed: then it is rounded to bytes first, and padded with
-the byte that stands for 0. Packed, with lanes ``x`` from
-``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale`` and ``bias`` are
-``[blocks, x]``, ``data`` alike, with lanes of its own, as 4 of an input image, the weight is
-as in ``schedules/compute/quantized_conv2d.py``, of int8, or of int16 for CPUs that add products in
-pairs, in words of a whole block for GPUs, and ``in_channels`` and ``out_channels`` are given.
-Batch, height and width may be symbolic.
+Sums are exact in int32, also with a bias of int32, which the caller keeps small enough; padding
+consists of zero bytes. An image of up to four channels may be float32 in NCHW, also where the rest
+is packed: then it is rounded to bytes first, and padded with the byte that stands for 0. Packed,
+with lanes ``x`` from ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale``
+and ``bias`` are ``[blocks, x]``, ``data`` alike, with lanes of its own, as 4 of an input image, the
+weight is as in ``schedules/compute/quantized_conv2d.py``, of int8, or of int16 for CPUs that add
+products in pairs, in words of a whole block for GPUs, and ``in_channels`` and ``out_channels`` are
+given. Batch, height and width may be symbolic.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ QUANTIZED_CONV2D = ConvOp(
 MOST_PRODUCTS = (2**31 - 1) // (255 * 128)
 """Products of bytes whose sum an int32 holds, whatever they are."""
 _NAME = QUANTIZED_CONV2D.name
+_BIASES = ("int32",)  # beside float32
 _OPERANDS = {"data": "uint8", "weight": "int8", "bias": "float32", "scale": "float32"}
 
 
@@ -319,12 +322,12 @@ def check_operands(
 ) -> None:
     """Check the number of a call's operands, and their types by name; else OpError.
 
-    A weight may be of ``others``, too.
+    A weight may be of ``others``, too, a bias of int32.
     """
     if len(call.args) != len(dtypes):
         raise OpError(f"{op}: {len(call.args)} operands; expected {', '.join(dtypes)}")
     for argument, (name, dtype) in zip(call.args, dtypes.items(), strict=True):
-        allowed = (dtype, *others) if name == "weight" else (dtype,)
+        allowed = (dtype, *(others if name == "weight" else _BIASES if "bias" in name else ()))
         if str(tensor_type(argument, name, op).dtype) not in allowed:
             raise OpError(
                 f"{op}: {name} is of {argument.ty.dtype}; expected {' or '.join(allowed)}"

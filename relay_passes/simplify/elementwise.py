@@ -278,7 +278,8 @@ def _all_close(found: Sequence[float], expected: Sequence[float], data: relax.Ex
 
 
 QUANTIZED = ("int8", "uint8", "int16", "uint16")
-CHOICES = (*MOVES, "relax.nn.max_pool2d", "relax.strided_slice")
+_MAX_POOL = "relax.nn.max_pool2d"
+CHOICES = (*MOVES, _MAX_POOL, "relax.strided_slice")
 """Ops whose results are elements of their first operand."""
 
 
@@ -341,7 +342,45 @@ def _before_move(graph: Graph, call: relax.Call) -> Value:
 
 def is_whole(graph: Graph, expr: relax.Expr) -> bool:
     """Return whether ``expr`` holds quantised numbers without their scale."""
-    return graph.definition(expr, "relax.tvm_fusion.round_clip") is not None
+    value = graph.definition(expr)
+    while op_name(value) in (_MAX_POOL, "relax.subtract"):
+        point = 0.0 if op_name(value) == _MAX_POOL else uniform(numbers(value.args[1]))
+        if point is None or not point.is_integer():
+            return False
+        value = graph.definition(value.args[0])
+    if op_name(value) == "relax.astype":
+        return str(value.args[0].ty.dtype) in QUANTIZED
+    return op_name(value) == "relax.tvm_fusion.round_clip"
+
+
+def stored_integers(graph: Graph, call: Value) -> tuple[relax.Expr, np.ndarray] | None:
+    """The whole numbers and the scale of a dequantised tensor of the network's inputs."""
+    if op_name(call) != "relax.dequantize" or str(call.ty.dtype) != "float32":
+        return None
+    grid = _grid(call)
+    if grid is None or isinstance(call.args[0], GenericConst):
+        return None
+    whole = graph.emit_once(relax.op.astype(call.args[0], "float32"))
+    zero = np.iinfo(str(call.args[0].ty.dtype)).min - grid.low
+    if zero:
+        point = tensor_constant(np.array(zero), "float32")
+        whole = graph.emit_once(relax.op.subtract(whole, point))
+    return whole, np.array(grid.scale)
+
+
+def pool_integers(graph: Graph, call: relax.Expr) -> Value:
+    """Maxima of quantised numbers before their scale, which a convolution behind may take.
+
+    ::
+
+        max_pool2d(x * s)   ->   max_pool2d(x) * s          x without a scale, s > 0
+    """
+    match = scaled(graph.definition(call.args[0]))
+    factor = None if match is None else uniform(match[1])
+    if match is None or factor is None or factor <= 0 or not is_whole(graph, match[0]):
+        return None
+    pooled = graph.emit_once(relax.Call(call.op, [match[0]], call.attrs))
+    return relax.op.multiply(pooled, tensor_constant(np.array(factor), "float32"))
 
 
 def _grid(call: relax.Call) -> _Grid | None:
@@ -363,7 +402,9 @@ def _is_on(graph: Graph, data: relax.Expr, grid: _Grid) -> bool:
         value = graph.definition(value.args[0], *CHOICES, "relax.multiply")
     if value is None or uniform(numbers(value.args[1])) != grid.scale:
         return False
-    whole = graph.definition(value.args[0], "relax.tvm_fusion.round_clip")
+    whole = graph.definition(value.args[0], _MAX_POOL, "relax.tvm_fusion.round_clip")
+    while op_name(whole) == _MAX_POOL:
+        whole = graph.definition(whole.args[0], _MAX_POOL, "relax.tvm_fusion.round_clip")
     return whole is not None and bounds_of(whole) == grid[1:]
 
 

@@ -16,10 +16,12 @@ from ..core.constants import (
     per_channel,
     scaled,
     shifted,
+    uniform,
 )
 from ..core.expressions import Value, op_name
 from ..core.graph import Graph
-from .elementwise import is_whole
+from ..core.integer_weights import rescaled_weights
+from .elementwise import is_whole, stored_integers
 from .tir_patterns import zero_padding
 
 CONV2D = "relax.nn.conv2d"
@@ -183,15 +185,19 @@ def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:
         conv2d(x + t, w)   ->   conv2d(x, w) + sum(w * t)    only without padding
 
     Padding is zero after the offset, not before it, so an offset in front of a padded convolution
-    stays where it is. The factor or offset must have no other reader, unless it is the scale of
-    a quantised tensor, and the weight must be constant.
+    stays where it is. So does the zero point of a quantised input, whose scale is a factor. The
+    factor or offset must have no other reader, unless it is the scale of a quantised tensor, and
+    the weight must be constant.
     """
     producer = graph.definition(call.args[0])
     scale = scaled(producer)
+    if scale is None and is_plain_conv2d(call) and isinstance(call.args[1], GenericConst):
+        scale = stored_integers(graph, producer)
     if not graph.has_one_use(call.args[0]) and (scale is None or not is_whole(graph, scale[0])):
         return None
     match = shifted(producer) if scale is None else scale
-    if match is None or (scale is None and any(padding_of(call))):
+    is_offset = scale is None
+    if match is None or (is_offset and (any(padding_of(call)) or is_whole(graph, call.args[0]))):
         return None
     data, values = match
     weight = weight_of(call)
@@ -201,7 +207,11 @@ def fold_input_affine(graph: Graph, call: relax.Expr) -> Value:
     if by_input is None:
         return None
     if scale is not None:
-        folded = constant(weight * by_input, call.ty.dtype)
+        factor = uniform(values) if is_whole(graph, data) else None
+        product = (
+            weight * by_input if factor is None else rescaled_weights(weight, np.array(factor))
+        )
+        folded = constant(product, call.ty.dtype)
         return None if folded is None else with_weight(call, data, folded)
     bias = channel_constant((weight * by_input).sum(axis=(1, 2, 3)), 4, call.ty.dtype)
     if bias is None:
@@ -248,14 +258,18 @@ def fold_scale(graph: Graph, call: relax.Expr) -> Value:
     return None
 
 
-def _into_weight(_: Graph, producer: relax.Expr, factor: np.ndarray) -> Value:
+def _into_weight(graph: Graph, producer: relax.Expr, factor: np.ndarray) -> Value:
     weight = weight_of(producer)
     if weight is None:
         return None
     channels = per_channel(factor, 4, weight.shape[0])
     if channels is None:
         return None
-    folded = constant(weight * channels[:, None, None, None], producer.ty.dtype)
+    if is_whole(graph, producer.args[0]):
+        product = rescaled_weights(weight, channels)
+    else:
+        product = weight * channels[:, None, None, None]
+    folded = constant(product, producer.ty.dtype)
     return None if folded is None else with_weight(producer, producer.args[0], folded)
 
 
@@ -281,7 +295,12 @@ def _past_offset(graph: Graph, producer: relax.Expr, factor: np.ndarray) -> Valu
     moved = constant(offset * factor, producer.ty.dtype)
     if scale is None or moved is None:
         return None
-    return relax.op.add(graph.emit(relax.op.multiply(data, scale)), moved)
+    product = relax.op.multiply(data, scale)
+    if not np.array_equal(array_of(scale), factor) and factor.all():
+        # A division has one rounding less than a product with the rounded reciprocal.
+        divisor = constant(1 / factor, producer.ty.dtype)
+        product = product if divisor is None else relax.op.divide(data, divisor)
+    return relax.op.add(graph.emit(product), moved)
 
 
 ROUNDING = 1024.0

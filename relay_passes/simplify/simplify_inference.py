@@ -28,6 +28,7 @@ from .elementwise import (
     canonicalize_activation,
     canonicalize_clip,
     fold_quantization,
+    pool_integers,
     remove_broadcast,
     remove_identity,
 )
@@ -111,6 +112,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (unflatten_matmul, ("relax.reshape",)),
     (channels_first, ("relax.permute_dims",)),
     (fold_quantization, ("relax.dequantize",)),
+    (pool_integers, ("relax.nn.max_pool2d",)),
     (canonicalize_clip, CLIPS),
     (canonicalize_activation, ("relax.multiply", "relax.divide")),
     (fold_scale, ("relax.multiply", "relax.divide")),

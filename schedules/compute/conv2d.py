@@ -114,6 +114,13 @@ def finished(
     return bits if is_vector else tirx.reinterpret("bfloat16", bits)
 
 
+def scaled_sum(total: tirx.Expr, bias: tirx.Expr, scale: tirx.Expr) -> tirx.Expr:
+    """The float32 of a sum of bytes: a bias of int32 joins the sum, one of float32 the product."""
+    if bias.ty.dtype == total.ty.dtype:
+        return (total + bias).astype(scale.ty.dtype) * scale
+    return total.astype(scale.ty.dtype) * scale + bias
+
+
 def add_bytes(
     value: tirx.Expr, activation: Activation, added: tirx.Expr, addition: ByteAddition
 ) -> tirx.Expr:
@@ -223,8 +230,12 @@ def _layer(
 
     def finish(*index: tirx.Var) -> tirx.Expr:
         channel = index[1:2] if len(index) == 4 else (index[1], index[4])
-        value = conv(*index) if scale is None else conv(*index) * scale(*channel)
-        value = value + bias(*channel)
+        if scale is None:
+            value = conv(*index) + bias(*channel)
+        elif data.dtype == "uint8":
+            value = (conv(*index) + bias(*channel)) * scale(*channel)
+        else:
+            value = conv(*index) * scale(*channel) + bias(*channel)
         if residual is not None:
             value = value + residual(*index).astype(bias.dtype)
         return finished(value, layer.activation, bias.dtype, out_dtype)

@@ -11,7 +11,7 @@ weight     ``[O, I, kh, kw]``      ``[B(O), ceil(I / d), kh, kw, d / w, x, w]``,
                                    channels, output lanes, the ``w`` channels of a word: 4 of
                                    int8 or 2 of int16; int8 in NCHW; or those of
                                    :mod:`.winograd_conv2d`
-bias       ``[O]``                 ``[B(O), x]``, float32
+bias       ``[O]``                 ``[B(O), x]``, int32, or float32
 scale      ``[O]``                 ``[B(O), x]``, float32
 ========== ======================= ======================================================
 
@@ -33,6 +33,7 @@ from .conv2d import (
     finished,
     out_space,
     padded,
+    scaled_sum,
     source_pixel,
     taps,
 )
@@ -52,7 +53,10 @@ def quantized_conv2d(
     rounding: ByteRounding | None = None,
     winograd: int = 0,
 ) -> te.Tensor:
-    """One convolution: ``act(conv(data, weight) * scale + bias)``, with sums of int32.
+    """One convolution with sums of int32.
+
+    It is ``act((conv(data, weight) + bias) * scale)`` with a bias of int32, else
+    ``act(conv(data, weight) * scale + bias)``.
 
     Parameters
     ----------
@@ -81,10 +85,10 @@ def quantized_conv2d(
         data, layer = _rounded(data, layer, rounding, packed=len(weight.shape) == 7)
     if winograd:
         wide = te.compute(data.shape, lambda *index: data(*index).astype("int32"), name="wide")
-        sums = winograd_sums(wide, weight, layer, winograd)
-        scaled = te.compute(scale.shape, lambda *index: scale(*index) * 0.25, name="quarter")
-        return _finish(sums, scaled, bias, layer, out_dtype, "1", added)
-    sums = _sums(data, weight, layer, "1")
+        fourfold = winograd_sums(wide, weight, layer, winograd)
+        sums = te.compute(fourfold.shape, lambda *index: fourfold(*index) >> 2, name="quarter")
+    else:
+        sums = _sums(data, weight, layer, "1")
     return _finish(sums, scale, bias, layer, out_dtype, "1", added)
 
 
@@ -173,7 +177,7 @@ def _finish(
 ) -> te.Tensor:
     def finish(*index: tirx.Var) -> tirx.Expr:
         channel = (index[1], *index[4:])
-        value = conv(*index).astype("float32") * scale(*channel) + bias(*channel)
+        value = scaled_sum(conv(*index), bias(*channel), scale(*channel))
         activation = layer.activation
         if added is not None:
             residual, addition = added

@@ -365,7 +365,8 @@ class Conv2DKernel:
     winograd: int = 0
     """Height and width of the output tiles of Winograd's algorithm; 0 for a direct convolution."""
     data_dtype: str | None = None
-    """``uint8`` for bytes that a depthwise layer converts to ``dtype``; else None."""
+    """``uint8`` for bytes that a depthwise layer converts to ``dtype``, with a scale for each
+    channel after the biases, which multiplies sums and biases; else None."""
     out_dtype: str | None = None
     """Element type of the output, if not ``dtype``. ``uint8`` stands for rounded numbers from which
     the activation's lower bound is subtracted."""
@@ -394,6 +395,11 @@ class Conv2DKernel:
     def is_quantized(self) -> bool:
         """Return whether bytes are multiplied."""
         return self.dtype == "uint8"
+
+    @property
+    def has_scale(self) -> bool:
+        """Return whether a factor for each channel follows the biases of a layer of floats."""
+        return self.weight_dtype is not None or self.data_dtype is not None
 
     @property
     def has_words(self) -> bool:
@@ -438,7 +444,7 @@ class Conv2DKernel:
     @property
     def second_weight(self) -> int:
         """Position of the second layer's weight among the parameters of a pair in tiles."""
-        return 4 if self.is_quantized and not self.layers[0].is_depthwise else 3
+        return 4 if self.is_quantized else 3
 
     def joined(self, second: Conv2DKernel) -> Conv2DKernel | None:
         """The pair of which this is the first kernel; None where a pair computes another one."""

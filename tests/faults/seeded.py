@@ -293,10 +293,10 @@ PASSES = (
     ),
     Fault(
         "small weights count as whole numbers of a large scale",
-        "relay_passes/conv2d/quantized/integer_weights.py",
+        "relay_passes/core/integer_weights.py",
         "limits = _TOLERANCE * np.abs(units).max(axis=1, initial=0)",
         "limits = 127 * _TOLERANCE",
-        ("tests/relay_passes/conv2d/quantized/test_integer_weights.py",),
+        ("tests/relay_passes/core/test_integer_weights.py",),
     ),
     Fault(
         "frames are padded at the end as at the beginning",
@@ -350,8 +350,8 @@ PASSES = (
     Fault(
         "an offset is folded in front of a padded convolution",
         "relay_passes/simplify/fold_into_conv2d.py",
-        "if match is None or (scale is None and any(padding_of(call))):",
-        "if match is None:",
+        "(any(padding_of(call)) or is_whole(graph, call.args[0]))",
+        "is_whole(graph, call.args[0])",
         ("tests/relay_passes/simplify/conv2d/test_fold_input_affine.py",),
     ),
     Fault(

@@ -18,14 +18,26 @@ from tvm_ffi import structural_equal
 
 from schedules.workload.conv2d import WORD_BYTES, ByteAddition
 
-from ...core.constants import constant, numbers, per_channel, scaled, shifted, uniform
+from ...core.constants import (
+    array_of,
+    constant,
+    numbers,
+    per_channel,
+    scaled,
+    shifted,
+    tensor_constant,
+    uniform,
+)
 from ...core.expressions import Value, op_name
 from ...core.graph import Graph
 from ...op.conv2d import CONV2D
-from ...op.elementwise import bounds_of
+from ...op.elementwise import BYTE, bounds_of
 from ...op.quantized_conv2d import QUANTIZED_CONV2D
 from ..conv_chain import read_activation
 from .byte_tensors import ROUND_CLIP, bytes_of
+
+_END = 2**31
+_NEAR = 2.0**-21  # relative error of whole numbers after a few products in float32
 
 
 class _Product(NamedTuple):
@@ -52,7 +64,7 @@ def fold_byte_bias(graph: Graph, call: relax.Call) -> Value:
     data, weight, bias, *scale = product.call.args
     ndim, axis = call.ty.ndim, 1 if product.reshape is None else call.ty.ndim - 1
     offset = per_channel(match[1], ndim, int(bias.ty.shape.values[0]), axis)
-    total = None if offset is None else _sum(graph, bias, offset)
+    total = None if offset is None else _total_bias(graph, product.call, offset)
     return None if total is None else product.rebuilt(graph, [data, weight, total, *scale])
 
 
@@ -65,7 +77,9 @@ def fold_byte_scale(graph: Graph, call: relax.Call) -> Value:
         if len(product.call.args) < 4:
             return None
         image, weight, bias, scale = product.call.args
-        bias, scale = (graph.emit(relax.op.multiply(each, factor)) for each in (bias, scale))
+        if op_name(product.call) != CONV2D.name and str(bias.ty.dtype) == "float32":
+            bias = graph.emit(relax.op.multiply(bias, factor))
+        scale = graph.emit(relax.op.multiply(scale, factor))
         return product.rebuilt(graph, [image, weight, bias, scale])
     return None
 
@@ -181,9 +195,46 @@ def _open_product(graph: Graph, expr: relax.Expr) -> _Product | None:
     call = graph.definition(source, QUANTIZED_CONV2D.name, CONV2D.name)
     if call is None or not graph.has_one_use(source) or str(call.attrs["activation"]) != "none":
         return None
-    if reshape is not None and op_name(call) != QUANTIZED_CONV2D.name:
+    is_float = op_name(call) != QUANTIZED_CONV2D.name
+    if is_float and (reshape is not None or str(call.args[0].ty.dtype) != "uint8"):
         return None
     return _Product(call, reshape)
+
+
+def whole_bias(values: np.ndarray, weight: np.ndarray) -> relax.Expr | None:
+    """Whole ``values`` as a bias of int32, if that holds them with all products; else None."""
+    products = np.abs(weight.astype("int16")).sum(axis=(1, 2, 3), dtype="int64")
+    is_held = (BYTE * products + np.abs(values) < _END).all()
+    return tensor_constant(values, "int32") if is_held else None
+
+
+def float_bias(graph: Graph, bias: relax.Expr, scale: relax.Expr) -> relax.Expr:
+    """What a constant bias of int32 adds to the float32 of a product."""
+    factors = numbers(scale)
+    product = None if factors is None else constant(array_of(bias) * factors, "float32")
+    if product is not None:
+        return product
+    floats = graph.emit(relax.op.astype(bias, "float32"))
+    return graph.emit(relax.op.multiply(floats, scale))
+
+
+def _total_bias(graph: Graph, call: relax.Call, offset: np.ndarray) -> relax.Expr | None:
+    """The bias of a product and an offset, in int32 where both are whole multiples of its scale."""
+    weight, bias, scale = call.args[1:4]
+    of_floats = op_name(call) == CONV2D.name
+    if not of_floats and str(bias.ty.dtype) != "int32":
+        return _sum(graph, bias, offset)
+    if (factors := numbers(scale)) is not None:
+        with np.errstate(all="ignore"):
+            units = offset / factors
+            whole = np.rint(units)
+            is_whole = (np.abs(units - whole) <= _NEAR * np.abs(units)).all()
+        if of_floats:
+            return _sum(graph, bias, whole if is_whole else units)
+        total = whole_bias(array_of(bias) + whole, array_of(weight)) if is_whole else None
+        if total is not None:
+            return total
+    return None if of_floats else _sum(graph, float_bias(graph, bias, scale), offset)
 
 
 def _sum(graph: Graph, bias: relax.Expr, offset: np.ndarray) -> relax.Expr | None:

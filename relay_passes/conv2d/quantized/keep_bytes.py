@@ -18,10 +18,10 @@ from schedules.workload.conv2d import Conv2DKernel
 from ...core.constants import numbers, tensor_constant
 from ...core.expressions import op_name
 from ...core.graph import pass_target
+from ...core.integer_weights import integer_weights, rounded_weights
 from ...op.conv2d import CONV2D
 from ...op.conv_types import read_kernel
 from ...op.widen_weight import LEAST_ELEMENTS
-from .integer_weights import integer_weights, rounded_weights
 
 MOST_TIME = 1.02
 """Predicted time by bytes, by that by floats, up to which they are kept."""

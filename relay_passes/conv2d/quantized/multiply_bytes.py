@@ -20,6 +20,7 @@ from schedules.workload.conv2d import WORD_BYTES, ConvLayer
 from ...core.constants import constant, numbers, tensor_constant
 from ...core.expressions import Value
 from ...core.graph import Graph, function_graphs, pass_target
+from ...core.integer_weights import IntegerWeights, integer_weights
 from ...op.conv2d import conv2d
 from ...op.elementwise import bounds_of, round_clip
 from ...op.quantized_conv2d import (
@@ -40,11 +41,13 @@ from .activation_products import (
     fold_scale,
 )
 from .byte_epilogue import (
+    float_bias,
     fold_byte_activation,
     fold_byte_bias,
     fold_byte_residual,
     fold_byte_rounding,
     fold_byte_scale,
+    whole_bias,
 )
 from .byte_tensors import (
     MAX_POOL,
@@ -54,7 +57,6 @@ from .byte_tensors import (
     pool_bytes,
     rounding_of,
 )
-from .integer_weights import IntegerWeights, integer_weights
 
 _CONV2D, _MATMUL = "relax.nn.conv2d", "relax.matmul"
 _ACTIVATIONS = (
@@ -84,9 +86,10 @@ class MultiplyBytes:
 
     For CPUs that multiply bytes (VNNI, dot products of AArch64, or AVX2 in 16 bits), and GPUs whose
     tensor cores do. Products with constant matrices are those of pixels; depthwise convolutions
-    read bytes, and multiply floats; an image of up to four channels is rounded in its convolution;
-    the sum of a product and of other bytes, each with its scale, is rounded in the product; maxima
-    are taken of bytes; other readers get floats again.
+    read bytes, and multiply whole floats; an image of up to four channels is rounded in its
+    convolution; a bias of whole multiples of the scale is one of int32; the sum of a product and of
+    other bytes, each with its scale, is rounded in the product; maxima are taken of bytes; other
+    readers get floats again.
     Where zero bytes stand for another number than zero, they are padded explicitly.
     Left alone: tensors whose limits are more than 255 apart, convolutions with groups of other than
     multiples of four channels, or of more outputs than inputs or fewer, weights
@@ -198,12 +201,16 @@ class _Rules:
         values = numbers(call.args[1])
         if values is None or source.zero is not None:
             return None
-        weight = constant(values * source.scale, "float32")
-        sums = values.sum(axis=(1, 2, 3))
-        bias = constant(source.low * source.scale * sums, "float32")
-        if weight is None or bias is None:
+        whole = self._integers(call)
+        if whole is None:
+            whole = IntegerWeights(values, np.ones(len(values)))
+        scale = constant(whole.scales * source.scale, "float32")
+        weight = constant(whole.integers, "float32")
+        sums = whole.integers.sum(axis=(1, 2, 3), dtype="float64")
+        bias = constant(source.low * sums, "float32")
+        if weight is None or bias is None or scale is None:
             return None
-        return conv2d(source.data, weight, bias, **attrs)
+        return conv2d(source.data, weight, bias, scale=scale, **attrs)
 
     def multiply_matrix(self, graph: Graph, call: relax.Call) -> Value:
         """Multiply rows of bytes, each the channels of a pixel, by a matrix."""
@@ -225,13 +232,15 @@ class _Rules:
         weights = self._integers(call)
         if weights is None:
             return None
-        integers, scales = weights.integers, weights.scales * source.scale
-        sums = integers.sum(axis=(1, 2, 3), dtype="int64") * scales
-        scale, bias = constant(scales, "float32"), constant(source.low * sums, "float32")
+        integers, scale = weights.integers, constant(weights.scales * source.scale, "float32")
+        sums = integers.sum(axis=(1, 2, 3), dtype="int64")
+        bias = whole_bias(source.low * sums, integers)
         if scale is None or bias is None:
             return None
         if source.zero is not None:
-            short = graph.emit(relax.op.multiply(tensor_constant(sums, "float32"), source.zero))
+            bias = float_bias(graph, bias, scale)
+            factors = tensor_constant(sums * weights.scales * source.scale, "float32")
+            short = graph.emit(relax.op.multiply(factors, source.zero))
             bias = graph.emit(relax.op.subtract(bias, short))
         weight = tensor_constant(integers, "int8")
         return quantized_conv2d(source.data, weight, bias, scale, **attrs)

@@ -87,7 +87,8 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
     op, layers = _OPS[call.op.name], kernel.layers
     if kernel.sums is not None:
         return pack_words(scope, binding, layers[0])
-    data, residual = call.args[0], call.args[op.operands :]
+    data, ends = call.args[0], op.operands + kernel.has_scale
+    scale, residual = call.args[op.operands : ends], call.args[ends:]
     chunks = scope.chunks(kernel)
     few = _is_less(scope, layers[0].in_channels) and layers[0].groups == 1 and not chunks
     plain_data = few and scope.lookup(data) is None
@@ -99,6 +100,7 @@ def pack_convolution(scope: Scope, binding: relax.VarBinding) -> Result:
             form = "chunks"
         operands.append(scope.parameter(call.args[1 + 2 * index], form))
         operands.append(scope.parameter(call.args[2 + 2 * index], "bias"))
+    operands += [scope.parameter(each, "bias") for each in scale]
     packed_residual = [scope.pack(tensor) for tensor in residual]
     operands += [tensor.expr for tensor in packed_residual]
     attrs = dict(call.attrs.items()) | _layout_attrs(scope, op, layers, plain_data)

@@ -236,7 +236,7 @@ def operands(
         out_blocks=int(weight.shape[0]),
         dtype=kernel.dtype,
         out_dtype=kernel.out_dtype,
-        scale=builder.flat[at + 2] if kernel.weight_dtype else None,
+        scale=builder.flat[at + 2] if kernel.has_scale else None,
     )
 
 

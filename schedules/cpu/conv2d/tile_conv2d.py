@@ -31,7 +31,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.target import Target
 
 from schedules import attributes
-from schedules.compute.conv2d import activate
+from schedules.compute.conv2d import activate, scaled_sum
 from schedules.workload.conv2d import Conv2DKernel
 
 from ..core.kernel_builder import KernelBuilder
@@ -445,12 +445,12 @@ class _TileNest:
         ops, floats = replace(self.ops, lanes=TILE_WORDS), f"float32x{TILE_WORDS}"
         value = self._sums[T.ramp(sums, 1, TILE_WORDS)]
         channel = T.ramp((self._state[0] + number) * TILE_WORDS, 1, TILE_WORDS)
-        if ops.scale is None:
-            value = T.reinterpret(floats, value)
+        bias = None if ops.bias is None else ops.bias[channel]
+        if ops.scale is not None and bias is not None:
+            value = scaled_sum(value, bias, ops.scale[channel])
         else:
-            value = T.Cast(floats, value) * ops.scale[channel]
-        if ops.bias is not None:
-            value = value + ops.bias[channel]
+            value = T.reinterpret(floats, value)
+            value = value if bias is None else value + bias
         if ops.residual is None:
             return value
         return with_residual(ops, value, self._place(number, residual, ops.residual))

@@ -201,7 +201,7 @@ class LayerOperands:
     weight : tirx.Buffer
         Flat, in the packed layouts of :mod:`schedules.compute.conv2d`.
     bias : tirx.Buffer | None
-        Likewise; None stands for zeros.
+        Likewise, or of int32 where ``dtype`` is that; None stands for zeros.
     residual : FeatureMap | None
         Added before the activation; of bytes, see ``addition``.
     lanes : int
@@ -217,7 +217,7 @@ class LayerOperands:
         Groups that the output blocks of the tile belong to.
     scale : tirx.Buffer | None
         Factors of the sums, like ``bias``; of layers of bytes, whose input and weights are int32
-        words, and of layers of floats with weights of int8.
+        words, and of layers of floats with weights of int8 or a source of bytes.
     out_dtype : str | None
         Element type of the output, if not ``dtype``.
     word : int
@@ -274,6 +274,13 @@ class LayerOperands:
     def weight_blocks(self) -> int:
         """Input blocks that the weights of an output block are stored for."""
         return self.in_blocks + self.shifted
+
+    @property
+    def starts_from_bias(self) -> bool:
+        """Whether the bias is part of the sums, not added to them after their factors."""
+        if self.bias is None or self.scale is None or self.dtype == "int32":
+            return self.bias is not None and self.dtype == str(self.bias.dtype)
+        return str(self.source.buffer.dtype) == "uint8"
 
     @property
     def ending(self) -> Activation:
@@ -833,10 +840,10 @@ def _start(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile) 
     block = bound(tile.block * lanes)
     places = _places(ops.output, tile) if first is not True else [None] * len(sums)
     for total, place, (_, v) in zip(sums, places, tile.cells(), strict=True):
-        if ops.bias is None or ops.scale is not None:
-            value = T.broadcast(tirx.const(0, ops.dtype), lanes)
-        else:
+        if ops.starts_from_bias:
             value = _load(ops.bias, block + v * lanes, lanes)
+        else:
+            value = T.broadcast(tirx.const(0, ops.dtype), lanes)
         if place is not None:
             value = tirx.if_then_else(first, value, _load(ops.output.buffer, place, lanes))
         _store(total, value, 0, lanes)
@@ -875,7 +882,8 @@ def _finish(ops: LayerOperands, sums: Sequence[tirx.Buffer], tile: RegisterTile)
             if complete and ops.scale is not None:
                 channel, floats = block + v * lanes, f"float32x{lanes}"
                 value = T.Cast(floats, value) * _load(ops.scale, channel, lanes)
-                value = value + _load(ops.bias, channel, lanes)
+                if not ops.starts_from_bias:
+                    value = value + _load(ops.bias, channel, lanes)
             values.append(with_residual(ops, value, position) if complete else value)
         if not complete or ops.out_dtype != "uint8" or lanes != PACKED_LANES:
             for value, place in zip(values, places, strict=True):

@@ -192,13 +192,14 @@ def test_numbers_in_nchw_and_by_the_pipeline():
 
 def test_bytes_of_a_depthwise_convolution():
     data, weight = var("x", (1, 4, 6, 6), "uint8"), var("w", (4, 1, 3, 3), "float32")
-    call = conv2d(
-        data, weight, groups=4, activation="round_clip", low=0, high=200, out_dtype="uint8"
-    )
+    attrs = {"groups": 4, "activation": "round_clip", "low": 0, "high": 200, "out_dtype": "uint8"}
+    call = conv2d(data, weight, scale=var("s", (4,), "float32"), **attrs)
     tvm.ir.assert_structural_equal(type_of(call), relax.TensorType((1, 4, 4, 4), "uint8"))
     dense = var("w", (4, 4, 3, 3), "float32")
     with pytest.raises(OpError, match="data of uint8 for conv 3x3 4->4; expected one depthwise"):
         conv2d(data, dense)
+    with pytest.raises(OpError, match="data of uint8 without a scale; expected one after the bias"):
+        conv2d(data, weight, **attrs)
 
 
 def test_bytes_of_roundings():

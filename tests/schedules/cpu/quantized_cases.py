@@ -39,7 +39,7 @@ class QuantizedCase:
 
     Other data is in blocks of ``inner`` channels, if not as many as the output. Weights are words
     of ``word`` channels, also ``shifted`` ones. An image with a ``rounding`` is one of floats in
-    NCHW, and is multiplied in words.
+    NCHW, and is multiplied in words. A bias of ``bias_dtype`` int32 joins the sums.
     """
 
     layer: ConvLayer
@@ -56,6 +56,7 @@ class QuantizedCase:
     inner: int | None = None
     winograd: int = 0
     shifted: bool = False
+    bias_dtype: str = "float32"
 
     @property
     def data_lanes(self) -> int:
@@ -100,7 +101,7 @@ class QuantizedCase:
                 ),
                 self.weight_dtype,
             ),
-            "bias": ((out_blocks, lanes), "float32"),
+            "bias": ((out_blocks, lanes), self.bias_dtype),
             "scale": ((out_blocks, lanes), "float32"),
         }
         if self.winograd:
@@ -137,6 +138,8 @@ class QuantizedCase:
         weight = random.integers(*span, (layer.out_channels, self.own, *layer.kernel))
         scale = 2.0 ** random.integers(-12, -8, layer.out_channels)
         bias = random.integers(-64, 64, layer.out_channels) / 4
+        if self.bias_dtype == "int32":
+            bias = np.rint(bias / scale)
         packed = [pack(data, self.data_lanes, fill=77), self._pack_weight(weight)]
         zero = 0
         if self.rounding is not None:
@@ -147,7 +150,8 @@ class QuantizedCase:
             none = np.zeros(layer.out_channels)
             sums = convolve(data - zero, weight, none, _sums(layer), None)
         sums = sums + zero * weight.sum(axis=(1, 2, 3))[:, None, None]
-        exact = _end(sums * scale[:, None, None] + bias[:, None, None], layer.activation)
+        offset = bias * scale if self.bias_dtype == "int32" else bias
+        exact = _end(sums * scale[:, None, None] + offset[:, None, None], layer.activation)
         if self.addition is None:
             return packed, exact
         added, how = random.integers(0, 256, exact.shape), self.addition
@@ -178,7 +182,7 @@ class QuantizedCase:
     def run(self, executable: tvm.runtime.Executable, packed: list[Array]) -> Array:
         """Run into a poisoned output; return its true channels in NCHW."""
         data = "uint8" if self.rounding is None else "float32"
-        dtypes = data, self.weight_dtype, "float32", "float32", "uint8"
+        dtypes = data, self.weight_dtype, self.bias_dtype, "float32", "uint8"
         tensors = [
             tvm.runtime.tensor(array.astype(dtype))
             for array, dtype in zip(packed, dtypes, strict=False)
@@ -233,6 +237,7 @@ def winograd_cases(draw) -> QuantizedCase:
         word=2,
         addition=draw(st.sampled_from((None, *ADDITIONS))) if rounds else None,
         winograd=2,
+        bias_dtype=draw(st.sampled_from(("float32", "int32"))),
     )
 
 
@@ -268,7 +273,8 @@ def quantized_cases(draw, form: tuple[int, bool] | None = None) -> QuantizedCase
     types = lanes, words, out_dtype, word
     can_round = words and channels <= 4 and not layer.is_pointwise
     rounding = draw(st.sampled_from((None, *ROUNDINGS))) if can_round else None
-    return QuantizedCase(layer, batch, height, width, *types, addition, limited, rounding)
+    bias = {"bias_dtype": draw(st.sampled_from(("float32", "int32")))}
+    return QuantizedCase(layer, batch, height, width, *types, addition, limited, rounding, **bias)
 
 
 def portable_products(

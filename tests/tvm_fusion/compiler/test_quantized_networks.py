@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import tvm
 from cpu.quantized_cases import portable_products
@@ -57,13 +59,15 @@ class Images(CalibrationDataReader):
         return self._left.pop() if self._left else None
 
 
-def quantized(model: onnx.ModelProto, folder, form: QuantFormat, kind: QuantType):
+def quantized(
+    model: onnx.ModelProto, folder, form: QuantFormat, kind: QuantType, per_channel: bool = True
+):
     given, made = folder / "model.onnx", folder / "quantized.onnx"
     onnx.save(model, given)
     # Weights of 7 bits: without VNNI, sums of two products saturate in ONNX Runtime.
     quantize_static(
         given, made, Images(model), form, activation_type=kind, weight_type=QuantType.QInt8,
-        per_channel=True, reduce_range=True,
+        per_channel=per_channel, reduce_range=True,
         extra_options={"ActivationSymmetric": kind == QuantType.QInt8},
     )  # fmt: skip
     return onnx.load(made)
@@ -95,6 +99,58 @@ def test_numbers_and_kernels(make, form, kind, tmp_path):
     bytes_ = str(FuseEpilogue()(MultiplyBytes(VNNI)(SimplifyInference()(import_onnx(model).mod))))
     assert "tvm_fusion.quantized_conv2d" in bytes_ and "nn.matmul" not in bytes_
     assert ("rounding=" in bytes_) == (make is small_model)
+
+
+@pytest.mark.quick_cases("int8-QDQ-True", "uint8-QOperator-False")
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("form", list(QuantFormat), ids=lambda form: form.name)
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_convolutions_have_the_bits_of_onnx_runtime(kind, form, per_channel, tmp_path):
+    """First, pointwise and depthwise ones, on images and with weights that nobody saw before."""
+    rng, block = np.random.default_rng(), inverted_residual(residual=False)
+    for tensor in block.graph.initializer:
+        values = rng.standard_normal(tuple(tensor.dims), np.float32)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    types = {"int8": QuantType.QInt8, "uint8": QuantType.QUInt8}
+    model = quantized(block, tmp_path, form, types[kind], per_channel)
+    compiled = tvm_fusion.compile(model, threads=2, records="none")
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    for _ in range(20):
+        x = rng.standard_normal((1, 3, 18, 22), np.float32)
+        np.testing.assert_array_equal(compiled(x), session.run(None, {"x": x})[0])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "total"),
+    [
+        ((0.011448707431554794, 130), (0.027524590492248535, 132), (0.01478542573750019, 0)),
+        ((0.020793022587895393, 155), (0.042907241731882095, 128), (0.023708567023277283, 0)),
+    ],
+)
+def test_sums_of_all_pairs_of_bytes(left, right, total):
+    """The nearest whole numbers, where ONNX Runtime has another one for one of 65,536 pairs."""
+    node, constants = onnx.helper.make_node, {}
+    for name, (scale, zero) in zip("abc", (left, right, total), strict=True):
+        constants |= {f"s{name}": np.float32(scale), f"z{name}": np.uint8(zero)}
+    nodes = [node("DequantizeLinear", [n, f"s{n}", f"z{n}"], [f"f{n}"]) for n in "ab"]
+    nodes += [node("Add", ["fa", "fb"], ["f"]), node("QuantizeLinear", ["f", "sc", "zc"], ["c"])]
+    nodes += [node("DequantizeLinear", ["c", "sc", "zc"], ["y"])]
+    weights = [onnx.numpy_helper.from_array(np.array(v), name) for name, v in constants.items()]
+    types = {"a": 2, "b": 2, "y": 1}
+    ends = [onnx.helper.make_tensor_value_info(n, kind, [256, 256]) for n, kind in types.items()]
+    graph = onnx.helper.make_graph(nodes, "sums", ends[:2], ends[2:], weights)
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    feeds = dict(zip("ab", np.indices((256, 256)).astype("uint8"), strict=True))
+    scales = [Fraction(float(constants[f"s{name}"])) for name in "abc"]
+    rows, columns = (
+        [(i - zero) * scale for i in range(256)]
+        for scale, (_, zero) in zip(scales[:2], (left, right), strict=True)
+    )
+    exact = np.array([[round((a + b) / scales[2]) for b in columns] for a in rows])
+    wanted = np.clip(exact, -total[1], 255 - total[1]).astype("float32") * np.float32(total[0])
+    np.testing.assert_array_equal(tvm_fusion.compile(model, threads=1)(feeds), wanted)
+    assert np.count_nonzero(run_onnx(model, feeds)[0] != wanted) <= 1
 
 
 @pytest.mark.slow
@@ -294,8 +350,8 @@ def test_numbers_by_loops_in_place_of_tile_registers(form, tmp_path):
     assert (np.abs(found - wanted) > 0.5 * step).mean() < 0.01
 
 
-def inverted_residual() -> onnx.ModelProto:
-    """Two layers around a depthwise one, with 24, 144 and 24 channels, and a residual."""
+def inverted_residual(residual: bool = True) -> onnx.ModelProto:
+    """Two layers around a depthwise one, with 24, 144 and 24 channels; maybe a residual."""
     rng, node = np.random.default_rng(4), onnx.helper.make_node
     nodes = [
         node("Conv", ["x", "w0"], ["s"], kernel_shape=[3, 3], pads=[1] * 4, strides=[2, 2]),
@@ -303,11 +359,11 @@ def inverted_residual() -> onnx.ModelProto:
         node("Relu", ["a"], ["b"]),
         node("Conv", ["b", "w2"], ["c"], kernel_shape=[3, 3], pads=[1] * 4, group=144),
         node("Relu", ["c"], ["d"]),
-        node("Conv", ["d", "w3"], ["e"], kernel_shape=[1, 1]),
-        node("Add", ["e", "s"], ["y"]),
+        node("Conv", ["d", "w3", "b3"], ["e" if residual else "y"], kernel_shape=[1, 1]),
+        *([node("Add", ["e", "s"], ["y"])] if residual else []),
     ]
     shapes = {"w0": (24, 3, 3, 3), "w1": (144, 24, 1, 1)}
-    shapes |= {"w2": (144, 1, 3, 3), "w3": (24, 144, 1, 1)}
+    shapes |= {"w2": (144, 1, 3, 3), "w3": (24, 144, 1, 1), "b3": (24,)}
     weights = [
         onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name)
         for name, shape in shapes.items()

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from tvm import DataType, s_tir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from schedules.compute.conv2d import add_bytes
+from schedules.compute.conv2d import add_bytes, scaled_sum
 from schedules.tir.float_bits import round_to_bits, widen_bits
 from schedules.tir.statements import when
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
@@ -368,9 +368,8 @@ class _TaskNest:
             with when(True if whole else tile < self.tiles):
                 place = self._place(tile)
                 bias, scale = self._load(self.bias, block * lanes), None
-                if self.scale is not None:  # weights are four times as large
-                    quarter = T.broadcast(tirx.const(0.25, "float32"), lanes)
-                    scale = T.bind(self._load(self.scale, block * lanes) * quarter)
+                if self.scale is not None:
+                    scale = T.bind(self._load(self.scale, block * lanes))
                 with loop(0, count) as r:
                     row = [
                         self._load(products.buffer, products.at(r * count + c, b, t))
@@ -409,9 +408,11 @@ class _TaskNest:
             row = first_row + r
             with when(self.output.height % self.size == 0 or row < self.output.height):
                 offset = column + row * self.output.row_stride
-                if scale is not None:
-                    value = T.Cast(f"float32x{self.lanes}", value) * scale
-                value = value + bias
+                if scale is not None:  # weights are four times as large
+                    two = T.broadcast(tirx.const(2, "int32"), self.lanes)
+                    value = scaled_sum(value >> two, bias, scale)
+                else:
+                    value = value + bias
                 other = None
                 if self.residual is not None:
                     place = added + row * self.residual.row_stride

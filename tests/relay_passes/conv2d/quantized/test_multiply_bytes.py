@@ -124,6 +124,19 @@ def test_a_convolution_with_its_epilogue():
     )
 
 
+@pytest.mark.parametrize(("units", "dtype"), [(700, "int32"), (0.3, "float32"), (2**31, "float32")])
+def test_a_bias_of_whole_multiples_of_the_scale_joins_the_sums(units, dtype):
+    """Where they hold it."""
+    bias = (units * SCALES).reshape(1, 8, 1, 1)
+    found = after(rounded(), convolved(padding=1), plus(bias), rounded())
+    (call,) = (
+        each.value
+        for each in found["main"].body.blocks[0].bindings
+        if "quantized_conv2d" in str(each.value.op)
+    )
+    assert str(call.args[2].ty.dtype) == dtype
+
+
 def test_results_that_are_read_as_bytes_are_stored_as_bytes():
     found = after(rounded(), convolved(padding=1), plus(BIAS), rounded(0, 200), convolved(WIDE))
     assert calls(found) == ["tvm_fusion.quantized_conv2d"] * 2

@@ -211,10 +211,10 @@ def depthwise(layer: ConvLayer, kernel: Conv2DKernel) -> tirx.PrimFunc:
     size = int(kernel.height or 1), int(kernel.width or 1)
     data = te.placeholder((1, blocks, *size, lanes), "uint8", name="data")
     weight = te.placeholder((blocks, *layer.kernel, lanes), name="weight")
-    bias = te.placeholder((blocks, lanes), name="bias")
+    bias, scale = (te.placeholder((blocks, lanes), name=name) for name in ("bias", "scale"))
     layouts = kernel.data_layout, kernel.out_layout
-    output = conv2d(data, weight, bias, None, layer, *layouts, kernel.out_dtype)
-    func = te.create_prim_func([data, weight, bias, output])
+    output = conv2d(data, weight, bias, None, layer, *layouts, kernel.out_dtype, scale)
+    func = te.create_prim_func([data, weight, bias, scale, output])
     return func.with_attr("tvm_fusion.workload", to_json(kernel))
 
 
@@ -231,9 +231,10 @@ def test_depthwise_layers_read_and_write_bytes(strides, out_dtype, lanes):
     func = Conv2D().apply(depthwise(layer, kernel), TARGET, False).mod["main"]
     random = np.random.default_rng(5)
     data = random.integers(0, 256, (1, 40, 13, 19)).astype("uint8")
-    weight = random.integers(-64, 65, (40, 1, 3, 3)).astype("float32") / 64
-    bias = (random.integers(-64, 64, 40) / 4).astype("float32")
-    packed = pack(data, lanes), pack(weight[:, 0], lanes, axis=0), pack(bias, lanes, axis=0)
+    weight = random.integers(-127, 128, (40, 1, 3, 3)).astype("float32")
+    bias = random.integers(-5000, 5000, 40).astype("float32")
+    scale = random.uniform(0.001, 0.003, 40).astype("float32")
+    packed = pack(data, lanes), *(pack(each, lanes, axis=0) for each in (weight[:, 0], bias, scale))
     size = layer.output_size(13, 19)
     found = tvm.runtime.tensor(
         np.full((1, -(-40 // lanes), *size, lanes), 99, out_dtype or "float32")
@@ -246,7 +247,8 @@ def test_depthwise_layers_read_and_write_bytes(strides, out_dtype, lanes):
         * weight[:, 0, kh, kw][:, None, None]
         for kh, kw in np.ndindex(3, 3)
     )
-    wanted = np.clip(np.rint(sums), -3, 252) + (3 if out_dtype else 0)
+    products = sums.astype("float32") * scale[:, None, None]
+    wanted = np.clip(np.rint(products), -3, 252) + (3 if out_dtype else 0)
     channels = np.moveaxis(found.numpy(), -1, 2).reshape(1, -1, *size)[:, :40]
     np.testing.assert_array_equal(channels, wanted)
 

@@ -32,10 +32,12 @@ def integer_weights(weight: np.ndarray) -> IntegerWeights | None:
     Returns
     -------
     IntegerWeights | None
-        int8 and float64; None where a row has no such scale.
+        int8 and float64; None where a row has no such scale. Where the products of integers and a
+        scale of float32, rounded to float32, are the weights, it is that scale.
     """
-    rows = weight.reshape(len(weight), -1)
-    largest = np.abs(rows).max(axis=1, initial=0)
+    with np.errstate(over="ignore"):
+        rows = weight.reshape(len(weight), -1).astype("float32")
+    largest = np.abs(rows).max(axis=1, initial=0).astype("float64")
     if not np.isfinite(largest).all():
         return None
     scales, integers = np.ones(len(rows)), np.zeros(rows.shape, np.int8)
@@ -44,17 +46,51 @@ def integer_weights(weight: np.ndarray) -> IntegerWeights | None:
         likely = left[_fit(rows[left, :_SAMPLE], tried[left])]
         found = likely[_fit(rows[likely], tried[likely])]
         scales[found] = tried[found]
-        integers[found] = np.rint(rows[found] / tried[found, None])
+        integers[found] = np.rint(rows[found] / tried[found, None].astype("float32"))
         left = np.setdiff1d(left, found, assume_unique=True)
         if not left.size:
             break
     if left.size:
         return None
+    scales = _exact(rows, integers, scales)
     # As small as they can be: products of small ones fit in 16 bits.
     while (even := (integers % 2 == 0).all(axis=1) & integers.any(axis=1)).any():
         integers[even] //= 2
         scales[even] *= 2
     return IntegerWeights(integers.reshape(weight.shape), scales)
+
+
+def rescaled_weights(weight: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Multiply rows by factors, and keep those of quantised weights multiples of a float32.
+
+    ONNX Runtime multiplies scales in float32: sums of bytes need the same for the same bits.
+
+    Parameters
+    ----------
+    weight, factors : np.ndarray
+        ``[O, ...]``, with elements of float32, and ``[O]`` or one number; in float64.
+
+    Returns
+    -------
+    np.ndarray
+        Like ``weight``, rounded to float32 or to be rounded to it.
+    """
+    shape, axes = (-1, *[1] * (weight.ndim - 1)), tuple(range(1, weight.ndim))
+    found = integer_weights(weight)
+    if found is None:
+        return weight * factors.reshape(shape)
+    integers = found.integers.astype("float32")
+    with np.errstate(over="ignore"):
+        before, after = (
+            each.astype("float32").reshape(shape) for each in (found.scales, found.scales * factors)
+        )
+    is_exact = (integers * before == weight).all(axis=axes, keepdims=True)
+    products = integers * after
+    return (
+        products
+        if is_exact.all()
+        else np.where(is_exact, products, weight * factors.reshape(shape))
+    )
 
 
 def rounded_weights(rows: np.ndarray) -> IntegerWeights:
@@ -74,9 +110,30 @@ def _scales(largest: np.ndarray) -> Iterator[np.ndarray]:
         yield largest / steps
 
 
+def _exact(rows: np.ndarray, integers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The float32 next to the scales with which products, rounded to float32, are the rows."""
+    if not rows.shape[1]:
+        return scales
+    largest = np.abs(integers.astype("int16")).argmax(axis=1)[:, None]
+    first = np.arange(rows.shape[1])[None, :_SAMPLE].repeat(len(rows), axis=0)
+    wanted, factors = (
+        np.take_along_axis(each, np.concatenate([first, largest], axis=1), axis=1).astype("float32")
+        for each in (rows, integers)
+    )
+    near = scales.astype("float32")
+    exact, left = scales.copy(), np.ones(len(rows), bool)
+    for step in (0, 1, -1, 2, -2):
+        tried = near + np.float32(step) * np.spacing(near)
+        fits = left & (factors * tried[:, None] == wanted).all(axis=1)
+        exact[fits] = tried[fits]
+        left &= ~fits
+    return exact
+
+
 def _fit(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return which rows are multiples of their scales."""
-    units = rows / scales[:, None]
+    with np.errstate(all="ignore"):
+        units = rows / scales[:, None].astype("float32")
     whole = np.rint(units)
     limits = _TOLERANCE * np.abs(units).max(axis=1, initial=0)
     near = np.abs(units - whole).max(axis=1, initial=0) <= limits

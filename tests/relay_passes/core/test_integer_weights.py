@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay_passes.conv2d.quantized.integer_weights import integer_weights
+from relay_passes.core.integer_weights import integer_weights, rescaled_weights
 
 
 @given(
@@ -61,3 +61,29 @@ def test_integers_are_as_small_as_they_can_be():
     np.testing.assert_array_equal(found.integers[:2], integers[:2])
     np.testing.assert_array_equal(found.integers[2:], [[0, 0, 0, 0], [1, -2, 3, 0]])
     np.testing.assert_array_equal(found.scales[:, None] * found.integers, integers * 0.25)
+
+
+@given(seed=st.integers(0, 2**32 - 1), alike=st.booleans())
+def test_factors_multiply_scales_in_float32(seed, alike):
+    """As ONNX Runtime multiplies them, whatever rounding the weights had."""
+    random = np.random.default_rng(seed)
+    integers = random.integers(-127, 128, (5, 40))
+    integers[:, 0], integers[:, 1] = 127, 1
+    scales, factors = np.exp(random.uniform(-6, 2, (2, 5))).astype("float32")
+    given = (integers * scales[:, None]).astype("float32").astype("float64")
+    by = factors[:1] if alike else factors
+    weight = rescaled_weights(given, by.astype("float64")).astype("float32")
+    found = integer_weights(weight.astype("float64"))
+    assert found is not None
+    np.testing.assert_array_equal(found.integers, integers)
+    np.testing.assert_array_equal(found.scales.astype("float32"), scales * by)
+
+
+def test_other_weights_are_multiplied_by_themselves():
+    """Also those that are nearly multiples of a scale."""
+    random = np.random.default_rng(1)
+    nearly = np.full((2, 3), 0.7) * [1, 1 + 1e-6, -1]
+    for weight in (random.standard_normal((2, 30)), nearly):
+        weight = weight.astype("float32").astype("float64")
+        found = rescaled_weights(weight, np.array([0.3, 3.0]))
+        np.testing.assert_array_equal(found, weight * [[0.3], [3.0]])
