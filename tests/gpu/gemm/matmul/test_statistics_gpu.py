@@ -118,7 +118,7 @@ def test_machine_code_has_no_spills(precision: str, arch: str) -> None:
         named = func.with_attr("global_symbol", "main").with_attr(
             attributes.TF32, precision == "tf32"
         )
-        kernel = Matmul().schedule(named, target).mod["main"]
+        kernel = Matmul().apply(named, target, False).mod["main"]
         source = cuda_source(kernel, arch)
         assert ("mma.sync" in source) == (precision == "tf32")
         [found] = ptxas(source, arch).values()
