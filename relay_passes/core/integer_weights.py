@@ -54,9 +54,11 @@ def integer_weights(weight: np.ndarray) -> IntegerWeights | None:
         return None
     scales = _exact(rows, integers, scales)
     # As small as they can be: products of small ones fit in 16 bits.
-    while (even := (integers % 2 == 0).all(axis=1) & integers.any(axis=1)).any():
+    bits = np.bitwise_or.reduce(integers, axis=1)
+    while (even := (bits & 1 == 0) & (bits != 0)).any():
         integers[even] //= 2
         scales[even] *= 2
+        bits[even] //= 2
     return IntegerWeights(integers.reshape(weight.shape), scales)
 
 
