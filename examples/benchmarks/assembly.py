@@ -27,7 +27,7 @@ _X86_FMA = re.compile(r"vfn?m(?:add|sub)\d{3}p|vpdpbusd|vpmaddwd")  # the latter
 _X86_SUM = re.compile(r"v(?:add|sub|mul|max|min)p")
 _X86_SHUFFLE = re.compile(r"v(?:unpck|shuf|perm|insert|extract|blend|align)")
 _ARM_SHUFFLE = re.compile(r"(?:zip|uzp|trn)\d|ext|tbl|ins\b")
-_ARM_FMA = re.compile(r"fml[as]\b|(?:s|us|bf)dot\b|usmmla\b")
+_ARM_FMA = re.compile(r"fml[as]\b|(?:s|us|bf)dot\b|(?:us|bf)mmla\b")
 _ARM_SUM = re.compile(r"f(?:add|sub|mul|max(?:nm)?|min(?:nm)?|cm\w\w)\b")
 
 

@@ -13,6 +13,7 @@ from tvm.ir import IRModule, Op
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
+from schedules.cpu.cost.conv2d_knobs import suits_mmla
 from schedules.cpu.cost.tile_conv2d_knobs import fastest_blocks, tile_groups
 from schedules.errors import OpError
 from schedules.gpu.conv2d.tensor_core_pair import takes_pair
@@ -204,6 +205,7 @@ class _Packer(relax.PyExprMutator):
             self.scope.pairs = cpu.word_channels == WORDS["int16"]
             self.scope.shifts = cpu.shifts_bytes
             self.scope.tile_groups = partial(tile_groups, blocks=blocks, cpu=cpu)
+            self.scope.mmla = partial(suits_mmla, cpu=cpu)
 
     def rewrite_module(self, mod: IRModule) -> IRModule:
         """The module with every Relax function rewritten that is concerned."""

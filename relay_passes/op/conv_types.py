@@ -137,7 +137,7 @@ def read_kernel(call: relax.Call, op: ConvOp) -> Conv2DKernel:
         kernel = replace(kernel, data_dtype=str(data.dtype))
     out_dtype = str(call.attrs["out_dtype"]) if "out_dtype" in call.attrs.keys() else None
     if sums is not None:
-        word = WORDS[dtype] if lanes and _has_words(call, op, 0) else 1
+        word = int(call.args[1].ty.shape.values[-1]) if lanes and _has_words(call, op, 0) else 1
         kernel = with_sums(replace(kernel, word=word), call, sums, op.name)
     elif out_dtype is not None:
         check_bytes(layers[-1].activation, out_dtype, op.name)
@@ -266,6 +266,8 @@ def _read_layer(call: relax.Call, op: ConvOp, index: int, lanes: int) -> ConvLay
         check_packable(layer, lanes, plain_data, suffix, op.name)
     data_lanes = lanes_of(str(call.attrs["data_layout"]), op.name) if has_words else None
     word = lanes if _sums_of(call) is None else WORDS["bfloat16"]
+    if has_words and layer.groups == 1 and word == WORDS["bfloat16"] and weight[-1] == 2 * word:
+        word = weight[-1]
     check_parameters(layer, weight, bias, lanes, plain_data, suffix, op.name, data_lanes, word)
     return layer
 
@@ -398,7 +400,7 @@ def packed_weight_shape(
         return (out_blocks, *layer.kernel, lanes)
     per_group = layer.in_channels // layer.groups
     if data_lanes is not None:
-        step = layer.input_step(data_lanes)
+        step = max(layer.input_step(data_lanes), word)
         words = (step // word, lanes, word)
         return (out_blocks, -(-per_group // step), *layer.kernel, *words)
     if layer.group_lanes(lanes):

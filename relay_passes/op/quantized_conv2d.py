@@ -18,8 +18,8 @@ is packed: then it is rounded to bytes first, and padded with the byte that stan
 with lanes ``x`` from ``out_layout`` ``NCHW{x}c``: ``out`` is ``[N, blocks, H, W, x]``, ``scale``
 and ``bias`` are ``[blocks, x]``, ``data`` alike, with lanes of its own, as 4 of an input image, the
 weight is as in ``schedules/compute/quantized_conv2d.py``, of int8, or of int16 for CPUs that add
-products in pairs, in words of a whole block for GPUs, and ``in_channels`` and ``out_channels`` are
-given. Batch, height and width may be symbolic.
+products in pairs, in words of eight for AArch64 with I8MM, and of a whole block for GPUs, and
+``in_channels`` and ``out_channels`` are given. Batch, height and width may be symbolic.
 """
 
 from __future__ import annotations
@@ -265,6 +265,9 @@ def _read_layer(call: relax.Call, data_lanes: int, lanes: int) -> ConvLayer:
     if lanes:
         step, out_blocks = layer.input_step(data_lanes), -(-layer.out_channels // lanes)
         word = step if weight[-1] == step else WORDS[str(call.args[1].ty.dtype)]
+        has_form = any(_read_form(call, name) for name in ("limited", "shifted"))
+        if word == WORD_BYTES and weight[-1] == 2 * word and groups == 1 and not has_form:
+            word, step = weight[-1], max(step, weight[-1])
         blocks = -(-own // step) + _read_form(call, "shifted")
         expected = (out_blocks, blocks, *layer.kernel, step // word, lanes, word)
         numbers = (out_blocks, lanes)

@@ -21,7 +21,8 @@ Convolutions of bfloat16 with biases of float32 sum up, add and activate in floa
 their dense weights are ``[B(O), B(I), kh, kw, x / 2, x, 2]``: words of two input channels, output
 lanes, the channels of a word. With groups they may be ``[B(O), I / g / d, kh, kw, d / 2, x, 2]``,
 too, with ``d`` that of the data. First layers read ``[N, ceil(C / 4), H, W, 4]``, with weights
-``[B(O), ceil(I / 4), kh, kw, 2, x, 2]``. On tensor cores of GPUs dense weights of float32 are
+``[B(O), ceil(I / 4), kh, kw, 2, x, 2]``. Words of dense layers may have four channels, which lie in
+one block, instead of two. On tensor cores of GPUs dense weights of float32 are
 ``[B(O), B(I), kh, kw, 1, x, x]``: words of all input lanes of a block.
 
 Block names are fixed, because schedule rules find their stages by them: ``pad1``, ``conv1``,

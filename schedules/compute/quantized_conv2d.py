@@ -9,7 +9,8 @@ weight     ``[O, I, kh, kw]``      ``[B(O), ceil(I / d), kh, kw, d / w, x, w]``,
                                    group, and ``d`` x or with groups ``gcd(I, x)``, or
                                    ``[B(O), ceil(I / 4), kh, kw, 4 / w, x, w]``: words of input
                                    channels, output lanes, the ``w`` channels of a word: 4 of
-                                   int8 or 2 of int16; int8 in NCHW; or those of
+                                   int8 or 2 of int16, or 8 of int8 with a ``d`` of at least
+                                   8; int8 in NCHW; or those of
                                    :mod:`.winograd_conv2d`
 bias       ``[O]``                 ``[B(O), x]``, int32, or float32
 scale      ``[O]``                 ``[B(O), x]``, float32

@@ -372,7 +372,8 @@ class Conv2DKernel:
     the activation's lower bound is subtracted."""
     word: int = WORD_BYTES
     """Channels whose products one instruction adds up; see :data:`WORDS`. 1 for convolutions of
-    bfloat16 with ``sums`` whose weights are not in words, as of depthwise layers."""
+    bfloat16 with ``sums`` whose weights are not in words, as of depthwise layers, and twice as many
+    as in a word where it multiplies two pixels by two output channels; see ``has_mmla``."""
     addition: ByteAddition | None = None
     """Sum of a convolution of bytes and its residual, which is of ``uint8``."""
     limited: bool = False
@@ -406,17 +407,25 @@ class Conv2DKernel:
         """Return whether channels are multiplied in words: bytes, or pairs of bfloat16."""
         return self.is_quantized or (self.sums is not None and self.word > 1)
 
+    @property
+    def has_mmla(self) -> bool:
+        """Return whether words of weights have eight bytes, for AArch64's ``mmla``."""
+        return self.word == 2 * WORDS["bfloat16" if self.sums else "uint8"]
+
     def in_words(self) -> Conv2DKernel:
         """The convolution of floats that moves as many bytes by as many instructions.
 
-        That of words of channels, with images of one pixel as one row, and with the zeros around an
-        image that is rounded as part of it; a convolution of floats of its own lanes is its own.
+        That of words of four bytes, with images of one pixel as one row, and with the zeros around
+        an image that is rounded as part of it; a convolution of floats of its own lanes is its own.
+        Words of eight bytes take half as many instructions.
         """
         if not self.has_words:
             return self
         (layer,) = self.layers
-        words = replace(layer, in_channels=-(-layer.in_channels // self.word))
-        layout = "NCHW" if self.data_layout == f"NCHW{WORD_BYTES}c" else self.data_layout
+        word = WORDS[self.dtype] if self.has_mmla else self.word
+        words = replace(layer, in_channels=-(-layer.in_channels // word))
+        is_plain = self.data_layout == f"NCHW{WORD_BYTES}c" and not self.has_mmla
+        layout = "NCHW" if is_plain else self.data_layout
         kernel = replace(self, layers=(words,), dtype="float32", data_layout=layout)
         if self.rounding is not None and self.height and self.width:
             top, left, bottom, right = words.padding

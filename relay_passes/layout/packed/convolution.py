@@ -132,6 +132,7 @@ def pack_words(scope: Scope, binding: relax.VarBinding, layer: ConvLayer) -> Res
     else:
         data = _in_blocks(scope, call.args[0])
     block = scope.blocks.of(layer.out_channels)
+    suffix = "_mmla" if scope.mmla(read_kernel(call, CONV2D)) else suffix
     form = f"words{suffix}" if dense or groups else str(weight_form(layer, block, False))
     operands = [data, scope.parameter(call.args[1], form), scope.parameter(call.args[2], "bias")]
     found = [scope.lookup(residual) for residual in call.args[3:]]
@@ -221,6 +222,7 @@ def pack_quantized(scope: Scope, binding: relax.VarBinding) -> Result:
         suffix = _group_suffix(layer, groups)
         attrs |= {"groups": groups} if groups else {}
         operands = [_in_blocks(scope, data)]
+    suffix = "_mmla" if scope.mmla(kernel) else suffix
     weight = scope.parameter(call.args[1], "quantized" + suffix)
     is_constant = isinstance(weight, GenericConst)
     if scope.shifts and is_constant:

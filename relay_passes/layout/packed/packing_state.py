@@ -90,6 +90,8 @@ class Scope:
         too, and dense weights of other than 16 bits have the input lanes of a block last.
     tile_groups : Callable
         Groups in which tile registers compute a convolution with groups; 0 where they do not.
+    mmla : Callable
+        Whether two pixels are multiplied by two output channels, of eight bytes each.
     packed : dict
         Tensors that exist packed.
     tuples : dict
@@ -108,6 +110,7 @@ class Scope:
     shifts: bool = False
     chunks: Takes = field(default=lambda _: False)
     tile_groups: Callable[[Conv2DKernel], int] = field(default=lambda _: 0)
+    mmla: Takes = field(default=lambda _: False)
     packed: dict[relax.Var, Packed] = field(default_factory=dict)
     tuples: dict[relax.Var, tuple[Packed, ...]] = field(default_factory=dict)
     parameters: dict[tuple[GenericConst, str], relax.Expr] = field(default_factory=dict)

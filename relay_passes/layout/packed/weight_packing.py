@@ -20,6 +20,8 @@ quantized_ ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, 4, x, 4]``: as of gro
 diagonal                                with zeros between those of the true groups
 shifted    as quantized, also           with a block of input channels more, whose first word is 128
            ``_first``, ``_grouped``     times the sum of the weights of each tap and output lane
+quantized_ ``[O, I, kh, kw]``           ``[O/x, I/d, kh, kw, d/8, x, 8]``, ``d`` 8 or a larger x
+mmla
 pairs      ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/2, x, 2]`` of int16
 pairs_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of int16, for data in words
 first                                   of four
@@ -30,6 +32,7 @@ words_     ``[O, I, kh, kw]``           ``[O/x, I/4, kh, kw, 2, x, 2]`` of bfloa
 first                                   blocks of four
 words_     ``[O, I/g, kh, kw]``         ``[O/x, (I/g)/d, kh, kw, d/2, x, 2]`` of bfloat16
 grouped
+words_mmla ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, x/4, x, 4]`` of bfloat16
 words_     ``[C, g, kh, kw]``           ``[C/x, 1, kh, kw, 8, x, 2]`` of bfloat16
 diagonal
 chunks     ``[O, I, kh, kw]``           ``[O/x, I/x, kh, kw, 1, x, x]``, input lanes last
@@ -60,6 +63,7 @@ FORMS = (
     *("dense", "first", "depthwise", "grouped", "narrow", "quantized", "quantized_first"),
     *("quantized_grouped", "pairs", "pairs_first", "pairs_grouped", "words", "words_first"),
     *("quantized_diagonal", "words_grouped", "words_diagonal", "chunks", "bias", "data"),
+    *("quantized_mmla", "words_mmla"),
 )
 
 
@@ -125,6 +129,9 @@ class Packing:
                 inputs, padding, lanes = TILE_WORDS, 1, math.gcd(TILE_WORDS, inner)
             word = WORDS["bfloat16" if form.startswith("words") else element_type(form, "int8")]
             word = lanes if form == "chunks" else word
+            if form.endswith("_mmla"):
+                word *= 2
+                lanes = max(lanes, word)
             count = channel_blocks(inputs, lanes)
             padding += count * lanes - inputs
             split = (blocks[0], block, count, lanes // word, word, *extents[2:])

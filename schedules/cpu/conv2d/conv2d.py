@@ -178,6 +178,9 @@ class Conv2D(PackedRule):
     def workload(self, func: tirx.PrimFunc, target: Target) -> Conv2DKernel | None:
         """Return the convolution; None for one of bytes that the CPU does not multiply."""
         kernel, cpu = packed_kernel(func, layers=1), CPUInfo.from_target(target)
+        if kernel is not None and kernel.has_mmla:
+            fits = kernel.dtype in cpu.mmla and kernel.lanes == cpu.lanes("int32")
+            return kernel if fits and not kernel.shifted else None
         if kernel is not None and kernel.is_quantized:
             word = WORDS["int16"] if kernel.limited else kernel.word
             takes_bytes = word == cpu.word_channels and kernel.lanes <= cpu.lanes("int32")
@@ -254,7 +257,7 @@ def _quantized_operands(
         maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
     data, output, *residual = maps
     weight = builder.buffers[at]
-    if kernel.word == WORD_BYTES and kernel.rounding is None:
+    if kernel.word >= WORD_BYTES and kernel.rounding is None:
         data = _in_words(data, builder.words(0), WORD_BYTES)
     return LayerOperands(
         layer=(kernel if kernel.rounding else kernel.in_words()).layers[0],
@@ -269,7 +272,8 @@ def _quantized_operands(
         dtype="int32",
         scale=builder.flat[at + 2],
         out_dtype=kernel.out_dtype,
-        word=kernel.word,
+        word=WORD_BYTES if kernel.has_mmla else kernel.word,
+        mmla=kernel.has_mmla,
         limited=kernel.limited,
         shifted=kernel.shifted,
         addition=kernel.addition,
@@ -292,9 +296,10 @@ def _half_operands(
         maps = [_row_of_images(each, int(kernel.batch or 1)) for each in maps]
     data, output, *residual = maps
     layer, weight = kernel.in_words().layers[0], builder.buffers[at]
+    word = WORDS[kernel.dtype] if kernel.has_mmla else kernel.word
     return LayerOperands(
         layer=layer,
-        source=_in_words(data, builder.words(0), kernel.word) if kernel.has_words else data,
+        source=_in_words(data, builder.words(0), word) if kernel.has_words else data,
         output=output,
         weight=builder.words(at) if kernel.has_words else builder.bits(at),
         bias=builder.flat[at + 1],
@@ -304,8 +309,9 @@ def _half_operands(
         out_blocks=int(weight.shape[0]),
         dtype=str(kernel.sums),
         out_dtype=kernel.out_dtype,
-        word=kernel.word,
+        word=word,
         pairs=kernel.has_words,
+        mmla=kernel.has_mmla,
     )
 
 
@@ -365,8 +371,8 @@ def conv2d_template(
         If ``ic_o`` does not divide the input blocks, or comes with ``blocks_inside``.
     """
     builder = KernelBuilder(func)
-    in_pairs = kernel.is_quantized and (kernel.word != WORD_BYTES or kernel.limited)
-    with builder.body(), word_functions(in_pairs, kernel.lanes * dots):
+    in_pairs = kernel.is_quantized and (kernel.word < WORD_BYTES or kernel.limited)
+    with builder.body(), word_functions(in_pairs, kernel.lanes * dots, kernel.has_mmla):
         pieces = knobs.unit_chunks * knobs.block_chunks
         images = 1 if kernel.is_matrix else builder.batch
         with T.parallel(0, images * pieces) as index:

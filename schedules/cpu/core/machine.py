@@ -136,6 +136,12 @@ class CPUInfo:
         )
 
     @property
+    def mmla(self) -> tuple[str, ...]:
+        """Types of data of which AArch64 multiplies two rows by two columns of eight bytes."""
+        found = {"uint8": self.byte_dots == "usdot", "bfloat16": self.half_dots == "bfdot"}
+        return tuple(dtype for dtype, has in found.items() if has)
+
+    @property
     def shifts_bytes(self) -> bool:
         """Return whether 128 is subtracted from unsigned bytes before they are multiplied."""
         return self.byte_dots == "sdot"

@@ -81,12 +81,25 @@ _DOT_INTRINSICS = {
     16: "llvm.x86.avx512bf16.dpbf16ps.512",
 }
 """Instructions for pairs of bfloat16 by the lanes of their sums."""
+_ONCE = "tvm_fusion_once"
+_ONCE_FUNCTION = f"""
+define linkonce_odr void @{_ONCE}() alwaysinline {{
+  call void asm sideeffect "", ""() noduplicate
+  ret void
+}}
+"""
+"""LLVM IR of nothing, which may not be copied. A loop with it is not unrolled; LLVM 22 unrolls such
+of few steps, loads what several tiles share before all of them, and spills."""
+_MMLA_INTRINSIC = "llvm.aarch64.neon.bfmmla"
+# Elements of two vectors: sums of two pixels, or those of two pixels by two channels.
+_TURNED = (0, 1, 4, 5), (2, 3, 6, 7)
 
 
-def _dot_function(lanes: int) -> str:
+def _dot_function(lanes: int, mmla: bool = False) -> str:
     """LLVM IR of an instruction whose operands of bfloat16 TVM cannot write."""
     sums, words = f"<{lanes} x float>", f"<{lanes} x i32>"
-    halves, name = f"<{2 * lanes} x bfloat>", _DOT_INTRINSICS[lanes]
+    halves = f"<{2 * lanes} x bfloat>"
+    name = _MMLA_INTRINSIC if mmla else _DOT_INTRINSICS[lanes]
     return f"""
 declare {sums} @{name}({sums}, {halves}, {halves})
 define linkonce_odr {sums} @{_DOT}({sums} %a, {words} %b, {words} %c) alwaysinline {{
@@ -98,15 +111,18 @@ define linkonce_odr {sums} @{_DOT}({sums} %a, {words} %b, {words} %c) alwaysinli
 """
 
 
-def word_functions(in_pairs: bool, dots: int = 0) -> AbstractContextManager[None]:
+def word_functions(
+    in_pairs: bool, dots: int = 0, mmla: bool = False
+) -> AbstractContextManager[None]:
     """Import what products of words call into what is opened next.
 
     That is an addition if they are added in pairs, and the instruction for pairs of bfloat16 with
-    so many sums, if any.
+    so many sums, if any: that for two rows by two columns with ``mmla``.
     """
-    if not in_pairs and not dots:
+    if not in_pairs and not dots and not mmla:
         return nullcontext()
-    text = _dot_function(dots) if dots else _ADDITIONS
+    text = _dot_function(dots, mmla) if dots else _ADDITIONS if in_pairs else ""
+    text += _ONCE_FUNCTION if mmla else ""
     return T.attr(T.int32(0), "pragma_import_llvm", text)
 
 
@@ -237,6 +253,9 @@ class LayerOperands:
         What is done with a residual of bytes, after the activation.
     rounding : ByteRounding | None
         How the elements of ``source``, a float32 image in NCHW, become bytes.
+    mmla : bool
+        Whether an instruction multiplies two words of two pixels by those of two output channels,
+        which lie together in the weights; with ``dots``, or words of bytes.
     """
 
     layer: ConvLayer
@@ -259,6 +278,7 @@ class LayerOperands:
     pairs: bool = False
     dots: bool = False
     rounding: ByteRounding | None = None
+    mmla: bool = False
 
     @property
     def group_lanes(self) -> int:
@@ -267,8 +287,11 @@ class LayerOperands:
 
     @property
     def step(self) -> int:
-        """Channels of an input block, or of a piece that a group is read in."""
-        return self.layer.input_step(self.source.lanes)
+        """Channels of an input block, or of a piece that a group is read in.
+
+        Two words at least that are multiplied at once, of two blocks if need be.
+        """
+        return max(self.layer.input_step(self.source.lanes), 1 + self.mmla)
 
     @property
     def weight_blocks(self) -> int:
@@ -403,6 +426,9 @@ def _tile_of_groups(ops: LayerOperands, tile: RegisterTile, turns: int, lines: i
             turn = (tile.row * turns + number) * lines
             ahead = [next_weights(ops, tile, turn + line) for line in range(lines)]
         _start(ops, sums, tile)
+        if ops.mmla:
+            sums += accumulators(run.size % 2 * tile.blocks, ops.lanes, ops.dtype)
+            _turn(ops, sums, tile.blocks)
         if ops.source.lanes > 1:
             for in_block, channels in _input_blocks(ops, reduction):
                 for tap in _taps(ops, tile.row, run):
@@ -411,9 +437,20 @@ def _tile_of_groups(ops: LayerOperands, tile: RegisterTile, turns: int, lines: i
             # Channels innermost, or rows of a single one: otherwise LLVM keeps the pixels that
             # neighbouring kernel columns share in registers, and spills the accumulators.
             for tap in _taps(ops, tile.row, run, rows_inside=reduction.count == 1):
-                with loop(reduction.start, reduction.start + reduction.count) as in_block:
-                    _multiply(ops, sums, tile, in_block, tap, 1)
-        _finish(ops, sums, tile)
+                for in_block, channels in _input_blocks(ops, reduction):
+                    _multiply(ops, sums, tile, in_block, tap, channels)
+        if ops.mmla:
+            _turn(ops, sums, tile.blocks)
+        _finish(ops, sums[: run.size * tile.blocks], tile)
+
+
+def _turn(ops: LayerOperands, sums: Sequence[tirx.Buffer], blocks: int) -> None:
+    """Turn the sums of pairs of pixels into those of pixels by two channels, or back."""
+    for start in range(0, len(sums), 2 * blocks):
+        for v in range(start, start + blocks):
+            pair = [T.bind(_load(sums[at], 0, ops.lanes)) for at in (v, v + blocks)]
+            for at, order in zip((v, v + blocks), _TURNED, strict=True):
+                _store(sums[at], tirx.Shuffle(pair, order), 0, ops.lanes)
 
 
 def own_block_tile(ops: LayerOperands, block: Index, row: Index, run: Run, column: Index) -> None:
@@ -500,7 +537,7 @@ def _group_inputs(ops: LayerOperands, block: Index, piece: Index) -> list[tuple[
     """Pieces of the groups that an output block belongs to: input blocks and lanes."""
     layer = ops.layer
     if layer.groups == 1:
-        return [(piece, 0)]
+        return [(piece * (ops.step // ops.source.lanes) if ops.mmla else piece, 0)]
     first = tirx.floordiv(block * ops.lanes, layer.out_channels // layer.groups)
     groups = [tirx.min(first + k, layer.groups - 1) for k in range(ops.met)]
     pieces = [group * ops.in_blocks + piece for group in groups]
@@ -654,6 +691,9 @@ def _multiply(
     for start in ahead:
         step = in_block * taps + kh * layer.kernel[1] + kw
         prefetch(ops.weight, start + step * line, level=2)
+    if ops.mmla:
+        _multiply_pairs(ops, sums, tile, span, channels, origins[0], weight)
+        return
     parts = ops.word if ops.pairs else 1
     # A tile of one vector may be a whole row: without a loop, LLVM would keep the elements that
     # kernel columns share, and spill the accumulators.
@@ -678,6 +718,77 @@ def _multiply(
                     total = sums[p * blocks + v]
                     value = _multiply_add(ops, _load(total, 0, lanes), factor, vector)
                     _store(total, value, 0, lanes)
+
+
+def _multiply_pairs(
+    ops: LayerOperands,
+    sums: Sequence[tirx.Buffer],
+    tile: RegisterTile,
+    span: tuple[int, int],
+    channels: int,
+    origin: Index,
+    weight: Index,
+) -> None:
+    """Those of :func:`_multiply` by an instruction for two pixels and two output channels.
+
+    The sums of even pixels are those of the first two channels of each vector, for two pixels.
+    """
+    taps = ops.layer.kernel[0] * ops.layer.kernel[1]
+    per_block = ops.weight_blocks * taps * ops.step * ops.lanes
+    for word in range(0, channels, 2):
+        T.evaluate(T.call_extern("void", _ONCE))
+        pairs = {
+            p: T.bind(_pixel_pair(ops, origin, word, p, span, word + 2 <= channels))
+            for p in range(span[0] - span[0] % 2, span[1], 2)
+        }
+        for v, half in itertools.product(range(tile.blocks), range(2)):
+            at = weight + v * per_block + (word + half) * ops.lanes
+            columns = T.bind(_load(ops.weight, at, ops.lanes))
+            for p, rows in pairs.items():
+                total = sums[(p + half) * tile.blocks + v]
+                value = _load(total, 0, ops.lanes)
+                if ops.dots:
+                    value = add_half_products(value, rows, columns)
+                else:
+                    value = add_block_products(value, rows, columns)
+                _store(total, value, 0, ops.lanes)
+
+
+def _pixel_pair(
+    ops: LayerOperands, origin: Index, word: int, pixel: int, span: tuple[int, int], whole: bool
+) -> tirx.Expr:
+    """Two words of a pixel and of the next one, zeros for pixels outside ``span``.
+
+    Words of one block beyond the last channel are multiplied by zeros; there are none in a block
+    that does not exist, unless the pair is ``whole``.
+    """
+    source, width = ops.source, ops.source.lanes
+    pixel_step = ops.layer.strides[1] * source.step
+    word_step = 1 if width > 1 else source.block_stride
+    start = origin + (word if width > 1 else word * source.block_stride) + pixel * pixel_step
+    seen = [span[0] <= p < span[1] for p in (pixel, pixel + 1)]
+    whole = whole or width > 1
+    zeros = T.broadcast(T.int32(0), 2)
+    if whole and word_step == 1:
+        if all(seen) and pixel_step == 2:
+            return _load(source.buffer, start, 4)
+        rows = [
+            _load(source.buffer, start + k * pixel_step, 2) if is_seen else zeros
+            for k, is_seen in enumerate(seen)
+        ]
+        return tirx.Shuffle(rows, [0, 1, 2, 3])
+    if all(seen) and pixel_step == 1:
+        low = _load(source.buffer, start, 2)
+        high = _load(source.buffer, start + word_step, 2) if whole else zeros
+        return tirx.Shuffle([low, high], [0, 2, 1, 3])
+    words = [
+        source.buffer[start + k * pixel_step + j * word_step]
+        if is_seen and (whole or not j)
+        else T.int32(0)
+        for k, is_seen in enumerate(seen)
+        for j in range(2)
+    ]
+    return tirx.Shuffle(words, [0, 1, 2, 3])
 
 
 def word_part(words: tirx.Expr, part: int) -> tirx.Expr:

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from schedules.workload.conv2d import ITEM_BYTES, WORD_BYTES, Conv2DKernel
+from schedules.workload.conv2d import ITEM_BYTES, WORD_BYTES, WORDS, Conv2DKernel
 
 from ..core.machine import CPUInfo
+from ..core.tiles import tile_counts
 from .register_tile import register_tiles
 
 # With a smaller part of the weights, the start of the loop dominates.
 LEAST_PART_BYTES = 4096
+# A tile of pairs of pixels is considered if at most one pixel in so many is without another.
+FEW_SINGLE = 10
 # Registers for products of pairs on their way to the sums.
 PAIR_REGISTERS = 2
 
@@ -69,9 +72,16 @@ def _tiles(kernel: Conv2DKernel, cpu: CPUInfo) -> list[tuple[int, int]]:
     """Register tiles."""
     spare = 1 if kernel.weight_dtype else 0  # widened, weights are loaded ahead
     if kernel.out_dtype is not None:
-        loads_ahead = kernel.word == WORD_BYTES or cpu.half_dots == "bfdot"
+        loads_ahead = kernel.word >= WORD_BYTES or cpu.half_dots == "bfdot"
         spare = cpu.num_vector_registers // 4 if loads_ahead else PAIR_REGISTERS
-    return register_tiles(kernel.layers[0], _row(kernel), kernel.lanes, cpu, spare)
+    row = _row(kernel)
+    tiles = register_tiles(kernel.layers[0], row, kernel.lanes, cpu, spare)
+    if not kernel.has_mmla:
+        return tiles
+    # The last pixel of an odd tile is multiplied with zeros in the place of another.
+    single = [sum(size % 2 * count for size, count in tile_counts(row, p)) for p, _ in tiles]
+    most = max(min(single), -(-row // FEW_SINGLE))
+    return [tile for tile, count in zip(tiles, single, strict=True) if count <= most]
 
 
 def _row(kernel: Conv2DKernel) -> int:
@@ -157,6 +167,23 @@ def multiplies_words(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
     """Return whether an instruction multiplies the kernel's pairs of bfloat16, and faster."""
     in_pairs = kernel.has_words and not kernel.is_quantized
     return in_pairs and cpu.multiplies_pairs and kernel.lanes == cpu.lanes("float32")
+
+
+def suits_mmla(kernel: Conv2DKernel, cpu: CPUInfo) -> bool:
+    """Return whether AArch64 multiplies two pixels by two output channels of a layer at once.
+
+    Not where there is one pixel, or no more than a word of channels, as in the first layer.
+    """
+    layer = kernel.layers[0]
+    if kernel.dtype not in cpu.mmla or layer.groups > 1 or kernel.rounding is not None:
+        return False
+    if kernel.height is None or kernel.width is None:
+        return False
+    height, width = _out_size(kernel)
+    pixels = height * width if layer.is_pointwise else width
+    if kernel.height == kernel.width == 1 and layer.is_pointwise:
+        pixels = kernel.batch or 1
+    return pixels > 1 and layer.in_channels > WORDS[kernel.dtype]
 
 
 def in_vectors(kernel: Conv2DKernel, cpu: CPUInfo) -> Conv2DKernel:

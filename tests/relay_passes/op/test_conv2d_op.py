@@ -202,6 +202,18 @@ def test_refuses_words_in_other_layouts():
         op.conv2d(data, words, tensor("bias", 1, 8), **LAYER.to_attrs(), **layouts)
 
 
+def test_words_of_two_channels_or_four():
+    data, bias = tensor("data", 1, 2, 8, 9, 4, dtype="bfloat16"), tensor("bias", 2, 4)
+    layout = {"data_layout": "NCHW4c", "in_channels": 6, "out_channels": 6}
+    for word in (2, 4):
+        words = tensor("weight", 2, 2, 3, 3, 4 // word, 4, word, dtype="bfloat16")
+        kernel = read_kernel(op.conv2d(data, words, bias, **LAYER.to_attrs(), **layout), CONV2D)
+        assert (kernel.word, kernel.has_mmla) == (word, word == 4)
+    words = tensor("weight", 2, 2, 3, 3, 1, 4, 8, dtype="bfloat16")
+    with pytest.raises(OpError, match=r"weight has shape .*; expected \(2, 2, 3, 3, 2, 4, 2\)"):
+        op.conv2d(data, words, bias, **LAYER.to_attrs(), **layout)
+
+
 def test_refuses_integers():
     with pytest.raises(OpError, match="element types int32.* cast them with relax.astype"):
         op.conv2d(*plain_operands(LAYER, dtype="int32"), **LAYER.to_attrs())

@@ -84,6 +84,25 @@ def test_types_in_blocks_and_with_an_open_batch():
     tvm.ir.assert_structural_equal(type_of(packed), expected)
 
 
+def test_words_of_eight_bytes():
+    """Those of two blocks of data; not with groups, and of plain bytes alone."""
+    data = var("x", (1, 3, 7, 7, 4), "uint8")
+    numbers = [var(name, (2, 4), "float32") for name in "bs"]
+    weight = var("w", (2, 2, 3, 3, 1, 4, 8), "int8")
+    given = {"data_layout": "NCHW4c", "in_channels": 12, "out_channels": 6}
+    call = quantized_conv2d(data, weight, *numbers, **given)
+    tvm.ir.assert_structural_equal(type_of(call), relax.TensorType((1, 2, 5, 5, 4), "float32"))
+    assert read_quantized(call).has_mmla
+    for wrong, attrs, text in (
+        (weight, {"shifted": True}, r"weight has shape .*; expected \(2, 4, 3, 3, 1, 4, 4\)"),
+        (weight, {"groups": 3}, r"weight has shape .*; expected \(2, 1, 3, 3, 1, 4, 4\)"),
+        (var("w", (2, 3, 3, 3, 1, 4, 8), "int8"), {}, r"expected \(2, 2, 3, 3, 1, 4, 8\)"),
+        (var("w", (2, 2, 3, 3, 1, 4, 8), "int16"), {}, r"expected \(2, 3, 3, 3, 2, 4, 2\)"),
+    ):
+        with pytest.raises(OpError, match=text):
+            quantized_conv2d(data, wrong, *numbers, **given | attrs)
+
+
 def test_an_image_of_floats_stays_in_nchw():
     data, weight = var("x", (1, 3, 6, 6), "float32"), var("w", (2, 1, 3, 3, 1, 8, 4), "int8")
     numbers = [var(name, (2, 8), "float32") for name in "bs"]

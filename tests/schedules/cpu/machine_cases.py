@@ -91,6 +91,19 @@ def defects(forms: Mapping[str, Form], cpu: str) -> list[str]:
     ]
 
 
+def check_mmla(text: str, name: str, least: int) -> None:
+    """Check the code of products of two rows by two columns: it has an instruction, and no dots.
+
+    So many in a step of the largest tile; innermost loops neither store sums nor use the stack.
+    """
+    named = [(loop, [i.name for i in loop.instructions]) for loop in loops(text)]
+    assert max(names.count(name) for _, names in named) >= least
+    for loop, names in named:
+        assert not any(each.endswith("dot") for each in names), loop
+        if name in names and loop.innermost:
+            assert not loop.stores and not loop.stack_loads, loop
+
+
 def kernel_case(kernel: Conv2DKernel) -> Case:
     """A workload as the case from which ``build`` makes its function."""
     return Case(

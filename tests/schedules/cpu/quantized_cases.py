@@ -70,11 +70,11 @@ class QuantizedCase:
     @property
     def step(self) -> int:
         """Those of them that lie in one block."""
-        return self.layer.input_step(self.data_lanes)
+        return max(self.layer.input_step(self.data_lanes), self.word)
 
     @property
     def weight_dtype(self) -> str:
-        return "int8" if self.word == 4 else "int16"
+        return "int8" if self.word >= 4 else "int16"
 
     @property
     def kernel(self) -> Conv2DKernel:
@@ -297,4 +297,13 @@ def portable_products(
         if signed:
             byte = (factor << all_lanes(24 - part)) >> all_lanes(24)
         total = total + byte * ((vector << all_lanes(24 - part)) >> all_lanes(24))
+    return total
+
+
+def product_of_blocks(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
+    """What ``usmmla`` does: two rows by two columns of eight bytes."""
+    orders = ([0, 0, 2, 2], [0, 2, 0, 2]), ([1, 1, 3, 3], [1, 3, 1, 3])
+    for by_rows, by_columns in orders:
+        factors = tirx.Shuffle([left], by_rows), tirx.Shuffle([right], by_columns)
+        total = portable_products(total, *factors, 4, 4)
     return total

@@ -24,6 +24,7 @@ import tvm_fusion
 from examples.models import mobilenet_v2, resnet_18
 from examples.transformers import bert_base
 from schedules.cpu.core.machine import CPUInfo, described
+from schedules.workload.conv2d import from_json
 from tvm_fusion.cli.command_line import cli
 from tvm_fusion.compiler import pipeline
 from tvm_fusion.compiler.launches import kernel_uses
@@ -144,6 +145,8 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
         mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))
         found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
     assert mod.script().count("tvm_fusion_dot_bfloat16") >= 3
+    kernels = [f.attrs for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
+    assert any(from_json(str(attrs["tvm_fusion.workload"])).has_mmla for attrs in kernels)
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2
 
 

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import tvm
-from cpu.quantized_cases import portable_products
+from cpu.quantized_cases import portable_products, product_of_blocks
 from onnx_reference import run_onnx
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -459,6 +459,7 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
     model = quantized(model, tmp_path, QuantFormat.QDQ, QuantType.QUInt8)
     target = resolve("native", 1)
     monkeypatch.setattr(micro_kernel, "add_word_products", portable_products)
+    monkeypatch.setattr(micro_kernel, "add_block_products", product_of_blocks)
     neon = {"vector_bits": 128, "num_vector_registers": 32, "word_channels": 4, "byte_dots": dots}
     with described(target, replace(CPUInfo.from_target(target), **neon)):
         x = next(iter(Images(model).get_next().values()))
@@ -474,6 +475,8 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
         and {from_json(str(attrs["tvm_fusion.workload"])).shifted for attrs in kernels}
         == {dots == "sdot"}
     )
+    in_twos = [text for text in workloads(mod) if from_json(text).has_mmla]
+    assert len(in_twos) == 2 * (dots == "usdot")
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from cpu.conv_cases import (
     pack_weight,
     up,
 )
+from cpu.machine_cases import check_mmla
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx
@@ -47,15 +48,15 @@ def has_words(case: Case) -> bool:
     return layer.groups == 1 or (case.lanes >= 16 and layer.input_step(case.lanes) % 2 == 0)
 
 
-def kernel_of(case: Case, out_dtype: str) -> Conv2DKernel:
+def kernel_of(case: Case, out_dtype: str, word: int = 2) -> Conv2DKernel:
     """The workload; ``case.nchw`` stands for an image in blocks of four channels."""
-    word = 2 if has_words(case) else 1
+    word = word if has_words(case) else 1
     kernel = replace(case.kernel, dtype="bfloat16", sums="float32", word=word)
     layout = "NCHW4c" if case.nchw else kernel.out_layout
     return replace(kernel, out_dtype=out_dtype, data_layout=layout)
 
 
-def operands(case: Case, seed: int) -> tuple[list[Array], list[Array]]:
+def operands(case: Case, seed: int, word: int = 2) -> tuple[list[Array], list[Array]]:
     """Packed arguments with garbage in the pad lanes of activations, and those in NCHW."""
     random, layer = np.random.default_rng(seed), case.layers[0]
     inputs = layer.in_channels // layer.groups
@@ -72,7 +73,7 @@ def operands(case: Case, seed: int) -> tuple[list[Array], list[Array]]:
     types = {name: ml_dtypes.bfloat16 for name in arrays} | {"bias": np.float32}
     exact = [array.astype(types[name]).astype("float64") for name, array in arrays.items()]
     lanes = 4 if case.nchw else case.lanes
-    packed = [pack(exact[0], lanes, fill=7), _pack_weight(exact[1], case, lanes)]
+    packed = [pack(exact[0], lanes, fill=7), _pack_weight(exact[1], case, lanes, word)]
     packed += [
         pack(exact[2], case.lanes, axis=0),
         *(pack(r, case.lanes, fill=7) for r in exact[3:]),
@@ -80,24 +81,26 @@ def operands(case: Case, seed: int) -> tuple[list[Array], list[Array]]:
     return packed, exact
 
 
-def _pack_weight(weight: Array, case: Case, data_lanes: int) -> Array:
+def _pack_weight(weight: Array, case: Case, data_lanes: int, word: int) -> Array:
     if not has_words(case):
         return pack_weight(weight, case, 0)
     step = case.layers[0].input_step(data_lanes)
     words = pack(pack(weight, step, axis=1), case.lanes, axis=0)
-    shape = *words.shape[:4], step // 2, 2, case.lanes
+    shape = *words.shape[:4], step // word, word, case.lanes
     return np.moveaxis(words.reshape(shape), 5, 6)
 
 
-def build(case: Case, out_dtype: str, batch: tirx.Var | None = None) -> tirx.PrimFunc:
+def build(
+    case: Case, out_dtype: str, batch: tirx.Var | None = None, word: int = 2
+) -> tirx.PrimFunc:
     """The function as legalization makes it."""
-    packed, _ = operands(case, 0)
+    packed, _ = operands(case, 0, word)
     dtypes = ["bfloat16", "bfloat16", "float32", "bfloat16"]
     shapes = [array.shape for array in packed]
     if batch is not None:
         shapes = [(batch, *shape[1:]) if at in (0, 3) else shape for at, shape in enumerate(shapes)]
     inputs = [te.placeholder(*each) for each in zip(shapes, dtypes, strict=False)]
-    kernel = kernel_of(case, out_dtype)
+    kernel = kernel_of(case, out_dtype, word)
     layouts = kernel.data_layout, kernel.out_layout
     residual = inputs[3] if case.residual else None
     output = conv2d(*inputs[:3], residual, case.layers[0], *layouts, out_dtype)
@@ -120,9 +123,9 @@ def run(case: Case, func: tirx.PrimFunc, packed: list[Array], out_dtype: str) ->
     return np.moveaxis(blocks, -1, 2).reshape(batch, -1, *size)[:, :channels]
 
 
-def check(case: Case, func: tirx.PrimFunc, out_dtype: str, seed: int) -> None:
+def check(case: Case, func: tirx.PrimFunc, out_dtype: str, seed: int, word: int = 2) -> None:
     """Compare with NumPy: a result of bfloat16 is the exact one, rounded once."""
-    packed, exact = operands(case, seed)
+    packed, exact = operands(case, seed, word)
     residual = exact[3] if case.residual else None
     expected = convolve(*exact[:3], case.layers[0], residual)
     found = run(case, func, packed, out_dtype)
@@ -235,12 +238,31 @@ NEON = {"neoverse-n1": False, "neoverse-v1": True, "neoverse-v2": True, "apple-m
 """CPUs, and whether they multiply pairs."""
 
 
-def portable_dots(lanes: int) -> str:
+PORTABLE_MMLA = """
+define linkonce_odr <4 x float> @tvm_fusion_dot_bfloat16(
+    <4 x float> %a, <4 x i32> %b, <4 x i32> %c) alwaysinline {
+  %b0 = shufflevector <4 x i32> %b, <4 x i32> %b, <4 x i32> <i32 0, i32 0, i32 2, i32 2>
+  %b1 = shufflevector <4 x i32> %b, <4 x i32> %b, <4 x i32> <i32 1, i32 1, i32 3, i32 3>
+  %c0 = shufflevector <4 x i32> %c, <4 x i32> %c, <4 x i32> <i32 0, i32 2, i32 0, i32 2>
+  %c1 = shufflevector <4 x i32> %c, <4 x i32> %c, <4 x i32> <i32 1, i32 3, i32 1, i32 3>
+  %s0 = call <4 x float> @tvm_fusion_pair_of_bfloat16(
+      <4 x float> %a, <4 x i32> %b0, <4 x i32> %c0)
+  %s1 = call <4 x float> @tvm_fusion_pair_of_bfloat16(
+      <4 x float> %s0, <4 x i32> %b1, <4 x i32> %c1)
+  ret <4 x float> %s1
+}
+"""
+
+
+def portable_dots(lanes: int, mmla: bool = False) -> str:
     """Replace the instructions for pairs, for CPUs without them.
 
     Those of AVX-512 add one product after the other, the later one first; that of AArch64 adds
-    their sum.
+    their sum. That for two rows and two columns is two of these.
     """
+    if mmla:
+        inner = portable_dots(lanes).replace("dot_bfloat16", "pair_of_bfloat16")
+        return inner + PORTABLE_MMLA
     sums, words = f"<{lanes} x float>", f"<{lanes} x i32>"
 
     def every(value: int) -> str:
@@ -290,6 +312,40 @@ def test_numbers_of_products_in_pairs(case, lanes, out_dtype, knobs, seed):
         func = build(case, out_dtype)
         written = conv2d_template(func, kernel_of(case, out_dtype), knobs, dots=True)
     check(case, written.mod["main"], out_dtype, seed)
+
+
+@given(cases(pair=False).filter(lambda case: case.layers[0].groups == 1), TYPES, KNOBS, SEED)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_of_two_pixels_by_two_channels(case, out_dtype, knobs, seed):
+    """Pixels without another, in tiles and at borders, are multiplied with zeros."""
+    case = replace(case, lanes=4)
+    kernel = kernel_of(case, out_dtype, word=4)
+    with pytest.MonkeyPatch.context() as patch:
+        emulate_dots(patch)
+        written = conv2d_template(build(case, out_dtype, word=4), kernel, knobs, dots=True)
+    check(case, written.mod["main"], out_dtype, seed, word=4)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("cpu", ["neoverse-v1", "neoverse-v2", "neoverse-n2", "apple-m2"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ConvLayer(64, 64, (1, 1)),
+        ConvLayer(128, 128, (3, 3), padding=(1, 1, 1, 1)),
+        ConvLayer(64, 128, (1, 1), (2, 2)),
+    ],
+    ids=str,
+)
+def test_two_pixels_by_two_channels_on_aarch64(cpu, layer):
+    """No loop over the input stores a sum, or keeps one on the stack."""
+    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": cpu, "num-cores": 2})
+    case = Case((layer,), height=28, width=28, lanes=4, residual=True)
+    found = Conv2D().apply(build(case, "bfloat16", word=4), target, False)
+    check_mmla(assembly(found.mod["main"], target), "bfmmla", least=8)
+    for name in ("neoverse-n1", "apple-m1"):
+        other = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": name})
+        assert Conv2D().apply(build(case, "bfloat16", word=4), other, False) is None
 
 
 @pytest.mark.quick_cases(1)

@@ -11,12 +11,14 @@ import pytest
 import tvm
 from cpu.conv2d.test_conv2d import KNOBS, SEED
 from cpu.conv_cases import TARGET, assembly, compile_function, loop_bodies, pack
+from cpu.machine_cases import check_mmla
 from cpu.quantized_cases import (
     ADDITIONS,
     ROUNDINGS,
     WORD_FORMS,
     QuantizedCase,
     portable_products,
+    product_of_blocks,
     quantized_cases,
     winograd_cases,
 )
@@ -31,7 +33,7 @@ from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
 from schedules.cpu.conv2d.winograd.winograd_conv2d import WinogradConv2D
 from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs
+from schedules.cpu.cost.conv2d_knobs import Conv2DKnobs, suits_mmla
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
 from schedules.workload.winograd_matrices import transform_words
 
@@ -340,6 +342,79 @@ def test_numbers_of_the_kernels_of_aarch64(case, rounding, cpu, seed):
         patch.setattr(micro_kernel, "add_word_products", portable_products)
         func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
     case.check(compile_function(func), seed)
+
+
+@given(
+    quantized_cases((4, False)).filter(lambda case: case.layer.groups == 1),
+    st.sampled_from([None, 8, 16]),
+    KNOBS,
+    SEED,
+)
+@settings(max_examples=settings.default.max_examples // 4)
+def test_numbers_of_two_pixels_by_two_channels(case, inner, knobs, seed):
+    """Pixels without another, and words without a second one, are multiplied with zeros."""
+    inner = None if case.words else inner
+    case = replace(case, lanes=4, inner=inner, word=8, rounding=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(micro_kernel, "add_block_products", product_of_blocks)
+        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
+    case.check(compile_function(func), seed)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("batch", [2, 9])
+def test_rows_of_a_matrix_in_pairs(batch):
+    """Two words of a row lie together; the definition has the same numbers."""
+    case = QuantizedCase(ConvLayer(40, 24, (1, 1)), batch, 1, 1, 4, word=8)
+    knobs = CONV2D.default(case.kernel, CPUInfo.from_target(NEON["neoverse-v2"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(micro_kernel, "add_block_products", product_of_blocks)
+        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
+    case.check(compile_function(func), 8)
+    case.check(compile_function(case.build().without_attr("tvm_fusion.workload")), 8)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("cpu", ["neoverse-v1", "neoverse-v2", "neoverse-n2", "apple-m2"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ConvLayer(64, 64, (3, 3), padding=(1, 1, 1, 1), activation=ROUNDED),
+        ConvLayer(60, 64, (1, 1), activation=ROUNDED),
+        ConvLayer(64, 128, (1, 1), (2, 2), activation=ROUNDED),
+    ],
+    ids=str,
+)
+def test_two_pixels_by_two_channels_on_aarch64(layer, cpu):
+    """No loop over the input stores a sum, or keeps one on the stack."""
+    case = QuantizedCase(layer, 1, 28, 28, 4, out_dtype="uint8", word=8)
+    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": cpu, "num-cores": 2})
+    found = Conv2D().apply(case.build(), target, False)
+    check_mmla(assembly(found.mod["main"], target), "usmmla", least=12)
+    for other in (*SHIFTS, "generic"):
+        assert Conv2D().apply(case.build(), NEON[other], False) is None
+
+
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
+def test_layers_that_are_multiplied_two_pixels_at_once(kernel):
+    """Not single pixels, images whose channels fill no second word, groups, or other CPUs."""
+    neon = CPUInfo.from_target(NEON["neoverse-v2"])
+    padding = (kernel[0] // 2,) * 4
+    workload = Conv2DKernel(
+        (ConvLayer(8, 8, kernel, padding=padding),), 1, 7, 2, dtype="uint8", out_dtype="uint8"
+    )
+    halves = replace(workload, dtype="bfloat16", sums="float32", out_dtype="bfloat16", word=1)
+    for each in (workload, halves):
+        (layer,) = each.layers
+        assert suits_mmla(each, neon)
+        assert not suits_mmla(each, CPUInfo.from_target(NEON["neoverse-n1"]))
+        assert not suits_mmla(each, CPUInfo.from_target(TARGET))
+        assert not suits_mmla(replace(each, layers=(replace(layer, groups=2),)), neon)
+        assert not suits_mmla(replace(each, layers=(replace(layer, in_channels=2),)), neon)
+        assert not suits_mmla(replace(each, height=None), neon)
+        single = replace(each, height=1, width=1)
+        assert not suits_mmla(single, neon)
+        assert suits_mmla(replace(single, batch=2), neon) == (kernel == (1, 1))
 
 
 def test_blocks_that_are_larger_than_vectors_are_left_to_others():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from cpu.conv_cases import TARGET, assembly
-from cpu.quantized_cases import portable_products
+from cpu.quantized_cases import portable_products, product_of_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm.target import Target
@@ -36,15 +36,6 @@ def product_of_pairs(total, factor, vector, lanes, word, *_):
     for part in (16, 0):
         up, down = (tvm.tirx.Broadcast(tvm.tirx.const(n, "int32"), lanes) for n in (part, 16))
         total = total + ((factor << up) >> down) * ((vector << up) >> down)
-    return total
-
-
-def product_of_blocks(total, left, right):
-    """What ``usmmla`` does: two rows by two columns of eight bytes."""
-    orders = ([0, 0, 2, 2], [0, 2, 0, 2]), ([1, 1, 3, 3], [1, 3, 1, 3])
-    for by_rows, by_columns in orders:
-        factors = tvm.tirx.Shuffle([left], by_rows), tvm.tirx.Shuffle([right], by_columns)
-        total = portable_products(total, *factors, 4, 4)
     return total
 
 
