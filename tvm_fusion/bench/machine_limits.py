@@ -24,7 +24,12 @@ from tvm.script.ir_builder import tirx as ib
 from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
-from schedules.cpu.core.micro_kernel import add_half_products, add_word_products, word_functions
+from schedules.cpu.core.micro_kernel import (
+    add_block_products,
+    add_half_products,
+    add_word_products,
+    word_functions,
+)
 from schedules.cpu.core.tile_unit import TILE_ELEMENTS, TILE_ROWS, TILE_WORDS, TileShape, tile_unit
 from schedules.workload.conv2d import WORD_BYTES, WORDS
 
@@ -202,7 +207,7 @@ def _word(numbers: str, cpu: CPUInfo) -> int:
     """Numbers in a word that is multiplied at once."""
     if numbers == "bfloat16":
         return WORDS["bfloat16"]
-    return WORD_BYTES if numbers in cpu.tiles else cpu.word_channels
+    return WORD_BYTES if numbers in cpu.tiles else cpu.word_channels * (1 + (numbers in cpu.mmla))
 
 
 def _tile_products(cpu: CPUInfo, threads: int, numbers: str) -> tirx.PrimFunc:
@@ -253,6 +258,8 @@ def _multiply_add(
         left, right = (data[tirx.Ramp(number * lanes, 1, lanes)] for number in places)
         if numbers == "bfloat16":
             return add_half_products(total, left, right)
+        if word > WORD_BYTES:
+            return add_block_products(total, left, right)
         return add_word_products(total, left, right, lanes, word, signed=signed)
 
     return _probe(size, lanes, vectors, threads, _ROUNDS, step, numbers)

@@ -14,14 +14,17 @@ import pytest
 import tvm
 from onnx import helper, numpy_helper
 from small_onnx import dense_model, small_model
+from tvm.target import Target
 
 from schedules.cpu.core.machine import CPUInfo
 from schedules.workload.conv2d import Conv2DKernel, ConvLayer
+from tests.targets import compile_unchecked
 from tvm_fusion.bench.machine_limits import (
     CacheLevel,
     MachineLimits,
     PeakProbe,
     _multiply_add,
+    _word,
     measure_limits,
 )
 from tvm_fusion.bench.profiler import (
@@ -242,3 +245,11 @@ def test_the_peak_of_bfloat16_is_that_of_its_instruction() -> None:
     kernel = _multiply_add(16, 24, 1, "bfloat16", 2)
     text = tvm.compile(kernel, target).mod.inspect_source("asm")
     assert text.count("vdpbf16ps") in (24, 48)  # It stands in one place, or is inlined in a second.
+
+
+def test_the_peak_of_bytes_is_that_of_two_rows_by_two_columns_on_aarch64() -> None:
+    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v2"})
+    cpu = CPUInfo.from_target(target)
+    kernel = _multiply_add(4, 24, 1, "uint8", _word("uint8", cpu))
+    text = compile_unchecked(kernel, target=target).mod.inspect_source("asm")
+    assert text.count("usmmla") in (24, 48) and "usdot" not in text

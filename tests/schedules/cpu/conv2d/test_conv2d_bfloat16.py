@@ -32,7 +32,7 @@ from tvm import te, tirx
 from tvm.target import Target
 
 from schedules.compute.conv2d import conv2d
-from schedules.cpu.conv2d.conv2d import Conv2D, conv2d_template
+from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
 from schedules.cpu.conv2d.winograd import winograd_nest
 from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo
@@ -346,6 +346,22 @@ def test_two_pixels_by_two_channels_on_aarch64(cpu, layer):
     for name in ("neoverse-n1", "apple-m1"):
         other = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": name})
         assert Conv2D().apply(build(case, "bfloat16", word=4), other, False) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_tiles_of_two_pixels_by_two_channels_stay_in_registers(size):
+    cpu = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v2"}
+    target = Target(cpu | {"num-cores": 2})
+    layer = ConvLayer(64, 96, (size, size), padding=(size // 2,) * 4)
+    for width in (27, 40):
+        case = Case((layer,), height=14, width=width, lanes=4, residual=True)
+        kernel = kernel_of(case, "bfloat16", word=4)
+        settings_ = CONV2D.settings(kernel, CPUInfo.from_target(target))
+        for (pixels, blocks), knobs in {(k.pixels, k.blocks): k for k in settings_}.items():
+            func = build(case, "bfloat16", word=4)
+            written = conv2d_template(func, kernel, knobs, dots=True).mod["main"]
+            check_mmla(assembly(written, target), "bfmmla", least=pixels * blocks)
 
 
 @pytest.mark.quick_cases(1)

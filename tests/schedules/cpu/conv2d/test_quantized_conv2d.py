@@ -395,6 +395,23 @@ def test_two_pixels_by_two_channels_on_aarch64(layer, cpu):
         assert Conv2D().apply(case.build(), NEON[other], False) is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_tiles_of_two_pixels_by_two_channels_stay_in_registers(size, strides):
+    cpu = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n2"}
+    target = Target(cpu | {"num-cores": 2})
+    layer = ConvLayer(64, 96, (size, size), strides, (size // 2,) * 4, activation=ROUNDED)
+    for width in (27, 40):
+        columns = width * strides[1]
+        case = QuantizedCase(layer, 1, 14, columns, 4, out_dtype="uint8", word=8)
+        cpu_info = CPUInfo.from_target(target)
+        knobs = {(k.pixels, k.blocks): k for k in CONV2D.settings(case.kernel, cpu_info)}
+        for (pixels, blocks), setting in knobs.items():
+            func = conv2d_template(case.build(), case.kernel, setting).mod["main"]
+            check_mmla(assembly(func, target), "usmmla", least=pixels * blocks)
+
+
 @pytest.mark.parametrize("kernel", [(1, 1), (3, 3)])
 def test_layers_that_are_multiplied_two_pixels_at_once(kernel):
     """Not single pixels, images whose channels fill no second word, groups, or other CPUs."""
