@@ -90,7 +90,7 @@ define linkonce_odr void @{_ONCE}() alwaysinline {{
 """
 """LLVM IR of nothing, which may not be copied. A loop with it is not unrolled; LLVM 22 unrolls such
 of few steps, loads what several tiles share before all of them, and spills."""
-_MMLA_INTRINSIC = "llvm.aarch64.neon.bfmmla"
+_MMLA, _MMLA_INTRINSIC = "tvm_fusion_mmla_bfloat16", "llvm.aarch64.neon.bfmmla"
 # Elements of two vectors: sums of two pixels, or those of two pixels by two channels.
 _TURNED = (0, 1, 4, 5), (2, 3, 6, 7)
 
@@ -99,10 +99,10 @@ def _dot_function(lanes: int, mmla: bool = False) -> str:
     """LLVM IR of an instruction whose operands of bfloat16 TVM cannot write."""
     sums, words = f"<{lanes} x float>", f"<{lanes} x i32>"
     halves = f"<{2 * lanes} x bfloat>"
-    name = _MMLA_INTRINSIC if mmla else _DOT_INTRINSICS[lanes]
+    called, name = (_MMLA, _MMLA_INTRINSIC) if mmla else (_DOT, _DOT_INTRINSICS[lanes])
     return f"""
 declare {sums} @{name}({sums}, {halves}, {halves})
-define linkonce_odr {sums} @{_DOT}({sums} %a, {words} %b, {words} %c) alwaysinline {{
+define linkonce_odr {sums} @{called}({sums} %a, {words} %b, {words} %c) alwaysinline {{
   %left = bitcast {words} %b to {halves}
   %right = bitcast {words} %c to {halves}
   %sum = call {sums} @{name}({sums} %a, {halves} %left, {halves} %right)
@@ -746,11 +746,7 @@ def _multiply_pairs(
             columns = T.bind(_load(ops.weight, at, ops.lanes))
             for p, rows in pairs.items():
                 total = sums[(p + half) * tile.blocks + v]
-                value = _load(total, 0, ops.lanes)
-                if ops.dots:
-                    value = add_half_products(value, rows, columns)
-                else:
-                    value = add_block_products(value, rows, columns)
+                value = add_block_products(_load(total, 0, ops.lanes), rows, columns)
                 _store(total, value, 0, ops.lanes)
 
 
@@ -859,8 +855,11 @@ def add_word_products(
 def add_block_products(total: tirx.Expr, left: tirx.Expr, right: tirx.Expr) -> tirx.Expr:
     """Add to two by two sums the products of two rows by two columns, each of eight bytes.
 
-    The bytes of ``left`` are unsigned, those of ``right`` signed; for AArch64 with I8MM.
+    The bytes of ``left`` are unsigned, those of ``right`` signed; for AArch64 with I8MM. To float32
+    those of bfloat16 are added, with BF16 and :func:`word_functions`.
     """
+    if str(total.ty.dtype).startswith("float32"):
+        return T.call_pure_extern(str(total.ty.dtype), _MMLA, total, left, right)
     name, bytes_ = "llvm.aarch64.neon.usmmla.v4i32.v16i8", "int8x16"
     left, right = (T.reinterpret(bytes_, each) for each in (left, right))
     return T.call_llvm_pure_intrin(str(total.ty.dtype), name, total, left, right)

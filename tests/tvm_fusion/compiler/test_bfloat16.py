@@ -144,7 +144,7 @@ def test_numbers_by_loops_in_place_of_the_dot_products_of_aarch64(
         assert chosen_precision("auto", target) == "fp32"
         mod = pipeline.optimize(import_onnx(model).mod, target, Options(precision="bf16"))
         found = tvm_fusion.compile(model, target, precision="bf16")(*feed.values())
-    assert mod.script().count("tvm_fusion_dot_bfloat16") >= 3
+    assert mod.script().count("tvm_fusion_mmla_bfloat16") >= 3
     kernels = [f.attrs for f in mod.functions.values() if "tvm_fusion.workload" in (f.attrs or {})]
     assert any(from_json(str(attrs["tvm_fusion.workload"])).has_mmla for attrs in kernels)
     assert 1e-5 < relative_error(found, *run_onnx(model, feed)) < 4e-2

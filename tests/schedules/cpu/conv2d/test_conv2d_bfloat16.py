@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from tvm import te, tirx
 from tvm.target import Target
 
+from examples.benchmarks.assembly import loops
 from schedules.compute.conv2d import conv2d
 from schedules.cpu.conv2d.conv2d import CONV2D, Conv2D, conv2d_template
 from schedules.cpu.conv2d.winograd import winograd_nest
@@ -38,6 +39,7 @@ from schedules.cpu.core import micro_kernel
 from schedules.cpu.core.machine import CPUInfo
 from schedules.tir.float_bits import round_to_bits
 from schedules.workload.conv2d import Activation, Conv2DKernel, ConvLayer, from_json, to_json
+from tests.targets import compile_unchecked
 
 TYPES = st.sampled_from(["bfloat16", "float32"])
 
@@ -239,15 +241,15 @@ NEON = {"neoverse-n1": False, "neoverse-v1": True, "neoverse-v2": True, "apple-m
 
 
 PORTABLE_MMLA = """
-define linkonce_odr <4 x float> @tvm_fusion_dot_bfloat16(
+define linkonce_odr <4 x float> @tvm_fusion_mmla_bfloat16(
     <4 x float> %a, <4 x i32> %b, <4 x i32> %c) alwaysinline {
   %b0 = shufflevector <4 x i32> %b, <4 x i32> %b, <4 x i32> <i32 0, i32 0, i32 2, i32 2>
   %b1 = shufflevector <4 x i32> %b, <4 x i32> %b, <4 x i32> <i32 1, i32 1, i32 3, i32 3>
   %c0 = shufflevector <4 x i32> %c, <4 x i32> %c, <4 x i32> <i32 0, i32 2, i32 0, i32 2>
   %c1 = shufflevector <4 x i32> %c, <4 x i32> %c, <4 x i32> <i32 1, i32 3, i32 1, i32 3>
-  %s0 = call <4 x float> @tvm_fusion_pair_of_bfloat16(
+  %s0 = call <4 x float> @tvm_fusion_dot_bfloat16(
       <4 x float> %a, <4 x i32> %b0, <4 x i32> %c0)
-  %s1 = call <4 x float> @tvm_fusion_pair_of_bfloat16(
+  %s1 = call <4 x float> @tvm_fusion_dot_bfloat16(
       <4 x float> %s0, <4 x i32> %b1, <4 x i32> %c1)
   ret <4 x float> %s1
 }
@@ -261,8 +263,7 @@ def portable_dots(lanes: int, mmla: bool = False) -> str:
     their sum. That for two rows and two columns is two of these.
     """
     if mmla:
-        inner = portable_dots(lanes).replace("dot_bfloat16", "pair_of_bfloat16")
-        return inner + PORTABLE_MMLA
+        return portable_dots(lanes) + PORTABLE_MMLA
     sums, words = f"<{lanes} x float>", f"<{lanes} x i32>"
 
     def every(value: int) -> str:
@@ -346,6 +347,23 @@ def test_two_pixels_by_two_channels_on_aarch64(cpu, layer):
     for name in ("neoverse-n1", "apple-m1"):
         other = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": name})
         assert Conv2D().apply(build(case, "bfloat16", word=4), other, False) is None
+
+
+def test_kernels_of_dots_and_of_two_pixels_in_one_module():
+    """They import functions of different names."""
+    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v2"})
+    case, functions = Case((ConvLayer(32, 32, (1, 1)),), lanes=4), {}
+    for name, word in (("dots", 2), ("twos", 4)):
+        found = Conv2D().apply(build(case, "bfloat16", word=word), target, False)
+        functions[name] = found.mod["main"].with_attr("global_symbol", name)
+    text = compile_unchecked(tvm.IRModule(functions), target=target).mod.inspect_source("asm")
+    used = {
+        (loop.function, each.name)
+        for loop in loops(text)
+        for each in loop.instructions
+        if each.name in ("bfdot", "bfmmla")
+    }
+    assert used == {("dots", "bfdot"), ("twos", "bfmmla")}
 
 
 @pytest.mark.slow
