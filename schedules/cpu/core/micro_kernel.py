@@ -16,6 +16,10 @@ up. Depthwise layers are the case ``g = 1``. Other groups that cross block bound
 inputs in pieces that lie in one block, and where an output block belongs to several groups, each
 lane selects the element of its own group.
 
+Where AArch64 multiplies two rows by two columns of eight bytes (``usmmla``, ``bfmmla``), rows are
+two pixels and columns two output channels. Each accumulator then holds 2 x 2 sums; those of two
+pixels are turned into such before the reduction and back after it.
+
 Each accumulator is a separate buffer of one vector and of scope ``global``: TVM 0.27 puts that
 on the stack, where LLVM turns it into a register. Buffers of scope ``local``, and those of 1,024
 bytes and more, are taken from the heap, and stay in memory.
