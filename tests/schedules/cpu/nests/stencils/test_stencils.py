@@ -111,6 +111,16 @@ def test_pixels_of_8_bits(monkeypatch, name, cols, stream):
     assert (np.abs(found - rounded + 0.5) <= 0.501).all()
 
 
+@pytest.mark.parametrize(("cpu", "streaming"), [("znver4", []), ("x86-64-v3", ["pipeline"])])
+def test_only_whole_registers_of_pixels_are_streamed(streamed, cpu, streaming):
+    """Parts of a register would go to memory one by one."""
+    scheduled = {
+        name: schedule(Elementwise(), STENCILS[name](29, 64, "uint8"), target_of(cpu))
+        for name in ("pipeline", "cvt_color")
+    }
+    assert [name for name, func in scheduled.items() if "stream" in func.script()] == streaming
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("cpu", ["znver4", "x86-64-v3"])
