@@ -77,16 +77,18 @@ def operands(kernel: Conv2DKernel, seed: int) -> Operands:
             arrays += [(packed_weight(weight, one), "int8")]
             arrays += [(pack(each, one.lanes, axis=0), "float32") for each in (bias, scale)]
         else:
-            weight = weight * scale[:, None, None, None] if is_bytes else weight
-            dtype = "float32" if is_bytes else kernel.dtype
-            arrays += [(packed_weight(weight, one), dtype)]
-            arrays += [(pack(bias, one.lanes, axis=0), "float32")]
+            arrays += [(packed_weight(weight, one), one.dtype)]
+            factors = (bias, scale) if one.has_scale else (bias,)
+            arrays += [(pack(each, one.lanes, axis=0), "float32") for each in factors]
         plain = replace(layer, activation=Activation())
         with np.errstate(over="ignore"):  # it computes all activations
             sums = convolve(result, weight, np.zeros(layer.out_channels), plain, None)
+        bias, scale = bias[:, None, None], scale[:, None, None]
         if one.is_quantized:
-            sums = sums * scale[:, None, None]
-        value, added = sums + bias[:, None, None], None
+            value = sums * scale + bias
+        else:
+            value = (sums + bias) * scale if one.has_scale else sums + bias
+        added = None
         if number == 1 and kernel.residual:
             added = random.integers(0, 256 if is_bytes else 9, value.shape)
             arrays += [(pack(added, one.lanes, fill=5), kernel.dtype)]
