@@ -8,6 +8,8 @@ operator's entry checks gave wrong numbers or a crash; a clear error is better.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import onnx
 from onnx.defs import OpSchema
@@ -38,8 +40,7 @@ def check_operators(model: onnx.ModelProto) -> None:
     functions = {(function.domain, function.name) for function in model.functions}
     nodes = [node for graph in all_graphs(model) for node in graph.node]
     nodes = [node for node in nodes if (node.domain, node.op_type) not in functions]
-    reasons = ((node, _refusal(node)) for node in nodes)
-    refuse_nodes(model, [(node, reason) for node, reason in reasons if reason])
+    _refuse_by(model, nodes, _refusal)
 
 
 def _refusal(node: onnx.NodeProto) -> str | None:
@@ -54,8 +55,7 @@ def check_nodes(model: onnx.ModelProto) -> None:
     """Refuse nodes that onnx's checker accepts and that then crash onnx's or TVM's code."""
     opset = default_opset(model) or 1
     nodes = [node for graph in all_graphs(model) for node in graph.node if is_default_domain(node)]
-    reasons = ((node, _defect(node, opset)) for node in nodes)
-    refuse_nodes(model, [(node, reason) for node, reason in reasons if reason])
+    _refuse_by(model, nodes, partial(_defect, opset=opset))
 
 
 def _defect(node: onnx.NodeProto, opset: int) -> str | None:
@@ -83,9 +83,8 @@ def _defect(node: onnx.NodeProto, opset: int) -> str | None:
 
 def check_scalars(model: onnx.ModelProto, facts: GraphFacts) -> None:
     """Refuse nodes with several numbers, or none, where the rules of their operators take one."""
-    nodes = list(filter(is_default_domain, model.graph.node))
-    reasons = ((node, _not_scalar(node, facts)) for node in nodes)
-    refuse_nodes(model, [(node, reason) for node, reason in reasons if reason])
+    nodes = filter(is_default_domain, model.graph.node)
+    _refuse_by(model, nodes, partial(_not_scalar, facts=facts))
 
 
 def _not_scalar(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
@@ -100,9 +99,8 @@ def _not_scalar(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
 
 def check_translations(model: onnx.ModelProto, facts: GraphFacts) -> None:
     """Refuse nodes that would be translated wrongly, or into reads out of bounds."""
-    nodes = list(filter(is_default_domain, model.graph.node))
-    reasons = ((node, _mistranslation(node, facts)) for node in nodes)
-    refuse_nodes(model, [(node, reason) for node, reason in reasons if reason])
+    nodes = filter(is_default_domain, model.graph.node)
+    _refuse_by(model, nodes, partial(_mistranslation, facts=facts))
 
 
 def _mistranslation(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
@@ -113,6 +111,16 @@ def _mistranslation(node: onnx.NodeProto, facts: GraphFacts) -> str | None:
         if index < len(node.input) and facts.depends_on_data(node.input[index]):
             return f"its input {node.input[index]!r} depends on data; expected a constant"
     return operator.check(node, facts) if operator.check else None
+
+
+def _refuse_by(
+    model: onnx.ModelProto,
+    nodes: Iterable[onnx.NodeProto],
+    reason_of: Callable[[onnx.NodeProto], str | None],
+) -> None:
+    """Refuse all nodes that have a reason, by one error."""
+    reasons = ((node, reason_of(node)) for node in nodes)
+    refuse_nodes(model, [(node, reason) for node, reason in reasons if reason])
 
 
 def refuse_nodes(model: onnx.ModelProto, problems: list[Problem]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -293,7 +294,10 @@ def test_cpus_without_an_instruction(cpu):
 
 NEON = {
     name: Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": name, "num-cores": 2})
-    for name in ("neoverse-n1", "apple-m1", "neoverse-v1", "neoverse-v2", "generic")
+    for name in (
+        *("neoverse-n1", "apple-m1", "neoverse-v1", "neoverse-v2", "neoverse-n2", "apple-m2"),
+        "generic",
+    )
 }
 SHIFTS = ("neoverse-n1", "apple-m1")
 """CPUs that multiply bytes of the same sign alone."""
@@ -325,6 +329,16 @@ def test_words_of_bytes_on_aarch64(layer, cpu):
     assert Conv2D().apply(case.build(), NEON["generic"], False) is None
 
 
+def check_with(
+    case: QuantizedCase, knobs: Conv2DKnobs, name: str, body: Callable[..., tirx.Expr], seed: int
+) -> None:
+    """Check numbers with an instruction's function of the micro-kernel replaced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(micro_kernel, name, body)
+        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
+    case.check(compile_function(func), seed)
+
+
 @pytest.mark.slow
 @given(
     quantized_cases((4, False)),
@@ -338,10 +352,7 @@ def test_numbers_of_the_kernels_of_aarch64(case, rounding, cpu, seed):
     case = replace(case, lanes=4, rounding=rounding if can_round else None)
     case = replace(case, shifted=cpu in SHIFTS)
     knobs = CONV2D.default(case.kernel, CPUInfo.from_target(NEON[cpu]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_kernel, "add_word_products", portable_products)
-        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
-    case.check(compile_function(func), seed)
+    check_with(case, knobs, "add_word_products", portable_products, seed)
 
 
 @given(
@@ -355,10 +366,7 @@ def test_numbers_of_two_pixels_by_two_channels(case, inner, knobs, seed):
     """Pixels without another, and words without a second one, are multiplied with zeros."""
     inner = None if case.words else inner
     case = replace(case, lanes=4, inner=inner, word=8, rounding=None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_kernel, "add_block_products", product_of_blocks)
-        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
-    case.check(compile_function(func), seed)
+    check_with(case, knobs, "add_block_products", product_of_blocks, seed)
 
 
 @pytest.mark.quick_cases(1)
@@ -367,10 +375,7 @@ def test_rows_of_a_matrix_in_pairs(batch):
     """Two words of a row lie together; the definition has the same numbers."""
     case = QuantizedCase(ConvLayer(40, 24, (1, 1)), batch, 1, 1, 4, word=8)
     knobs = CONV2D.default(case.kernel, CPUInfo.from_target(NEON["neoverse-v2"]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_kernel, "add_block_products", product_of_blocks)
-        func = conv2d_template(case.build(), case.kernel, knobs).mod["main"]
-    case.check(compile_function(func), 8)
+    check_with(case, knobs, "add_block_products", product_of_blocks, 8)
     case.check(compile_function(case.build().without_attr("tvm_fusion.workload")), 8)
 
 
@@ -388,9 +393,7 @@ def test_rows_of_a_matrix_in_pairs(batch):
 def test_two_pixels_by_two_channels_on_aarch64(layer, cpu):
     """No loop over the input stores a sum, or keeps one on the stack."""
     case = QuantizedCase(layer, 1, 28, 28, 4, out_dtype="uint8", word=8)
-    target = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": cpu, "num-cores": 2})
-    found = Conv2D().apply(case.build(), target, False)
-    check_mmla(assembly(found.mod["main"], target), "usmmla", least=12)
+    check_mmla(assembly(schedule(case, NEON[cpu]), NEON[cpu]), "usmmla", least=12)
     for other in (*SHIFTS, "generic"):
         assert Conv2D().apply(case.build(), NEON[other], False) is None
 
@@ -399,8 +402,7 @@ def test_two_pixels_by_two_channels_on_aarch64(layer, cpu):
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("size", [1, 3])
 def test_all_tiles_of_two_pixels_by_two_channels_stay_in_registers(size, strides):
-    cpu = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n2"}
-    target = Target(cpu | {"num-cores": 2})
+    target = NEON["neoverse-n2"]
     layer = ConvLayer(64, 96, (size, size), strides, (size // 2,) * 4, activation=ROUNDED)
     for width in (27, 40):
         columns = width * strides[1]
